@@ -1,0 +1,71 @@
+"""Every error a user of spark_elastic can meet, in one tree.
+
+    ElasticError                      everything below
+    ├── InvalidInput (ValueError)     an argument, column or setting is wrong; the sentence says what to change
+    ├── PreflightError                a host cannot run the job: versions, function or store
+    ├── JobFailed                     training ended without a result
+    │   ├── WorkerFailed              user code raised; carries traceback, step and position
+    │   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
+    │   └── FailureBudgetExceeded     too many failures inside the window
+    ├── JobCancelled                  the user or Spark cancelled the job
+    ├── DriverUnreachable             the rendezvous server does not answer; names host:port
+    ├── Unauthorized                  a request without the job's key
+    ├── StaleGeneration               a message of a world that is over
+    └── StoreError                    the store cannot be read or written
+
+    MembershipChanged (BaseException) control flow: the world changes; no `except Exception` of user code swallows it
+"""
+
+from __future__ import annotations
+
+
+class ElasticError(Exception):
+    """Root of all errors of spark_elastic."""
+
+
+class InvalidInput(ElasticError, ValueError):
+    """An argument, column or setting is wrong. The message is one sentence that says what to change."""
+
+
+class PreflightError(ElasticError):
+    """A host cannot run the job; the message names host, package and both versions."""
+
+
+class JobFailed(ElasticError):
+    """Training ended without a result."""
+
+
+class WorkerFailed(JobFailed):
+    """User code raised on a worker; the message holds its traceback and its position."""
+
+
+class NotEnoughWorkers(JobFailed):
+    """Fewer than `min_workers` workers came within the deadline."""
+
+
+class FailureBudgetExceeded(JobFailed):
+    """More failures inside the window than the job allows."""
+
+
+class JobCancelled(ElasticError):
+    """The user or Spark cancelled the job."""
+
+
+class DriverUnreachable(ElasticError):
+    """The rendezvous server on the driver does not answer."""
+
+
+class Unauthorized(ElasticError):
+    """A request that does not prove the job's key."""
+
+
+class StaleGeneration(ElasticError):
+    """A message that belongs to a world that is over."""
+
+
+class StoreError(ElasticError):
+    """The store cannot be read or written."""
+
+
+class MembershipChanged(BaseException):
+    """The world is about to change; raised at a step boundary and handled by the worker's loop alone."""
