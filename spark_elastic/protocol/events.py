@@ -1,0 +1,281 @@
+"""What can happen, as values. Every event carries `now`, monotonic seconds of the process that posts it.
+
+Driver events are posted by the rendezvous server, the launcher, discovery and the ticker; worker events by the
+worker's loop and its control thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, World
+
+
+@dataclass(frozen=True)
+class Event:
+    now: float
+
+
+# ---- at the driver
+
+
+@dataclass(frozen=True)
+class Tick(Event):
+    """Time passed; deadlines and leases are looked at."""
+
+
+@dataclass(frozen=True)
+class SlotRegistered(Event):
+    """A slot task came up on a host. `job` is the number of the slot job that carries it (R14: a job may have
+    several attempts alive)."""
+
+    slot: SlotId
+    host: HostId
+    job: int
+
+
+@dataclass(frozen=True)
+class SlotBeat(Event):
+    """A slot task is alive and says how its child is: the letter of its process state, "" where it has none."""
+
+    slot: SlotId
+    worker: WorkerId
+    state: str
+
+
+@dataclass(frozen=True)
+class SlotJobEnded(Event):
+    """The Spark job of a slot is over. `cancelled`: by the user or Spark, hence never launched again."""
+
+    job: int
+    reason: str
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class HostLost(Event):
+    """Spark no longer lists the executor."""
+
+    host: HostId
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerStarted(Event):
+    """A slot announces the process that is its worker now."""
+
+    slot: SlotId
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class WorkerJoins(Event):
+    """A worker asks for its next world. Level-triggered: repeated until answered.
+
+    fence: the world it left, None before its first. position: None for one that holds no state (newcomer).
+    suspects: workers that it saw break, empty for a planned change. planned: it stopped at a boundary because a
+    change was announced.
+    """
+
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence | None
+    position: Position | None
+    suspects: tuple[WorkerId, ...] = ()
+    reason: str = ""
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerFormed(Event):
+    """A worker has built the generation."""
+
+    worker: WorkerId
+    fence: Fence
+
+
+@dataclass(frozen=True)
+class ConnectionLost(Event):
+    """The control connection of a worker (`worker` set) or of a slot task broke while a request was open on it."""
+
+    slot: SlotId
+    worker: WorkerId | None = None
+
+
+@dataclass(frozen=True)
+class ConnectionBack(Event):
+    """It is there again."""
+
+    slot: SlotId
+    worker: WorkerId | None = None
+
+
+@dataclass(frozen=True)
+class WorkerExited(Event):
+    """Seen by the slot task: the process is gone. exit_code as subprocess gives it (negative: signal)."""
+
+    worker: WorkerId
+    exit_code: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    """R13: user code raised; reported before the worker closes its group."""
+
+    worker: WorkerId
+    fence: Fence | None
+    position: Position | None
+    fingerprint: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class WorkerDone(Event):
+    """R15: a worker reached the end and keeps its state until acknowledged. `result`: JSON text, opaque here."""
+
+    worker: WorkerId
+    fence: Fence
+    position: Position
+    result: str
+
+
+@dataclass(frozen=True)
+class DrainRequested(Event):
+    """A worker or all workers of a host shall leave at a step boundary. Exactly one of both is set."""
+
+    reason: str
+    worker: WorkerId | None = None
+    host: HostId | None = None
+
+
+@dataclass(frozen=True)
+class CancelRequested(Event):
+    """The user or Spark ends the job."""
+
+    reason: str
+
+
+DriverEvent: TypeAlias = (
+    Tick
+    | SlotRegistered
+    | SlotBeat
+    | SlotJobEnded
+    | HostLost
+    | WorkerStarted
+    | WorkerJoins
+    | WorkerFormed
+    | ConnectionLost
+    | ConnectionBack
+    | WorkerExited
+    | WorkerFailed
+    | WorkerDone
+    | DrainRequested
+    | CancelRequested
+)
+
+
+# ---- at a worker
+
+
+@dataclass(frozen=True)
+class Warm(Event):
+    """Everything is imported and the function is loaded."""
+
+
+@dataclass(frozen=True)
+class GotWorld(Event):
+    world: World
+
+
+@dataclass(frozen=True)
+class Formed(Event):
+    """The group of that generation stands."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True)
+class Synced(Event):
+    """R5: received state was verified and swapped in together with its position."""
+
+    fence: Fence
+    position: Position
+
+
+@dataclass(frozen=True)
+class Applied(Event):
+    """A step was applied; `position` is the next one."""
+
+    fence: Fence
+    position: Position
+
+
+@dataclass(frozen=True)
+class Boundary(Event):
+    """R6: the trailer asked all ranks to stop here; the step before `position` is applied everywhere."""
+
+    fence: Fence
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupBroke(Event):
+    """Forming, sync or exchange failed. suspects: ranks at fault in that world, may be empty."""
+
+    fence: Fence
+    suspects: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class AbortHeard(Event):
+    """The driver says that a generation is over."""
+
+    fence: Fence
+    reason: str
+
+
+@dataclass(frozen=True)
+class UserRaised(Event):
+    fingerprint: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """The end of training was reached; `result` is opaque JSON text."""
+
+    fence: Fence
+    result: str
+
+
+@dataclass(frozen=True)
+class StopHeard(Event):
+    """The driver has no more use for this worker: it was acknowledged, released, or is not of this job's worlds."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class DriverSilent(Event):
+    """R12: the driver did not answer for `seconds`."""
+
+    seconds: float
+
+
+WorkerEvent: TypeAlias = (
+    Warm
+    | GotWorld
+    | Formed
+    | Synced
+    | Applied
+    | Boundary
+    | GroupBroke
+    | AbortHeard
+    | UserRaised
+    | Finished
+    | StopHeard
+    | DriverSilent
+)

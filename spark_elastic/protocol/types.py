@@ -1,0 +1,130 @@
+"""The nouns of the elastic protocol: fences, positions, worlds and limits.
+
+Pure values without behaviour of their own; shared by driver, workers, the wire and the simulation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TypeAlias
+
+WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<slot>.<n>"
+SlotId: TypeAlias = str  # one attempt of a slot task, never used twice in a job: "<job number>-<attempt>"
+HostId: TypeAlias = str  # one live executor
+
+
+@dataclass(frozen=True, order=True)
+class Fence:
+    """R10: what every message carries. A driver that opens a run takes an `attempt`; worlds count generations."""
+
+    attempt: int
+    generation: int
+
+
+class Phase(IntEnum):
+    """The part of an epoch that a run is in, in their order."""
+
+    TRAIN = 0
+    VALIDATE = 1
+    CLOSE = 2
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where a run stands: the next step to take. Totally ordered; part of the state."""
+
+    epoch: int
+    phase: Phase
+    step: int
+
+
+START = Position(0, Phase.TRAIN, 0)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker's place in a world. `position` is what it brought along; None for a newcomer."""
+
+    worker: WorkerId
+    slot: SlotId
+    host: HostId
+    rank: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    position: Position | None
+
+
+@dataclass(frozen=True)
+class World:
+    """The workers of one generation, in rank order (members[i].rank == i).
+
+    `source` is the rank whose state the others take: a survivor at the highest position (R4); None where nobody
+    brings a position, that is where all begin from the same initial state.
+    """
+
+    fence: Fence
+    members: tuple[Member, ...]
+    source: int | None
+    reason: str
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def position(self) -> Position | None:
+        """The position that this world goes on from; None: from the beginning."""
+        return None if self.source is None else self.members[self.source].position
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Ranks that do not stand at `position` and take the source's state; empty: no broadcast at all."""
+        return tuple(m.rank for m in self.members if m.position != self.position)
+
+    def member(self, worker: WorkerId) -> Member | None:
+        return next((m for m in self.members if m.worker == worker), None)
+
+
+class WorkerStatus(Enum):
+    """Lifecycle of a worker as the driver sees it."""
+
+    STARTING = "starting"  # its process was announced
+    WARM = "warm"  # imported, waits for its first world
+    JOINING = "joining"  # named in a published world, not yet seen running in it
+    RUNNING = "running"  # built the generation it is a member of
+    READY = "ready"  # left its world at a known position and waits for the next
+    SUCCESS = "success"
+    FAILURE = "failure"  # raised, died, or was given up
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a job. Times in seconds.
+
+    num_workers: slots wanted at the start (R16); min_workers: fewest to go on with; max_workers: most ever.
+    gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
+    start_timeout: how long to wait for `min_workers`, at the start and after a loss.
+    lease: silence after which a worker is taken for lost. reconnect_grace: how long a broken control connection
+    alone may stay broken. regroup_timeout: how long survivors wait for a member that lives but does not come.
+    debounce: how long a planned change waits for others to join it.
+    failure_budget within failure_window: worker failures that are their own (not of a lost host).
+    reset_limit: plain count of new worlds after the first, as Horovod counts; None: unlimited.
+    max_global_batch: world size never exceeds it (R8).
+    """
+
+    num_workers: int
+    min_workers: int
+    max_workers: int
+    gather_timeout: float = 10.0
+    start_timeout: float = 600.0
+    lease: float = 5.0
+    reconnect_grace: float = 1.0
+    regroup_timeout: float = 30.0
+    debounce: float = 0.05
+    failure_budget: int = 10
+    failure_window: float = 600.0
+    reset_limit: int | None = None
+    max_global_batch: int | None = None
