@@ -1,0 +1,85 @@
+"""Elastic deep-learning training as a Spark ML estimator.
+
+Owns the list of public names and nothing else. Each name is imported when it is first used (PEP 562), so that
+`import spark_elastic` costs milliseconds and needs neither Spark nor a framework. To publish a name, add it to
+`_EXPORTS` and to the `TYPE_CHECKING` block below it; tests/test_public_api.py compares the two.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - the wheel installs on 3.10, where elastic_collectives alone runs
+    raise ImportError(
+        "spark_elastic needs Python 3.11 or newer, and this is "
+        f"{sys.version_info[0]}.{sys.version_info[1]}: set PYSPARK_PYTHON to a newer interpreter "
+        "(elastic_collectives alone runs on 3.10)."
+    )
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_EXPORTS = {
+    "DriverUnreachable": "spark_elastic.errors",
+    "ElasticError": "spark_elastic.errors",
+    "FailureBudgetExceeded": "spark_elastic.errors",
+    "InvalidInput": "spark_elastic.errors",
+    "JobCancelled": "spark_elastic.errors",
+    "JobFailed": "spark_elastic.errors",
+    "MembershipChanged": "spark_elastic.errors",
+    "NotEnoughWorkers": "spark_elastic.errors",
+    "PreflightError": "spark_elastic.errors",
+    "StaleGeneration": "spark_elastic.errors",
+    "StoreError": "spark_elastic.errors",
+    "Unauthorized": "spark_elastic.errors",
+    "WorkerFailed": "spark_elastic.errors",
+}
+
+if TYPE_CHECKING:
+    from spark_elastic.errors import (
+        DriverUnreachable,
+        ElasticError,
+        FailureBudgetExceeded,
+        InvalidInput,
+        JobCancelled,
+        JobFailed,
+        MembershipChanged,
+        NotEnoughWorkers,
+        PreflightError,
+        StaleGeneration,
+        StoreError,
+        Unauthorized,
+        WorkerFailed,
+    )
+
+__all__ = [
+    "DriverUnreachable",
+    "ElasticError",
+    "FailureBudgetExceeded",
+    "InvalidInput",
+    "JobCancelled",
+    "JobFailed",
+    "MembershipChanged",
+    "NotEnoughWorkers",
+    "PreflightError",
+    "StaleGeneration",
+    "StoreError",
+    "Unauthorized",
+    "WorkerFailed",
+]
+
+
+def __getattr__(name: str) -> object:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'spark_elastic' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,138 @@
+"""What a test left behind: Python threads, child processes and open descriptors of this process.
+
+A snapshot is taken before a test and compared after it. Things that end a moment later are waited for; what
+stays is a failure. Session fixtures (a JVM, a cluster) adopt what is theirs in a `SessionOwned`, whose processes,
+ports and thread modules are then not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+
+SETTLE_SECONDS = 5.0
+
+
+@dataclass
+class SessionOwned:
+    """What session fixtures keep for later tests: never a leak of the test that happened to make it grow."""
+
+    processes: set[int] = field(default_factory=set)
+    ports: set[int] = field(default_factory=set)
+    thread_modules: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process has open."""
+
+    threads: dict[int, str]
+    processes: dict[int, str]
+    descriptors: dict[tuple[int, str], str]
+
+
+def take(owned: SessionOwned) -> Snapshot:
+    """Everything that counts, now."""
+    return Snapshot(_threads(owned), _processes(owned), _descriptors(owned))
+
+
+def leaked(before: Snapshot, owned: SessionOwned, settle: float = SETTLE_SECONDS) -> list[str]:
+    """One line for each thing that is new since `before` and still there after `settle` seconds."""
+    deadline = time.monotonic() + settle
+    found = _difference(before, take(owned))
+    while found and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        found = _difference(before, take(owned))
+    return found
+
+
+def _difference(before: Snapshot, after: Snapshot) -> list[str]:
+    lines = [f"thread {name}" for key, name in after.threads.items() if key not in before.threads]
+    lines += [f"child process {name}" for key, name in after.processes.items() if key not in before.processes]
+    lines += [
+        f"descriptor {text}" for key, text in after.descriptors.items() if key not in before.descriptors
+    ]
+    return lines
+
+
+def _threads(owned: SessionOwned) -> dict[int, str]:
+    # fsspec keeps one I/O loop for the life of the process, by design.
+    kept = {"fsspec", *owned.thread_modules}
+    return {
+        id(thread): f"{thread.name!r} (daemon={thread.daemon})"
+        for thread in threading.enumerate()
+        if thread.is_alive() and not (_modules(thread) & kept)
+    }
+
+
+def _modules(thread: threading.Thread) -> set[str]:
+    """Top-level packages of a thread's class and of the function that it runs."""
+    target = getattr(thread, "_target", None)
+    owner = getattr(target, "__self__", None)
+    names = (
+        type(thread).__module__,
+        getattr(target, "__module__", None),
+        type(owner).__module__,
+        thread.name,
+    )
+    return {"fsspec" if name.startswith("fsspec") else name.split(".")[0] for name in names if name}
+
+
+def _processes(owned: SessionOwned) -> dict[int, str]:
+    found = {}
+    for child in _children():
+        try:
+            if child.pid in owned.processes or child.status() == psutil.STATUS_ZOMBIE:
+                continue
+            command = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        # multiprocessing starts one tracker on first use and keeps it until the interpreter ends.
+        if "multiprocessing.resource_tracker" not in command:
+            found[child.pid] = f"{child.pid}: {command[:200]}"
+    return found
+
+
+def _children() -> list[psutil.Process]:
+    children = []
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = listing.read_text().split()
+        except OSError:
+            continue  # the thread ended while we looked
+        for pid in pids:
+            try:
+                children.append(psutil.Process(int(pid)))
+            except psutil.NoSuchProcess:
+                continue
+    return children
+
+
+def _descriptors(owned: SessionOwned) -> dict[tuple[int, str], str]:
+    shared = _descriptors_to(owned.ports)
+    tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the listing's own descriptor
+        if number not in shared and number != tracker:
+            found[(number, target)] = f"{number} -> {target}"
+    return found
+
+
+def _descriptors_to(ports: set[int]) -> set[int]:
+    if not ports:
+        return set()
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {c.fd for c in connections if (c.raddr and c.raddr.port in ports) or c.laddr.port in ports}
