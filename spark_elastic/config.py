@@ -1,0 +1,100 @@
+"""Settings of a job, validated once. The environment is read in `from_env` only, and an explicit argument wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spark_elastic.errors import InvalidInput
+
+PREFIX = "SPARK_ELASTIC_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """How a job behaves; none of it changes what is trained. Times in seconds.
+
+    driver_port: port of the rendezvous server, 0 for any free one.
+    advertise_address: host name or address that executors dial; default `spark.driver.host`.
+    bind_address: what the server binds; default `spark.driver.bindAddress`.
+    worker_port_range: ports (first, last) that workers may listen on for each other; None for any free one.
+    gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
+    start_timeout: how long to wait for `min_workers`, at the start and after a loss.
+    lease: silence after which a worker is taken for lost.
+    collective_timeout: longest wait of a worker for its peers in one collective.
+    driver_timeout: a worker that cannot reach the driver for so long ends itself.
+    failure_budget: failures of workers within failure_window that the job bears (lost hosts do not count).
+    reset_limit: most new worlds after the first; None for no limit.
+    ledger: workers write which rows they trained in which step, and when.
+    show_logs: print the workers' output, prefixed with their rank.
+    """
+
+    driver_port: int = 0
+    advertise_address: str | None = None
+    bind_address: str | None = None
+    worker_port_range: tuple[int, int] | None = None
+    gather_timeout: float = 10.0
+    start_timeout: float = 600.0
+    lease: float = 5.0
+    collective_timeout: float = 60.0
+    driver_timeout: float = 60.0
+    failure_budget: int = 10
+    failure_window: float = 600.0
+    reset_limit: int | None = None
+    ledger: bool = False
+    show_logs: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.driver_port < 65536:
+            raise InvalidInput(f"driver_port must be a port number or 0 for any; got {self.driver_port}.")
+        if self.worker_port_range is not None:
+            first, last = self.worker_port_range
+            if not 0 < first <= last < 65536:
+                raise InvalidInput(
+                    f"worker_port_range must be (first, last) with 0 < first <= last < 65536; got {self.worker_port_range}."
+                )
+        times = ("gather_timeout", "start_timeout", "lease", "collective_timeout", "driver_timeout", "failure_window")
+        for name in times:
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}.")
+        if self.failure_budget < 0:
+            raise InvalidInput(f"failure_budget must be 0 or more; got {self.failure_budget}.")
+
+
+def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
+    """Config from `SPARK_ELASTIC_<NAME>` variables, overridden by every explicit argument that is not None.
+
+    Raises:
+        InvalidInput: a variable or argument has no setting of its name, or a value that does not fit.
+    """
+    environment = os.environ if environment is None else environment
+    fields = {field.name: field for field in dataclasses.fields(ElasticConfig)}
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        text = environment.get(PREFIX + name.upper())
+        if text is not None:
+            values[name] = _parse(name, str(field.type), text)
+    unknown = sorted(set(explicit) - set(fields))
+    if unknown:
+        raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}.")
+    values.update({name: value for name, value in explicit.items() if value is not None})
+    return ElasticConfig(**values)
+
+
+def _parse(name: str, kind: str, text: str) -> Any:
+    try:
+        if kind.startswith("bool"):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+        if kind.startswith("tuple"):
+            first, last = text.split("-")
+            return int(first), int(last)
+    except (KeyError, ValueError) as error:
+        raise InvalidInput(f"{PREFIX}{name.upper()}={text!r} is not a value for {name} ({kind}).") from error
+    return text

@@ -1,0 +1,98 @@
+"""The driver loop: one thread takes events from one queue, asks the pure machine, and carries out its commands.
+
+It owns the machine's state; every other thread only posts. It must not know Spark, HTTP or frameworks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.journal import Journal
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import DriverCommand, End, Outcome
+from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick
+from spark_elastic.protocol.types import Limits
+
+log = logging.getLogger("spark_elastic.driver")
+
+TICK = 0.05  # seconds; deadlines are met within it
+
+
+class DriverLoop:
+    """Runs the driver machine until it ends the job.
+
+    carry_out: executes one command without blocking. clock: where `now` comes from.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        attempt: int,
+        carry_out: Callable[[DriverCommand], None],
+        clock: Clock,
+        journal: Journal,
+    ) -> None:
+        self._state, self._first = driver_machine.initial(limits, attempt)
+        self._carry_out = carry_out
+        self._clock = clock
+        self._journal = journal
+        self._queue: queue.SimpleQueue[DriverEvent | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._outcome: End | None = None
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-driver", daemon=True)
+
+    def post(self, event: DriverEvent) -> None:
+        """Hand over an event; any thread."""
+        self._queue.put(event)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, timeout: float) -> End | None:
+        """The job's end, or None while it goes on."""
+        self._ended.wait(timeout)
+        return self._outcome
+
+    def cancel(self, reason: str) -> None:
+        self.post(CancelRequested(self._clock.now(), reason))
+
+    def close(self) -> None:
+        """Stop the thread; events after this are lost."""
+        self._queue.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._journal.close()
+
+    def _run(self) -> None:
+        try:
+            for command in self._first:
+                self._execute(command)
+            while (event := self._next()) is not None:
+                self._state, commands = driver_machine.step(self._state, event)
+                self._journal.record(event, commands)
+                for command in commands:
+                    self._execute(command)
+        except Exception as error:  # the machine's own defect must end the job, not hang it
+            log.exception("the driver loop failed")
+            self._finish(End(f"the driver loop failed: {error!r}", Outcome.CANCELLED))
+
+    def _next(self) -> DriverEvent | None:
+        try:
+            return self._queue.get(timeout=TICK)
+        except queue.Empty:
+            return Tick(self._clock.now())
+
+    def _execute(self, command: DriverCommand) -> None:
+        log.debug("%s", command)
+        self._carry_out(command)
+        if isinstance(command, End):
+            self._finish(command)
+
+    def _finish(self, end: End) -> None:
+        if self._outcome is None:
+            self._outcome = end
+            self._ended.set()
