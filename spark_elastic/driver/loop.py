@@ -41,6 +41,7 @@ class DriverLoop:
         self._clock = clock
         self._journal = journal
         self._queue: queue.SimpleQueue[DriverEvent | None] = queue.SimpleQueue()
+        self._next_tick = 0.0
         self._ended = threading.Event()
         self._outcome: End | None = None
         self._thread = threading.Thread(target=self._run, name="spark-elastic-driver", daemon=True)
@@ -81,10 +82,15 @@ class DriverLoop:
             self._finish(End(f"the driver loop failed: {error!r}", Outcome.CANCELLED))
 
     def _next(self) -> DriverEvent | None:
-        try:
-            return self._queue.get(timeout=TICK)
-        except queue.Empty:
-            return Tick(self._clock.now())
+        """The next event; a tick whenever one is due, however busy the queue is."""
+        now = self._clock.now()
+        if now < self._next_tick:
+            try:
+                return self._queue.get(timeout=self._next_tick - now)
+            except queue.Empty:
+                now = self._clock.now()
+        self._next_tick = now + TICK
+        return Tick(now)
 
     def _execute(self, command: DriverCommand) -> None:
         log.debug("%s", command)
