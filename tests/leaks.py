@@ -11,6 +11,8 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -27,6 +29,18 @@ class SessionOwned:
     processes: set[int] = field(default_factory=set)
     ports: set[int] = field(default_factory=set)
     thread_modules: set[str] = field(default_factory=set)
+    threads: set[int] = field(default_factory=set)
+    descriptors: set[tuple[int, str]] = field(default_factory=set)
+
+    @contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Adopt everything that appears inside the block."""
+        before = take(self)
+        yield
+        after = take(self)
+        self.processes |= after.processes.keys() - before.processes.keys()
+        self.threads |= after.threads.keys() - before.threads.keys()
+        self.descriptors |= after.descriptors.keys() - before.descriptors.keys()
 
 
 @dataclass(frozen=True)
@@ -65,25 +79,22 @@ def _difference(before: Snapshot, after: Snapshot) -> list[str]:
 
 def _threads(owned: SessionOwned) -> dict[int, str]:
     # fsspec keeps one I/O loop for the life of the process, by design.
-    kept = {"fsspec", *owned.thread_modules}
+    kept = ("fsspec", *sorted(owned.thread_modules))
     return {
         id(thread): f"{thread.name!r} (daemon={thread.daemon})"
         for thread in threading.enumerate()
-        if thread.is_alive() and not (_modules(thread) & kept)
+        if thread.is_alive()
+        and id(thread) not in owned.threads
+        and not any(name.startswith(kept) for name in _origins(thread))
     }
 
 
-def _modules(thread: threading.Thread) -> set[str]:
-    """Top-level packages of a thread's class and of the function that it runs."""
+def _origins(thread: threading.Thread) -> set[str]:
+    """The modules of a thread's class, of the function that it runs and of that function's object; its name."""
     target = getattr(thread, "_target", None)
-    owner = getattr(target, "__self__", None)
-    names = (
-        type(thread).__module__,
-        getattr(target, "__module__", None),
-        type(owner).__module__,
-        thread.name,
-    )
-    return {"fsspec" if name.startswith("fsspec") else name.split(".")[0] for name in names if name}
+    owner = type(getattr(target, "__self__", None))
+    modules = {type(thread).__module__, getattr(target, "__module__", None) or "", owner.__module__}
+    return {*modules, thread.name}
 
 
 def _processes(owned: SessionOwned) -> dict[int, str]:
@@ -126,7 +137,7 @@ def _descriptors(owned: SessionOwned) -> dict[tuple[int, str], str]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the listing's own descriptor
-        if number not in shared and number != tracker:
+        if number not in shared and number != tracker and (number, target) not in owned.descriptors:
             found[(number, target)] = f"{number} -> {target}"
     return found
 

@@ -1,0 +1,253 @@
+"""A real Spark standalone cluster on loopback: one master, workers that tests start, lose and replace.
+
+Every process is a plain child of the test process and is killed by the kernel when that dies, so that an
+interrupted run leaves nothing. Start workers from the main thread: the kernel's rule is per thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOOPBACK = "127.0.0.1"
+# Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+START_SECONDS = 60.0
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def cluster_environment() -> dict[str, str]:
+    """What every process of the cluster and the driver need: loopback, this interpreter, this repository."""
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "python")])
+    return {
+        "JDK_JAVA_OPTIONS": JAVA_OPTIONS,
+        "SPARK_LOCAL_IP": LOOPBACK,
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": path,
+    }
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker daemon of Spark: one host of the cluster."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+class StandaloneCluster:
+    """`with StandaloneCluster(directory) as cluster: cluster.start_worker()`; state and logs lie in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._master: subprocess.Popen[bytes] | None = None
+        self._started = 0
+        self.workers: list[Worker] = []
+        self.url = ""
+
+    def __enter__(self) -> StandaloneCluster:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        log = self._directory / "master.log"
+        self._master = self._spawn(log, "master.Master", "--port", "0")
+        try:
+            self.url = await_line(log, r"Starting Spark master at (spark://\S+)", self._master)
+            await_line(log, r"(New state: ALIVE)", self._master)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """The master and every worker daemon that was started."""
+        daemons = [worker.process for worker in self.workers]
+        return [process.pid for process in ([self._master, *daemons] if self._master else daemons)]
+
+    def start_worker(self, cores: int = 1, memory: str = "1g") -> Worker:
+        """A new host; returns once the master has it."""
+        worker = self._launch_worker(cores, memory)
+        await_line(worker.log, r"(Successfully registered with master)", worker.process)
+        return worker
+
+    def start_workers(self, count: int, cores: int = 1, memory: str = "1g") -> list[Worker]:
+        """Several new hosts, their JVMs started side by side."""
+        workers = [self._launch_worker(cores, memory) for _ in range(count)]
+        for worker in workers:
+            await_line(worker.log, r"(Successfully registered with master)", worker.process)
+        return workers
+
+    def kill_worker(self, worker: Worker) -> None:
+        """Lose a host at once: its daemon, its executors and all that they run."""
+        doomed = [*_descendants(worker.pid), psutil.Process(worker.pid)]
+        for process in doomed:
+            _kill(process)
+        worker.process.wait()
+        await_true(
+            lambda: not any(_running(process) for process in doomed), f"worker {worker.number} to be gone"
+        )
+        self.workers.remove(worker)
+
+    def executor_pids(self) -> list[int]:
+        """The JVMs of live executors, of whatever application, in the order of their workers."""
+        found = []
+        for worker in self.workers:
+            for child in _children(worker.pid):
+                if "CoarseGrainedExecutorBackend" in " ".join(_command(child)):
+                    found.append(child.pid)
+        return found
+
+    def kill_executor(self, pid: int) -> None:
+        """SIGKILL to one executor's JVM, as the kernel does it when memory is short."""
+        if pid not in self.executor_pids():
+            raise ValueError(f"process {pid} is no executor of this cluster: {self.executor_pids()}")
+        os.kill(pid, signal.SIGKILL)
+
+    def slot_tasks(self, executor: int) -> list[psutil.Process]:
+        """The Python workers in which Spark runs an executor's tasks: forks of its daemon."""
+        return [task for daemon in _children(executor) for task in _children(daemon.pid) if _is_daemon(task)]
+
+    def training_children(self, executor: int) -> list[psutil.Process]:
+        """What the slot tasks of an executor have started: training processes and warm spares."""
+        return [child for task in self.slot_tasks(executor) for child in _children(task.pid)]
+
+    def stop(self) -> None:
+        """End everything; raises if a process of the cluster is still there afterwards."""
+        daemons = [
+            process for process in (self._master, *(worker.process for worker in self.workers)) if process
+        ]
+        everything = [child for daemon in daemons for child in _descendants(daemon.pid)]
+        for daemon in daemons:
+            daemon.kill()
+        for daemon in daemons:
+            daemon.wait()
+        for process in everything:
+            _kill(process)
+        self.workers, self._master = [], None
+        await_true(
+            lambda: not any(_running(process) for process in everything), "the cluster's processes to end"
+        )
+
+    def _launch_worker(self, cores: int, memory: str) -> Worker:
+        self._started += 1
+        log = self._directory / f"worker{self._started}.log"
+        place = str(self._directory / f"worker{self._started}")
+        process = self._spawn(log, "worker.Worker", "-c", str(cores), "-m", memory, "-d", place, self.url)
+        worker = Worker(self._started, process, log)
+        self.workers.append(worker)
+        return worker
+
+    def _spawn(self, log: Path, daemon: str, *arguments: str) -> subprocess.Popen[bytes]:
+        import pyspark
+
+        home = Path(pyspark.__file__).parent
+        command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{daemon}"]
+        command += ["--host", LOOPBACK, "--webui-port", "0", *arguments]
+        environment = (
+            os.environ | cluster_environment() | {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m"}
+        )
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                cwd=self._directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock, no allocation
+            )
+
+
+def await_line(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> str:
+    """The first group of `pattern` in a daemon's log; its end or a minute of silence is an error with the log."""
+    found: list[str] = []
+
+    def look() -> bool:
+        text = log.read_text(errors="replace")
+        found.extend(re.findall(pattern, text))
+        if not found and process.poll() is not None:
+            raise RuntimeError(f"a Spark daemon ended with {process.returncode}:\n{text[-4000:]}")
+        return bool(found)
+
+    await_true(look, f"{pattern!r} in {log.name}:\n{log.read_text(errors='replace')[-2000:]}")
+    return found[0]
+
+
+def await_true(condition: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> None:
+    """Wait until `condition()`; TimeoutError naming `what` otherwise."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+        time.sleep(0.02)
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_daemon(process: psutil.Process) -> bool:
+    """Spark's Python daemon and, being its forks, the workers in which tasks run."""
+    return any("pyspark.daemon" in word or "pyspark/daemon" in word for word in _command(process))
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass  # it ended by itself
+
+
+def _running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

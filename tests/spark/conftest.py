@@ -1,0 +1,153 @@
+"""One cluster and one Spark session at a time for all tests on real Spark.
+
+`spark` is a session with the default settings, `spark_with(settings)` one with others (the JVM stays, so that a
+change costs a few seconds), `standalone` the cluster, made whole again after each test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.leaks import SessionOwned
+from tests.spark.cluster import LOOPBACK, StandaloneCluster, await_true, cluster_environment
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+HOSTS = 3
+SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.driver.host": LOOPBACK,
+    "spark.driver.bindAddress": LOOPBACK,
+    "spark.driver.memory": "512m",
+    "spark.executor.memory": "512m",
+    "spark.executor.cores": "1",
+    "spark.sql.shuffle.partitions": "3",
+    "spark.default.parallelism": "3",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.executorEnv.PYTHONPATH": cluster_environment()["PYTHONPATH"],
+}
+
+
+class Sessions:
+    """The one Spark session that a process can have; asked for with other settings, it is made anew."""
+
+    def __init__(self, url: str, owned: SessionOwned, warehouse: Path) -> None:
+        self._url = url
+        self._owned = owned
+        self._warehouse = warehouse
+        self._settings: dict[str, str] | None = None
+        self._session: SparkSession | None = None
+
+    def open(self, settings: Mapping[str, str]) -> SparkSession:
+        """A live session with exactly the default settings and these."""
+        wanted = SETTINGS | {"spark.sql.warehouse.dir": str(self._warehouse)} | dict(settings)
+        if self._session is not None and self._settings == wanted and self._alive(self._session):
+            return self._session
+        self.stop()
+        with self._owned.adopting():
+            self._session, self._settings = self._start(wanted), wanted
+        return self._session
+
+    def stop(self) -> None:
+        """End the session; its JVM stays for the next one."""
+        if self._session is not None:
+            self._session.stop()
+        self._session = None
+
+    def end_java(self) -> None:
+        """End the session and the JVM behind it."""
+        from pyspark import SparkContext
+
+        self.stop()
+        gateway = SparkContext._gateway
+        if gateway is not None:
+            gateway.shutdown()
+            gateway.proc.stdin.close()
+            gateway.proc.wait(timeout=30)
+            SparkContext._gateway = SparkContext._jvm = None
+
+    def _start(self, settings: Mapping[str, str]) -> SparkSession:
+        from pyspark.sql import SparkSession
+
+        builder = SparkSession.builder.master(self._url).appName("spark_elastic tests")
+        for name, value in settings.items():
+            builder = builder.config(name, value)
+        session = builder.getOrCreate()
+        session.sparkContext.setLogLevel("WARN")
+        self._adopt(session)
+        return session
+
+    def _adopt(self, session: SparkSession) -> None:
+        """py4j and the accumulators open a connection and a thread for each thread that talks to the JVM."""
+        context = session.sparkContext
+        self._owned.ports.add(context._gateway.gateway_parameters.port)
+        self._owned.ports.add(context._accumulatorServer.server_address[1])
+        self._owned.thread_modules.update({"py4j", "pyspark.accumulators"})
+
+    @staticmethod
+    def _alive(session: SparkSession) -> bool:
+        return session.sparkContext._jsc is not None and not session.sparkContext._jsc.sc().isStopped()
+
+
+@pytest.fixture(scope="session")
+def spark_environment() -> Iterator[None]:
+    """Loopback, this interpreter and quick JVMs for everything that Spark starts from here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster_environment().items():
+            patch.setenv(name, value)
+        patch.delenv("SPARK_HOME", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def spark_cluster(
+    spark_environment: None, session_owned: SessionOwned, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StandaloneCluster]:
+    """The cluster of the whole session: three hosts of one core. Tests that harm it take `standalone`."""
+    with StandaloneCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        cluster.start_workers(HOSTS)
+        session_owned.processes.update(cluster.pids)
+        yield cluster
+
+
+@pytest.fixture
+def standalone(spark_cluster: StandaloneCluster, session_owned: SessionOwned) -> Iterator[StandaloneCluster]:
+    """The cluster, for tests that kill and add hosts; afterwards it has its three hosts again."""
+    yield spark_cluster
+    for worker in [worker for worker in spark_cluster.workers if not worker.alive]:
+        spark_cluster.kill_worker(worker)
+    for worker in spark_cluster.workers[HOSTS:]:
+        spark_cluster.kill_worker(worker)
+    spark_cluster.start_workers(HOSTS - len(spark_cluster.workers))
+    session_owned.processes.update(spark_cluster.pids)
+
+
+@pytest.fixture(scope="session")
+def sessions(
+    spark_cluster: StandaloneCluster, session_owned: SessionOwned, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sessions]:
+    """The keeper of the one Spark session."""
+    holder = Sessions(spark_cluster.url, session_owned, tmp_path_factory.mktemp("warehouse"))
+    yield holder
+    holder.end_java()
+
+
+@pytest.fixture
+def spark(sessions: Sessions, spark_cluster: StandaloneCluster) -> SparkSession:
+    """A session with the default settings on three registered executors."""
+    session = sessions.open({})
+    tracker = session.sparkContext._jsc.sc().statusTracker()
+    # The driver is in the list too.
+    await_true(lambda: len(tracker.getExecutorInfos()) == HOSTS + 1, f"{HOSTS} registered executors")
+    return session
+
+
+@pytest.fixture
+def spark_with(sessions: Sessions) -> Callable[[Mapping[str, str]], SparkSession]:
+    """A factory of sessions with settings of the test's own."""
+    return sessions.open
