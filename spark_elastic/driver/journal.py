@@ -42,7 +42,9 @@ class Journal:
 
     def story(self) -> list[str]:
         """One readable line per entry."""
-        return [f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}" for at, kind, value in list(self._entries)]
+        return [
+            f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}" for at, kind, value in list(self._entries)
+        ]
 
     def close(self) -> None:
         if self._file is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_collectives import Group
-from spark_elastic.protocol.types import Position, World, WorkerId
+from spark_elastic.protocol.types import Position, WorkerId, World
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""Carries out the driver machine's commands on the server and the launcher. Called from the driver loop's thread."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from spark_elastic.driver.ports import Launcher
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol.types import World
+from spark_elastic.rendezvous.server import RendezvousServer
+
+
+class Audience(Protocol):
+    """Who is told what becomes of the job's worlds."""
+
+    def world(self, world: World) -> None: ...
+
+    def said(self, text: str) -> None: ...
+
+
+class Effects:
+    """Maps each command to one call; nothing here decides."""
+
+    def __init__(self, server: RendezvousServer, launcher: Launcher, audience: Audience) -> None:
+        self._server = server
+        self._launcher = launcher
+        self._audience = audience
+
+    def carry_out(self, command: do.DriverCommand) -> None:
+        """Execute without blocking."""
+        match command:
+            case do.LaunchSlot(_, job, delay):
+                self._launcher.launch(job, delay)
+            case do.Publish(_, world):
+                self._server.publish(world)
+                self._audience.world(world)
+            case do.Abort(reason, fence):
+                self._server.abort(fence, reason)
+                self._audience.said(reason)
+            case do.Announce(reason, version):
+                self._server.announce(version, reason)
+            case do.StopWorker(reason, worker, kill):
+                self._server.stop_worker(worker, reason, kill)
+            case do.ReleaseSlot(reason, slot):
+                self._server.release_slot(slot, reason)
+            case do.End(reason):
+                self._server.end(reason)

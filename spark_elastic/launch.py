@@ -1,0 +1,242 @@
+"""Composition root: puts server, driver loop, launcher and discovery together and waits for the end of the job.
+
+`launch` runs a program over Spark; `supervise` does the same over any launcher, and is what runs without a JVM.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import cloudpickle
+
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.effects import Effects
+from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.loop import DriverLoop
+from spark_elastic.driver.ports import Contact, Discovery, Launcher
+from spark_elastic.errors import (
+    FailureBudgetExceeded,
+    JobCancelled,
+    JobFailed,
+    NotEnoughWorkers,
+    WorkerFailed,
+)
+from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.types import Limits, World
+from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.server import RendezvousServer
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger("spark_elastic")
+
+STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
+FIRST_ATTEMPT = 1
+
+
+class Narrator(Protocol):
+    """Tells people how the job goes. Called from several threads; must return at once."""
+
+    def log(self, rank: int | None, line: str) -> None: ...
+
+    def progress(self, numbers: Mapping[str, Any]) -> None: ...
+
+    def world(self, size: int, reason: str) -> None: ...
+
+
+class Silent:
+    """A narrator that says nothing."""
+
+    def log(self, rank: int | None, line: str) -> None:
+        """Nothing."""
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def world(self, size: int, reason: str) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class WorldSpan:
+    """A world and when it began, in seconds since the launch."""
+
+    seconds: float
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """results: what the workers returned, JSON text in rank order. story: events and commands, a line each."""
+
+    results: tuple[str, ...]
+    worlds: tuple[WorldSpan, ...]
+    story: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where the server listens and whom it lets in. admit: why a host with these facts cannot take part, or None."""
+
+    bind: str = "127.0.0.1"
+    advertise: str | None = None
+    admit: Callable[[Mapping[str, Any]], str | None] = field(default=lambda facts: None)
+
+
+@dataclass
+class _Audience:
+    """Keeps who is which rank, for log prefixes and the history of worlds."""
+
+    narrator: Narrator
+    clock: Clock
+    started: float
+    worlds: list[WorldSpan] = field(default_factory=list)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def world(self, world: World) -> None:
+        self.ranks = {member.worker: member.rank for member in world.members}
+        self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
+        self.narrator.world(world.size, world.reason)
+
+    def said(self, text: str) -> None:
+        log.info("%s", text)
+
+    def lines(self, lines: LogLines) -> None:
+        for line in lines.lines:
+            self.narrator.log(self.ranks.get(lines.worker), line)
+
+
+def launch(
+    spark: SparkSession,
+    program: object,
+    limits: Limits,
+    config: ElasticConfig,
+    name: str,
+    preload: tuple[str, ...] = (),
+    narrate: Narrator | None = None,
+) -> LaunchResult:
+    """Run `program` (a `worker.program.Program`, shipped by cloudpickle) on elastic workers over Spark.
+
+    Raises:
+        JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
+    """
+    from spark_elastic.spark.executors import ExecutorWatch
+    from spark_elastic.spark.launcher import SparkLauncher
+    from spark_elastic.spark.preflight import admit, facts
+    from spark_elastic.spark.slot_task import SlotTask
+
+    sc = spark.sparkContext
+    conf = sc.getConf()
+    host = config.advertise_address or conf.get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
+    site = Site(
+        bind=config.bind_address or conf.get("spark.driver.bindAddress", host) or host,
+        advertise=host,
+        admit=admit(facts()),
+    )
+    shipped = sc.broadcast(cloudpickle.dumps(program))
+
+    def make_task(contact: Contact) -> SlotTask:
+        return SlotTask(
+            contact,
+            shipped,
+            config.worker_port_range,
+            preload,
+            config.collective_timeout,
+            config.driver_timeout,
+        )
+
+    clock = SystemClock()
+    launcher = SparkLauncher(sc, make_task, clock)
+    try:
+        return supervise(launcher, ExecutorWatch(sc, clock), site, limits, config, name, narrate)
+    finally:
+        _forget(shipped)
+
+
+def supervise(
+    launcher: Launcher,
+    discovery: Discovery,
+    site: Site,
+    limits: Limits,
+    config: ElasticConfig,
+    name: str,
+    narrate: Narrator | None = None,
+) -> LaunchResult:
+    """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds."""
+    clock = SystemClock()
+    narrator = narrate or Silent()
+    audience = _Audience(narrator, clock, clock.now())
+    journal = Journal()
+    key = secrets.token_bytes(32)
+    post: list[DriverLoop] = []
+    server = RendezvousServer(
+        key,
+        FIRST_ATTEMPT,
+        lambda event: post[0].post(event),
+        clock,
+        on_logs=audience.lines,
+        on_progress=narrator.progress,
+        admit=site.admit,
+        host=site.bind,
+        port=config.driver_port,
+        advertise=site.advertise,
+    )
+    effects = Effects(server, launcher, audience)
+    loop = DriverLoop(limits, FIRST_ATTEMPT, effects.carry_out, clock, journal)
+    post.append(loop)
+    try:
+        server.start()
+        launcher.start(Contact(server.address, key, FIRST_ATTEMPT, name), loop.post)
+        discovery.start(loop.post)
+        loop.start()
+        end = _await_end(loop)
+    finally:
+        server.end("the job is over")
+        left = launcher.close(STOP_WITHIN)
+        discovery.close()
+        loop.close()
+        server.close()
+        if left:
+            log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
+    return LaunchResult(_results(end), tuple(audience.worlds), tuple(journal.story()))
+
+
+def _await_end(loop: DriverLoop) -> End:
+    try:
+        while True:
+            end = loop.wait(1.0)
+            if end is not None:
+                return end
+    except BaseException:
+        loop.cancel("the caller was interrupted")
+        loop.wait(STOP_WITHIN / 5)
+        raise
+
+
+def _results(end: End) -> tuple[str, ...]:
+    match end.outcome:
+        case Outcome.SUCCESS:
+            return end.results
+        case Outcome.USER_ERROR:
+            raise WorkerFailed(f"{end.reason}\n{end.detail}")
+        case Outcome.NOT_ENOUGH_WORKERS:
+            raise NotEnoughWorkers(end.reason)
+        case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
+            raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
+        case Outcome.CANCELLED:
+            raise JobCancelled(end.reason)
+    raise JobFailed(end.reason)
+
+
+def _forget(shipped: Any) -> None:
+    try:
+        shipped.destroy()
+    except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
+        log.debug("broadcast not destroyed: %s", error)

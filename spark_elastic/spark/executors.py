@@ -1,0 +1,76 @@
+"""Discovery: Spark's own view of its executors, polled; loss and decommissioning are posted to the driver.
+
+One thread. A hint only, if a valuable one: slots and workers report themselves, and broken connections are seen first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import InheritableThread, SparkContext
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.ports import Post
+from spark_elastic.protocol.events import DrainRequested, HostLost
+
+log = logging.getLogger("spark_elastic.spark")
+
+POLL_EVERY = 0.5  # seconds; a poll costs about 3 ms
+
+
+class ExecutorWatch:
+    """`driver.ports.Discovery` over the scheduler backend of a SparkContext. In local mode there is nothing to watch."""
+
+    def __init__(self, sc: SparkContext, clock: Clock) -> None:
+        self._sc = sc
+        self._clock = clock
+        self._closing = threading.Event()
+        self._thread: InheritableThread | None = None
+
+    def start(self, post: Post) -> None:
+        if not hasattr_java(self._sc, "getExecutorIds"):
+            return
+        self._thread = InheritableThread(target=self._watch, args=(post,), name="spark-elastic-executors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, post: Post) -> None:
+        known: set[str] = set()
+        draining: set[str] = set()
+        while not self._closing.wait(POLL_EVERY):
+            try:
+                backend = _backend(self._sc)
+                present = set(_strings(backend.getExecutorIds()))
+                leaving = {host for host in present - draining if not backend.isExecutorActive(host)}
+            except (Py4JError, AttributeError, OSError) as error:
+                log.debug("the scheduler does not answer: %s", error)  # a stopped context ends the job elsewhere
+                continue
+            now = self._clock.now()
+            for host in sorted(known - present):
+                post(HostLost(now, host, f"Spark lost executor {host}"))
+            for host in sorted(leaving):
+                post(DrainRequested(now, f"executor {host} is being decommissioned", host=host))
+            draining |= leaving
+            known = present
+
+
+def _backend(sc: SparkContext) -> Any:
+    return sc._jsc.sc().schedulerBackend()
+
+
+def hasattr_java(sc: SparkContext, method: str) -> bool:
+    """Whether the scheduler backend has that method; the local one has not."""
+    names = {m.getName() for m in _backend(sc).getClass().getMethods()}
+    return method in names
+
+
+def _strings(sequence: Any) -> list[str]:
+    """A Scala Seq of strings."""
+    return [str(sequence.apply(i)) for i in range(sequence.size())]

@@ -1,0 +1,121 @@
+"""Carries slots as single-task Spark jobs, one thread per job.
+
+Slot jobs inherit the caller's job group, pool, tags and description: the dispatcher thread is started from the
+caller's thread and hands its local properties on. A lost executor fails one job alone, which the driver may launch
+again; a cancelled one is reported as such.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import InheritableThread, SparkContext
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.spark.slot_task import SlotTask
+
+log = logging.getLogger("spark_elastic.spark")
+
+CANCELLED = (
+    "SPARK_JOB_CANCELLED",
+    "cancelled job",
+    "cancelled part of",
+    "was cancelled",
+    "JOB_GROUP_CANCELLED",
+)
+STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
+
+
+class SparkLauncher:
+    """`driver.ports.Launcher` over a SparkContext of the classic (JVM) kind.
+
+    make_task: builds the shipped task once the contact is known.
+    """
+
+    def __init__(self, sc: SparkContext, make_task: Callable[[Contact], SlotTask], clock: Clock) -> None:
+        self._sc = sc
+        self._make_task = make_task
+        self._clock = clock
+        self._tag = ""
+        self._orders: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._carriers: list[InheritableThread] = []
+        self._dispatcher: InheritableThread | None = None
+
+    def start(self, contact: Contact, post: Post) -> None:
+        self._tag = f"spark_elastic-{contact.job_name}"
+        task = self._make_task(contact)
+        self._dispatcher = InheritableThread(target=self._dispatch, args=(task, post), daemon=True)
+        self._dispatcher.start()
+
+    def launch(self, job: int, delay: float) -> None:
+        self._orders.put((job, delay))
+
+    def close(self, timeout: float) -> list[str]:
+        """Slots were released by message before; what still runs is cancelled at Spark."""
+        deadline = self._clock.now() + timeout
+        self._closing.set()
+        self._orders.put(None)
+        if self._dispatcher is None:
+            return []
+        self._dispatcher.join(timeout)
+        grace = timeout / 3
+        _join_all(self._carriers, self._clock, self._clock.now() + grace)
+        if any(thread.is_alive() for thread in self._carriers):
+            self._cancel()
+        _join_all(self._carriers, self._clock, deadline)
+        return [thread.name for thread in self._carriers if thread.is_alive()]
+
+    def _cancel(self) -> None:
+        try:
+            self._sc.cancelJobsWithTag(self._tag)
+        except (Py4JError, AttributeError, OSError) as error:
+            log.debug("nothing left to cancel: %s", error)  # the SparkContext is gone, and its jobs with it
+
+    def _dispatch(self, task: SlotTask, post: Post) -> None:
+        self._sc.addJobTag(self._tag)
+        while (order := self._orders.get()) is not None:
+            job, delay = order
+            carrier = InheritableThread(
+                target=self._carry, args=(task, job, delay, post), name=f"slot job {job}", daemon=True
+            )
+            self._carriers.append(carrier)
+            carrier.start()
+
+    def _carry(self, task: SlotTask, job: int, delay: float, post: Post) -> None:
+        if self._closing.wait(delay):
+            return
+        reason, cancelled = self._run(task, job)
+        if not self._closing.is_set():
+            post(SlotJobEnded(self._clock.now(), job, reason, cancelled))
+
+    def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
+        try:
+            results: list[Any] = self._sc.parallelize([job], 1).mapPartitions(task).collect()
+            return str(results[0]) if results else "the slot task returned nothing", False
+        except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
+            text = str(error)
+            if any(word in text for word in STOPPED) or self._sc._jsc is None:
+                return "the SparkContext was stopped", True
+            if any(word in text for word in CANCELLED):
+                return f"the slot job was cancelled: {_first_line(text)}", True
+            return _first_line(text), False
+
+
+def _join_all(threads: list[InheritableThread], clock: Clock, deadline: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, deadline - clock.now()))
+
+
+def _first_line(text: str) -> str:
+    """The line of a py4j error that says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
+    return said[:300]

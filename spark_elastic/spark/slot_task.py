@@ -1,0 +1,102 @@
+"""The body of a slot job: runs the slot's agent inside Spark's Python worker.
+
+Executed in the main thread of the task. It catches everything and returns a sentence: a raised error would count as
+a task failure at Spark, and the driver alone decides what is launched again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspark import TaskContext
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.ports import Contact
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.spark.preflight import facts
+from spark_elastic.worker.entry import Header
+from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
+
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+
+
+@dataclass(frozen=True)
+class SlotTask:
+    """Shipped to the executor; `program` is the pickled program, sent once per executor."""
+
+    contact: Contact
+    program: Broadcast[bytes]
+    port_range: tuple[int, int] | None
+    preload: tuple[str, ...]
+    collective_timeout: float
+    driver_timeout: float
+
+    def __call__(self, jobs: Iterable[int]) -> Iterator[str]:
+        numbers = list(jobs)  # consumed, so that Spark uses the Python worker again
+        for job in numbers:
+            try:
+                yield self._serve(job)
+            except Exception as error:  # told to the driver as the job's result, which decides what follows
+                yield f"slot job {job} ended: {error}"
+
+    def _serve(self, job: int) -> str:
+        context = TaskContext.get()
+        assert context is not None
+        slot = f"{job}-{context.attemptNumber()}"
+        clock = SystemClock()
+        host, port = _split(self.contact.address)
+        local = _address_towards(host, port)
+
+        def header(status_fd: int, payload_bytes: int) -> Header:
+            return Header(
+                parent=os.getpid(),
+                address=self.contact.address,
+                key=self.contact.key.hex(),
+                attempt=self.contact.attempt,
+                slot=slot,
+                bind=local,
+                port_range=self.port_range,
+                preload=self.preload,
+                collective_timeout=self.collective_timeout,
+                driver_timeout=self.driver_timeout,
+                payload_bytes=payload_bytes,
+                status_fd=status_fd,
+            )
+
+        plan = SlotPlan(slot, job, executor_id(), facts(), self.program.value, header, self.driver_timeout)
+        with RendezvousClient(self.contact.address, self.contact.key, self.contact.attempt, clock) as client:
+            return SlotAgent(plan, client, clock).run()
+
+
+def executor_id() -> str:
+    """Spark's id of the executor that this task runs in; "driver" in local mode.
+
+    Spark does not tell Python workers; the executor's command line, an ancestor of this process, does.
+    """
+    pid = os.getpid()
+    while pid > 1:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+        if b"--executor-id" in words:
+            return words[words.index(b"--executor-id") + 1].decode()
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    return os.environ.get("SPARK_EXECUTOR_ID", "driver")
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to the driver: peers of the same cluster reach it there, too."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,115 @@
+"""One training process as its slot sees it: spawned warm, activated as a worker, killed with everything it says shipped.
+
+Spawned from the slot's main thread, since the child dies with the thread that spawned it (PR_SET_PDEATHSIG). Daemon
+threads per child write its input, read its output and its status, and wait for its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from spark_elastic.worker.entry import Header
+
+KILL_WAIT = 10.0  # seconds for the kernel to end a killed process
+
+
+class Child:
+    """A training process. `worker` is None while it is a spare."""
+
+    def __init__(
+        self,
+        header: Callable[[int], Header],
+        payload: bytes,
+        on_line: Callable[[Child, str], None],
+        on_warm: Callable[[Child], None],
+        on_exit: Callable[[Child, int], None],
+    ) -> None:
+        """header: makes the child's header from the descriptor of its status pipe."""
+        self.worker: str | None = None
+        status_read, status_write = os.pipe()
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "spark_elastic.worker.entry"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(status_write,),
+            env=environment,
+        )
+        os.close(status_write)
+        self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._input.put(header(status_write).to_json().encode() + b"\n")
+        self._input.put(payload)
+        self._threads = [
+            threading.Thread(target=self._write, name="spark-elastic-child-input", daemon=True),
+            threading.Thread(
+                target=self._read_status,
+                args=(status_read, on_warm),
+                name="spark-elastic-child-status",
+                daemon=True,
+            ),
+            threading.Thread(target=self._read_lines, args=(on_line,), name="spark-elastic-child-lines", daemon=True),
+            threading.Thread(target=self._wait, args=(on_exit,), name="spark-elastic-child-exit", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def activate(self, worker: str) -> None:
+        """Make the process a worker; it may still be importing and starts as soon as it can."""
+        self.worker = worker
+        self._input.put((json.dumps({"worker": worker}) + "\n").encode())
+
+    def state(self) -> str:
+        """The letter of the process's state (R, S, D, T, Z ...); "" once it is gone."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError, IndexError):
+            return ""
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill and collect the process; its last lines have been handed over when this returns."""
+        self._process.kill()
+        self._input.put(None)
+        for thread in self._threads:
+            thread.join(KILL_WAIT)
+
+    def _write(self) -> None:
+        """A large program takes its time through a pipe; the slot's main thread must not wait for it."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        try:
+            while (data := self._input.get()) is not None:
+                pipe.write(data)
+                pipe.flush()
+            pipe.close()
+        except OSError:
+            self._process.stdin = None  # it died; `on_exit` tells
+
+    def _read_status(self, descriptor: int, on_warm: Callable[[Child], None]) -> None:
+        with os.fdopen(descriptor, "rb") as pipe:
+            if pipe.readline() == b"warm\n":
+                on_warm(self)
+
+    def _wait(self, on_exit: Callable[[Child, int], None]) -> None:
+        on_exit(self, self._process.wait())
+
+    def _read_lines(self, on_line: Callable[[Child, str], None]) -> None:
+        pipe = self._process.stdout
+        assert pipe is not None
+        with pipe:
+            for raw in pipe:
+                on_line(self, raw.decode("utf-8", errors="replace").rstrip("\n"))

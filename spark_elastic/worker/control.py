@@ -1,0 +1,90 @@
+"""The control thread of a worker: hears the driver while the main thread trains.
+
+It long-polls the driver for aborts, the membership version and orders to stop, and sends progress along. It never
+touches the program. R12: when the driver is silent for `driver_timeout`, the worker ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from spark_elastic.clock import Clock
+from spark_elastic.errors import ElasticError
+from spark_elastic.protocol.events import AbortHeard, DriverSilent, StopHeard
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.worker.loop import Identity, WorkerLoop
+
+LAST_WORDS = 2.0  # seconds that a stopped main thread gets to end by itself
+PAUSE = 0.2  # seconds between tries while the driver is away
+REPORT_EVERY = 0.25  # seconds between two progress messages
+
+
+class Control:
+    """Two daemon threads: `watch` for the driver's word, `report` for progress. `start` and `close` frame the run."""
+
+    def __init__(self, me: Identity, loop: WorkerLoop, client: RendezvousClient, clock: Clock, driver_timeout: float):
+        self._me = me
+        self._loop = loop
+        self._client = client
+        self._clock = clock
+        self._driver_timeout = driver_timeout
+        self._version = 0
+        self._closing = threading.Event()
+        self._latest: Mapping[str, Any] | None = None
+        self._threads = [
+            threading.Thread(target=self._watch, name="spark-elastic-watch", daemon=True),
+            threading.Thread(target=self._ship_reports, name="spark-elastic-report", daemon=True),
+        ]
+
+    def start(self) -> None:
+        self._loop.membership_version = lambda: self._version
+        self._loop.report = self._report
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _report(self, numbers: Mapping[str, Any]) -> None:
+        self._latest = numbers  # the newest wins; a reader never sees half of one
+
+    def _ship_reports(self) -> None:
+        while not self._closing.wait(REPORT_EVERY):
+            numbers, self._latest = self._latest, None
+            if numbers is not None:
+                try:
+                    self._client.progress(self._me.worker, numbers)
+                except ElasticError:
+                    continue  # progress is for people; the watch thread is who minds the driver's absence
+
+    def _watch(self) -> None:
+        heard = self._clock.now()
+        aborted = 0  # newest generation that is known to be over
+        while not self._closing.is_set():
+            try:
+                news = self._client.watch(self._me.worker, aborted, self._version)
+            except ElasticError:
+                silence = self._clock.now() - heard
+                if silence > self._driver_timeout:
+                    self._leave(self._loop.hear(DriverSilent(self._clock.now(), silence)), "the driver is silent")
+                self._closing.wait(PAUSE)
+                continue
+            heard = self._clock.now()
+            self._version = max(self._version, news.version)
+            if news.aborted is not None:
+                aborted = news.aborted.generation
+                self._loop.hear(AbortHeard(heard, news.aborted, news.reason))
+            if news.stop is not None:
+                self._leave(self._loop.hear(StopHeard(heard, news.stop)), news.stop)
+                return
+
+    def _leave(self, code: int | None, reason: str) -> None:
+        """End the process even where user code does not come back."""
+        if code is None or self._closing.wait(LAST_WORDS):
+            return
+        print(f"worker {self._me.worker} ends: {reason}", file=sys.stderr, flush=True)
+        os._exit(code)

@@ -1,0 +1,121 @@
+"""Main of a training process: `python -m spark_elastic.worker.entry`, started by a slot's agent.
+
+Standard input brings a header line, the pickled program, and later one line that activates the process as a worker;
+until then it is a warm spare with everything imported. The end of standard input means that the slot is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import IO, Any
+
+import cloudpickle
+
+from elastic_collectives import Endpoint
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.worker.control import Control
+from spark_elastic.worker.loop import Identity, WorkerLoop, fingerprint
+from spark_elastic.worker.program import Program
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a slot tells its child. status_fd: pipe on which the child says that it is warm."""
+
+    parent: int
+    address: str
+    key: str
+    attempt: int
+    slot: str
+    bind: str
+    port_range: tuple[int, int] | None
+    preload: tuple[str, ...]
+    collective_timeout: float
+    driver_timeout: float
+    payload_bytes: int
+    status_fd: int
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Header:
+        fields: dict[str, Any] = json.loads(text)
+        span = fields["port_range"]
+        return cls(**{**fields, "port_range": tuple(span) if span else None, "preload": tuple(fields["preload"])})
+
+
+def main() -> int:
+    """Returns the process's exit code."""
+    channel = sys.stdin.buffer
+    header = Header.from_json(channel.readline())
+    die_with_parent(header.parent)
+    payload = channel.read(header.payload_bytes)
+    program, failure = _load(payload, header.preload)
+    os.write(header.status_fd, b"warm\n")
+    activation = channel.readline()
+    if not activation:
+        return 0
+    me = Identity(json.loads(activation)["worker"], header.slot)
+    threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
+    clock = SystemClock()
+    with RendezvousClient(header.address, bytes.fromhex(header.key), header.attempt, clock) as client:
+        if program is None:
+            client.failed(me.worker, None, None, *failure)
+            return 1
+        return _work(me, program, client, header, clock)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process once its parent's spawning thread ends; exits at once if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
+    """The prepared program, or None with fingerprint and traceback of what its loading raised."""
+    try:
+        for module in preload:
+            importlib.import_module(module)
+        program: Program = cloudpickle.loads(payload)
+        program.prepare()
+    except Exception as error:  # the driver decides what follows; it hears of it once this process is a worker
+        return None, (fingerprint(error), traceback.format_exc())
+    return program, ("", "")
+
+
+def _work(me: Identity, program: Program, client: RendezvousClient, header: Header, clock: Clock) -> int:
+    with Endpoint(bytes.fromhex(header.key), host=header.bind, port_range=header.port_range) as endpoint:
+        loop = WorkerLoop(me, program, client, endpoint, clock, header.collective_timeout)
+        control = Control(me, loop, client, clock, header.driver_timeout)
+        control.start()
+        try:
+            return loop.run()
+        finally:
+            control.close()
+
+
+def _end_with(channel: IO[bytes]) -> None:
+    while channel.readline():
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of user code or of a framework must not keep a finished worker alive.
+    os._exit(code)

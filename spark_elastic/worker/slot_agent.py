@@ -1,0 +1,199 @@
+"""The agent of a slot: registers it, keeps one worker and one warm spare alive, beats, ships logs, obeys the driver.
+
+Runs in the main thread of the slot's task; knows no Spark. Its helper threads (watch, beat, logs) only post to its
+queue or talk to the driver. It never raises for what a worker does: it reports and goes on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spark_elastic.clock import Clock
+from spark_elastic.errors import DriverUnreachable, ElasticError
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.messages import SlotOrders
+from spark_elastic.worker.child import Child
+from spark_elastic.worker.entry import Header
+
+BEAT_EVERY = 1.0  # seconds
+SHIP_EVERY = 0.2  # seconds between two shipments of log lines
+LINES_AT_ONCE = 500
+PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Who this slot is and what it carries. host: the executor. facts: versions and identity, for admission."""
+
+    slot: str
+    job: int
+    host: str
+    facts: Mapping[str, Any]
+    payload: bytes
+    header: Callable[[int, int], Header]  # (status descriptor, bytes of payload) -> header
+    driver_timeout: float
+
+
+class SlotAgent:
+    """One slot, from registration to release."""
+
+    def __init__(self, plan: SlotPlan, client: RendezvousClient, clock: Clock) -> None:
+        self._plan = plan
+        self._client = client
+        self._clock = clock
+        self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._active: Child | None = None
+        self._spare: Child | None = None
+        self._started = 0
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
+            for name, target in (("watch", self._watch), ("beat", self._beat), ("logs", self._ship_lines))
+        ]
+
+    def run(self) -> str:
+        """Serve until released; returns why the slot ended.
+
+        Raises:
+            DriverUnreachable: the driver did not answer the registration.
+        """
+        answer = self._client.register(self._plan.slot, self._plan.host, self._plan.job, dict(self._plan.facts))
+        if not answer.accepted:
+            return answer.reason
+        self._spare = self._spawn()
+        self._promote()
+        for thread in self._threads:
+            thread.start()
+        try:
+            while True:
+                reason = self._events.get()()
+                if reason is not None:
+                    return reason
+        finally:
+            self._close()
+
+    # ---- main thread
+
+    def _spawn(self) -> Child:
+        def header(status: int) -> Header:
+            return self._plan.header(status, len(self._plan.payload))
+
+        return Child(header, self._plan.payload, self._on_line, self._on_warm, self._on_exit)
+
+    def _promote(self) -> None:
+        """The spare becomes the worker."""
+        self._started += 1
+        worker = f"{self._plan.slot}.{self._started}"
+        child = self._spare if self._spare is not None else self._spawn()
+        self._active, self._spare = child, None
+        self._client.started(self._plan.slot, worker)
+        child.activate(worker)
+
+    def _exited(self, child: Child, code: int) -> str | None:
+        if child is self._spare:
+            self._spare = None  # the worker's next crash starts from cold: no loop of crashing spares
+        elif child is self._active:
+            assert child.worker is not None
+            self._client.exited(child.worker, code, _how(code))
+            self._promote()
+        child.close()
+        return None
+
+    def _warm(self, child: Child) -> str | None:
+        """Only once the worker is warm does its spare get to take the processor from it."""
+        if child is self._active and self._spare is None:
+            self._spare = self._spawn()
+        return None
+
+    def _obey(self, orders: SlotOrders) -> str | None:
+        if orders.release is not None:
+            return orders.release
+        for stop in orders.stop_worker:
+            if self._active is not None and self._active.worker == stop.worker:
+                if stop.kill:
+                    self._active.kill()
+                else:
+                    self._kill_later(self._active)
+        return None
+
+    def _kill_later(self, child: Child) -> None:
+        def wait() -> None:
+            if not self._closing.wait(PATIENCE):
+                child.kill()
+
+        threading.Thread(target=wait, name="spark-elastic-patience", daemon=True).start()
+
+    def _close(self) -> None:
+        self._closing.set()
+        for child in (self._active, self._spare):
+            if child is not None:
+                child.close()
+        self._ship_waiting_lines()
+        self._client.close()
+        for thread in self._threads:
+            thread.join()
+
+    # ---- other threads
+
+    def _on_line(self, child: Child, line: str) -> None:
+        self._lines.put((child.worker or "", line))
+
+    def _on_warm(self, child: Child) -> None:
+        self._events.put(lambda: self._warm(child))
+
+    def _on_exit(self, child: Child, code: int) -> None:
+        self._events.put(lambda: self._exited(child, code))
+
+    def _watch(self) -> None:
+        seen = 0
+        heard = self._clock.now()
+        while not self._closing.is_set():
+            try:
+                orders = self._client.slot_watch(self._plan.slot, seen)
+            except ElasticError as error:
+                if self._closing.is_set():
+                    return
+                silence = self._clock.now() - heard
+                if silence > self._plan.driver_timeout or not isinstance(error, DriverUnreachable):
+                    self._events.put(lambda text=str(error): text)  # type: ignore[misc]
+                    return
+                self._closing.wait(0.2)
+                continue
+            heard = self._clock.now()
+            seen = orders.seen
+            self._events.put(lambda orders=orders: self._obey(orders))  # type: ignore[misc]
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_EVERY):
+            child = self._active
+            if child is None or child.worker is None:
+                continue
+            try:
+                self._client.beat(self._plan.slot, child.worker, child.state())
+            except ElasticError:
+                continue  # the watch thread minds the driver's absence
+
+    def _ship_lines(self) -> None:
+        while not self._closing.wait(SHIP_EVERY):
+            self._ship_waiting_lines()
+
+    def _ship_waiting_lines(self) -> None:
+        while not self._lines.empty():
+            batch: dict[str, list[str]] = {}
+            for _ in range(min(LINES_AT_ONCE, self._lines.qsize())):
+                worker, line = self._lines.get()
+                batch.setdefault(worker, []).append(line)
+            for worker, lines in batch.items():
+                try:
+                    self._client.logs(self._plan.slot, worker, lines)
+                except ElasticError:
+                    continue  # lines are for people; losing some must not hurt training
+
+
+def _how(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
