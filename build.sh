@@ -116,7 +116,7 @@ run_tests() {
 
 # ---- the verbs ------------------------------------------------------------------------------------------------
 
-verb_help() { sed -nE 's/^verb_([a-z]+)\(\) \{.*[;{] *# /  \1\t/p; s/^verb_([a-z]+)\(\) .*\} # /  \1\t/p' "$0"; }
+verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z]+)\(\).*[{}] # /  \1\t/p' "$0"; }
 
 verb_demo() { # train on real digits while an executor is killed
     setup

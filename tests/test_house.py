@@ -1,0 +1,136 @@
+"""Rules of the house that a machine can see: sizes, names, time, the environment, and the paths of one machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.sources import PACKAGES, ROOT, Module, modules
+
+WALL = 400
+FORBIDDEN = {"util", "utils", "common", "helper", "helpers", "manager", "base", "misc", "service"}
+# Module -> why it may look up a variable of the environment.
+READERS_OF_THE_ENVIRONMENT = {
+    "spark_elastic.config": "the one place for settings",
+    "spark_elastic.spark.slot_task": "the executor's id, which Spark on Kubernetes gives by environment alone",
+}
+SOURCE_SUFFIXES = {".py", ".cc", ".cpp", ".h", ".sh"}
+# Written in pieces, so that this file does not hold what it forbids.
+MACHINE_PATHS = re.compile(
+    "|".join(["/" + "work/", "/" + "root/", "/" + "home/[a-z]", "/" + "opt/pypi", "/" + r"tmp/\w"])
+)
+
+
+def _tracked() -> list[Path]:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def _sources() -> list[Path]:
+    return [path for path in _tracked() if path.suffix in SOURCE_SUFFIXES]
+
+
+def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_no_file_is_past_the_wall() -> None:
+    long = {str(path.relative_to(ROOT)): lines for path in _sources() if (lines := _count(path)) > WALL}
+    assert not long, f"more than {WALL} lines, cut each along its concepts: {long}"
+
+
+def _count(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_functions_are_short() -> None:
+    for package in PACKAGES:
+        found = [
+            f for module in modules() if module.name.split(".")[0] == package for f in _functions(module)
+        ]
+        lengths = [1 + (f.end_lineno or f.lineno) - f.lineno for f in found]
+        if len(lengths) >= 20:
+            assert statistics.quantiles(lengths, n=10)[-1] <= 40, (
+                f"{package}: the longest tenth of its functions grew"
+            )
+
+
+def test_names_say_something() -> None:
+    wrong = [
+        str(path)
+        for path in _tracked()
+        if FORBIDDEN & {Path(part).stem for part in path.relative_to(ROOT).parts}
+    ]
+    assert not wrong, f"names that say nothing: {wrong}"
+
+
+def test_time_is_named_in_the_clock_alone() -> None:
+    wrong = [
+        f"{module.path}:{line}"
+        for module in modules()
+        if module.name.split(".")[0] == "spark_elastic" and module.name != "spark_elastic.clock"
+        for name, line in module.imports()
+        if name == "time"
+    ]
+    assert not wrong, f"take a Clock, or `now` as a value: {wrong}"
+
+
+def test_environment_is_read_in_config_alone() -> None:
+    wrong = [
+        f"{module.path}:{line}"
+        for module in modules()
+        if module.name not in READERS_OF_THE_ENVIRONMENT
+        for line in _environment_reads(module)
+    ]
+    assert not wrong, f"config.from_env() reads the environment, others take arguments: {wrong}"
+
+
+def _environment_reads(module: Module) -> Iterator[int]:
+    """Lines that look up one variable; handing the whole environment to a child process is no reading."""
+    for node in ast.walk(module.tree):
+        named = isinstance(node, ast.Attribute) and node.attr in {"get", "setdefault", "pop"}
+        looked_up = named or (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
+        through_os = isinstance(node, ast.Attribute) and node.attr == "getenv"
+        if through_os or (looked_up and ast.unparse(node.value).endswith("environ")):
+            yield node.lineno
+
+
+def test_modules_say_what_they_own() -> None:
+    missing = [str(module.path) for module in modules() if not ast.get_docstring(module.tree)]
+    assert not missing, f"without a docstring: {missing}"
+    long = [
+        str(module.path)
+        for module in modules()
+        if len((ast.get_docstring(module.tree) or "").splitlines()) > 12
+        and module.name != "spark_elastic.errors"
+    ]
+    assert not long, f"a module's docstring has at most 12 lines: {long}"
+
+
+def test_no_error_is_swallowed_by_a_bare_except() -> None:
+    wrong = [
+        f"{module.path}:{node.lineno}"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert not wrong, wrong
+
+
+def test_no_path_of_a_machine() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in _tracked()
+        if path.suffix not in {".png", ".npz", ".parquet", ".jsa"}
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if MACHINE_PATHS.search(line)
+    ]
+    assert not wrong, f"paths that exist on one machine only: {wrong}"

@@ -1,0 +1,165 @@
+"""Imports point downwards only: docs/architecture.md, "Layers", read off the syntax trees."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sources import Module, modules
+
+# Highest first. A module may import those of lower rows, and its own folder. `testing` is for users' tests and ours.
+ROWS = (
+    ("testing",),
+    ("launch", "cli", "estimators"),
+    ("spark", "torch", "tensorflow", "keras"),
+    ("driver", "worker", "observe"),
+    ("state",),
+    ("rendezvous", "data"),
+    ("protocol", "data.plan", "torch.buckets"),
+    ("errors", "config", "clock"),
+)
+# Steps sideways that are meant: who imports -> whom, with the reason.
+SIDEWAYS = {
+    ("estimators", "launch"): "fit() is run() over a materialised DataFrame",
+    ("cli", "launch"): "the command line calls run()",
+    ("config", "errors"): "a wrong setting is InvalidInput",
+    ("keras", "tensorflow"): "Keras on the TensorFlow backend uses its collectives",
+}
+PURE = ("protocol", "data.plan", "torch.buckets")
+# What has a clock, a lock, a socket, a file or a source of randomness.
+IMPURE = {
+    "asyncio", "concurrent", "ctypes", "http", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
+    "secrets", "select", "shutil", "signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time", "urllib",
+}  # fmt: skip
+# Foreign package -> the parts of spark_elastic that may import it.
+FOREIGN = {
+    "pyspark": ("spark", "estimators"),
+    "py4j": ("spark",),
+    "torch": ("torch", "estimators"),
+    "tensorflow": ("tensorflow", "keras", "estimators"),
+    "keras": ("keras", "estimators"),
+    "petastorm": ("data.petastorm_reader",),
+    "starlette": ("rendezvous", "observe"),
+    "uvicorn": ("rendezvous",),
+    "httpx": ("rendezvous",),
+    "pyarrow": ("data", "spark", "estimators"),
+    "fsspec": ("data", "state"),
+    "cloudpickle": ("spark", "worker", "launch", "estimators", "state"),
+    "numpy": (
+        "data",
+        "data.plan",
+        "state",
+        "worker",
+        "torch",
+        "tensorflow",
+        "keras",
+        "estimators",
+        "torch.buckets",
+    ),
+    "elastic_collectives": ("worker", "state", "torch", "tensorflow", "keras", "testing"),
+}
+
+
+def _part(name: str) -> str:
+    """The part of the table that a module belongs to: data.plan, protocol, errors ... ("" for the package itself)."""
+    path = name.removeprefix("spark_elastic").removeprefix(".")
+    return path if path in PURE or path == "data.petastorm_reader" else path.split(".")[0]
+
+
+def _row(part: str) -> int:
+    folder = part if any(part in row for row in ROWS) else part.split(".")[0]
+    for height, row in enumerate(ROWS):
+        if folder in row:
+            return height
+    raise LookupError(f"{part!r} is not in the table of layers: tests/test_layers.py, docs/architecture.md")
+
+
+def _may_import(importer: str, imported: str) -> bool:
+    if _row(imported) > _row(importer) or (importer, imported) in SIDEWAYS:
+        return True
+    # A folder's own modules know each other, but its pure module knows nothing of the folder.
+    return importer not in ("data.plan", "torch.buckets") and importer.split(".")[0] == imported.split(".")[0]
+
+
+def _ours() -> list[Module]:
+    return [module for module in modules() if module.name.startswith("spark_elastic.")]
+
+
+def _edges() -> Iterator[tuple[Module, str, int]]:
+    for module in _ours():
+        for name, line in module.imports():
+            yield module, name, line
+
+
+def test_every_part_has_a_place() -> None:
+    assert {_part(module.name) for module in _ours()} <= {part for row in ROWS for part in row} | {
+        "data.petastorm_reader"
+    }
+
+
+def test_imports_point_downwards() -> None:
+    wrong = [
+        f"{module.path}:{line}: {_part(module.name)} imports {_part(name)}"
+        for module, name, line in _edges()
+        if name.split(".")[0] == "spark_elastic"
+        and _part(name)
+        and not _may_import(_part(module.name), _part(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("driver", "protocol", True),
+        ("driver", "worker", False),
+        ("driver", "spark", False),
+        ("worker", "state", True),
+        ("protocol", "rendezvous", False),
+        ("protocol", "protocol", True),
+        ("data", "data.plan", True),
+        ("data.plan", "data", False),
+        ("torch", "torch.buckets", True),
+        ("data.petastorm_reader", "data", True),
+        ("errors", "clock", False),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+    assert _may_import(importer, imported) is allowed
+
+
+def test_foreign_packages_stay_where_they_belong() -> None:
+    wrong = []
+    for module in _ours():
+        part = _part(module.name)
+        for name, line in module.imports():
+            package = name.split(".")[0]
+            if package == "spark_elastic" or package in sys.stdlib_module_names:
+                continue
+            allowed = FOREIGN.get(package, ())
+            # Naming a foreign type in an annotation ties nothing to the package.
+            if not {part, part.split(".")[0]} & set(allowed) and line not in module.lines_for_types_only():
+                wrong.append(f"{module.path}:{line}: {part} imports {package}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_parts_have_no_clock_lock_socket_or_file() -> None:
+    wrong = [
+        f"{module.path}:{line}: {name}"
+        for module, name, line in _edges()
+        if _part(module.name) in PURE and name.split(".")[0] in IMPURE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_engine_knows_numpy_and_nothing_else() -> None:
+    wrong = [
+        f"{module.path}:{line}: {name}"
+        for module in modules()
+        if module.name.split(".")[0] == "elastic_collectives"
+        for name, line in module.imports()
+        if name.split(".")[0] not in {"elastic_collectives", "numpy", *sys.stdlib_module_names}
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,92 @@
+"""What `import spark_elastic` promises: these names, lazily, and no framework on the way."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+import spark_elastic
+from tests.sources import PACKAGES, names
+
+# The public names and where they are defined. Add a name here and in spark_elastic/__init__.py in one commit.
+PUBLIC = {
+    "DriverUnreachable": "errors",
+    "ElasticError": "errors",
+    "FailureBudgetExceeded": "errors",
+    "InvalidInput": "errors",
+    "JobCancelled": "errors",
+    "JobFailed": "errors",
+    "MembershipChanged": "errors",
+    "NotEnoughWorkers": "errors",
+    "PreflightError": "errors",
+    "StaleGeneration": "errors",
+    "StoreError": "errors",
+    "Unauthorized": "errors",
+    "WorkerFailed": "errors",
+}
+HEAVY = (
+    "pyspark",
+    "torch",
+    "tensorflow",
+    "keras",
+    "petastorm",
+    "pandas",
+    "pyarrow",
+    "numpy",
+    "uvicorn",
+    "httpx",
+)
+
+
+def _python(program: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30, env=environment)
+
+
+def test_all_is_exact() -> None:
+    assert sorted(spark_elastic.__all__) == sorted(PUBLIC)
+    assert set(dir(spark_elastic)) == {*PUBLIC, "__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_name_is_the_one_of_its_module(name: str) -> None:
+    module = importlib.import_module(f"spark_elastic.{PUBLIC[name]}")
+    assert getattr(spark_elastic, name) is getattr(module, name)
+
+
+def test_every_error_is_public() -> None:
+    errors = importlib.import_module("spark_elastic.errors")
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined == {name for name, module in PUBLIC.items() if module == "errors"}
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        spark_elastic.nothing  # noqa: B018
+
+
+def test_no_public_name_is_a_module() -> None:
+    parts = {name.split(".")[1] for name in names() if name.startswith("spark_elastic.")}
+    assert not parts & set(PUBLIC)
+
+
+@pytest.mark.parametrize("package", ["spark_elastic", "elastic_collectives"])
+def test_import_brings_no_framework(package: str) -> None:
+    heavy = HEAVY if package == "spark_elastic" else tuple(name for name in HEAVY if name != "numpy")
+    done = _python(f"import sys, {package}; print([n for n in {heavy!r} if n in sys.modules])")
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_python_3_10_is_refused_in_one_sentence() -> None:
+    done = _python("import sys; sys.version_info = (3, 10, 13, 'final', 0); import spark_elastic")
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("ImportError: spark_elastic needs Python 3.11 or newer, and this is 3.10:")
+    )
