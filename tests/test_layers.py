@@ -46,7 +46,7 @@ FOREIGN = {
     "httpx": ("rendezvous",),
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
-    "cloudpickle": ("spark", "worker", "launch", "estimators", "state"),
+    "cloudpickle": ("spark", "worker", "launch", "estimators", "state", "testing"),
     "numpy": (
         "data",
         "data.plan",

@@ -1,0 +1,84 @@
+"""How every benchmark reports: one table for people, one JSON file for the record.
+
+Owns the form alone and measures nothing. A script in this folder begins with `parser(...)`, which knows
+`--json PATH`, and ends with `finish(name, rows, arguments.json)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: our figure and a peer's in the same unit and the same run; a missing peer is None."""
+
+    case: str
+    ours: float
+    peer: float | None = None
+    unit: str = "s"
+
+    @property
+    def ratio(self) -> float | None:
+        """ours / peer: below 1 is better where the unit is a time."""
+        return None if not self.peer else self.ours / self.peer
+
+
+def machine() -> str:
+    """The machine in words: processor, cores, memory, Python. No name of a host."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    return f"{_processor()}, {cores} cores, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned columns: case, ours, peer, unit, ratio."""
+    head = ("case", "ours", "peer", "unit", "ratio")
+    cells = [
+        head,
+        *((row.case, _figure(row.ours), _figure(row.peer), row.unit, _figure(row.ratio)) for row in rows),
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def as_json(name: str, rows: Sequence[Row]) -> str:
+    """The record of a run."""
+    lines = [{"case": r.case, "ours": r.ours, "peer": r.peer, "unit": r.unit, "ratio": r.ratio} for r in rows]
+    return json.dumps({"name": name, "machine": machine(), "rows": lines}, indent=1) + "\n"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A command line with `--json PATH`; a benchmark adds its own options."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, too")
+    return made
+
+
+def finish(name: str, rows: Sequence[Row], path: Path | None) -> None:
+    """Print the table and, with a path, write the record."""
+    print(f"{name} ({machine()})")
+    print(table(rows))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_json(name, rows))
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
