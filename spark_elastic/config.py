@@ -54,12 +54,21 @@ class ElasticConfig:
             first, last = self.worker_port_range
             if not 0 < first <= last < 65536:
                 raise InvalidInput(
-                    f"worker_port_range must be (first, last) with 0 < first <= last < 65536; got {self.worker_port_range}."
+                    f"worker_port_range must be two ports, the first not above the last; got {self.worker_port_range}."
                 )
-        times = ("gather_timeout", "start_timeout", "lease", "collective_timeout", "driver_timeout", "failure_window")
+        times = (
+            "gather_timeout",
+            "start_timeout",
+            "lease",
+            "collective_timeout",
+            "driver_timeout",
+            "failure_window",
+        )
         for name in times:
             if not getattr(self, name) > 0:
-                raise InvalidInput(f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}.")
+                raise InvalidInput(
+                    f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}."
+                )
         if self.failure_budget < 0:
             raise InvalidInput(f"failure_budget must be 0 or more; got {self.failure_budget}.")
 
@@ -87,7 +96,9 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
 def _parse(name: str, kind: str, text: str) -> Any:
     try:
         if kind.startswith("bool"):
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.lower()
+            ]
         if kind.startswith("int"):
             return int(text)
         if kind.startswith("float"):

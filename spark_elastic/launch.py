@@ -17,7 +17,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.effects import Effects
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop
+from spark_elastic.driver.loop import DriverLoop, Inbox
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
 from spark_elastic.errors import (
     FailureBudgetExceeded,
@@ -26,6 +26,7 @@ from spark_elastic.errors import (
     NotEnoughWorkers,
     WorkerFailed,
 )
+from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.rendezvous.messages import LogLines
@@ -175,11 +176,11 @@ def supervise(
     audience = _Audience(narrator, clock, clock.now())
     journal = Journal()
     key = secrets.token_bytes(32)
-    post: list[DriverLoop] = []
+    inbox: Inbox = Inbox()
     server = RendezvousServer(
         key,
         FIRST_ATTEMPT,
-        lambda event: post[0].post(event),
+        inbox.put,
         clock,
         on_logs=audience.lines,
         on_progress=narrator.progress,
@@ -189,12 +190,11 @@ def supervise(
         advertise=site.advertise,
     )
     effects = Effects(server, launcher, audience)
-    loop = DriverLoop(limits, FIRST_ATTEMPT, effects.carry_out, clock, journal)
-    post.append(loop)
+    loop = DriverLoop(driver_machine.initial(limits, FIRST_ATTEMPT), inbox, effects.carry_out, clock, journal)
     try:
         server.start()
-        launcher.start(Contact(server.address, key, FIRST_ATTEMPT, name), loop.post)
-        discovery.start(loop.post)
+        launcher.start(Contact(server.address, key, FIRST_ATTEMPT, name), inbox.put)
+        discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)
     finally:

@@ -22,15 +22,13 @@ class Journal:
 
     def __init__(self, path: str | None = None) -> None:
         self._entries: deque[tuple[float, str, Any]] = deque(maxlen=KEPT)
-        self._path = path
-        self._file: IO[str] | None = None
+        self._file: IO[str] | None = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115 - closed in close()
         self._start: float | None = None
 
     def record(self, event: DriverEvent, commands: tuple[DriverCommand, ...]) -> None:
         """Note an event and what the machine made of it. Uneventful ticks and beats are left out."""
         if self._start is None:
             self._start = event.now
-            self._file = open(self._path, "a", encoding="utf-8") if self._path else None
         if isinstance(event, Tick | SlotBeat) and not commands:
             return
         at = event.now - self._start
@@ -43,7 +41,8 @@ class Journal:
     def story(self) -> list[str]:
         """One readable line per entry."""
         return [
-            f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}" for at, kind, value in list(self._entries)
+            f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}"
+            for at, kind, value in list(self._entries)
         ]
 
     def close(self) -> None:
@@ -67,7 +66,9 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> str:
-    shown = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in ("now", "reason"))
+    shown = (
+        (f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in ("now", "reason")
+    )
     text = " ".join(f"{name}={_short(item)}" for name, item in shown if item not in (None, "", ()))
     reason = getattr(value, "reason", "")
     return f"{text} ({reason})" if reason else text

@@ -9,46 +9,44 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.journal import Journal
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, Outcome
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick
-from spark_elastic.protocol.types import Limits
 
 log = logging.getLogger("spark_elastic.driver")
 
+Inbox: TypeAlias = queue.SimpleQueue[DriverEvent | None]  # any thread puts events; None ends the loop
 TICK = 0.05  # seconds; deadlines are met within it
 
 
 class DriverLoop:
     """Runs the driver machine until it ends the job.
 
-    carry_out: executes one command without blocking. clock: where `now` comes from.
+    initial: the machine's first state and commands. inbox: where other threads put events.
+    carry_out: executes one command without blocking.
     """
 
     def __init__(
         self,
-        limits: Limits,
-        attempt: int,
+        initial: tuple[driver_machine.DriverState, tuple[DriverCommand, ...]],
+        inbox: Inbox,
         carry_out: Callable[[DriverCommand], None],
         clock: Clock,
         journal: Journal,
     ) -> None:
-        self._state, self._first = driver_machine.initial(limits, attempt)
+        self._state, self._first = initial
         self._carry_out = carry_out
         self._clock = clock
         self._journal = journal
-        self._queue: queue.SimpleQueue[DriverEvent | None] = queue.SimpleQueue()
+        self._inbox = inbox
         self._next_tick = 0.0
         self._ended = threading.Event()
         self._outcome: End | None = None
         self._thread = threading.Thread(target=self._run, name="spark-elastic-driver", daemon=True)
-
-    def post(self, event: DriverEvent) -> None:
-        """Hand over an event; any thread."""
-        self._queue.put(event)
 
     def start(self) -> None:
         self._thread.start()
@@ -59,11 +57,11 @@ class DriverLoop:
         return self._outcome
 
     def cancel(self, reason: str) -> None:
-        self.post(CancelRequested(self._clock.now(), reason))
+        self._inbox.put(CancelRequested(self._clock.now(), reason))
 
     def close(self) -> None:
         """Stop the thread; events after this are lost."""
-        self._queue.put(None)
+        self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
         self._journal.close()
@@ -86,7 +84,7 @@ class DriverLoop:
         now = self._clock.now()
         if now < self._next_tick:
             try:
-                return self._queue.get(timeout=self._next_tick - now)
+                return self._inbox.get(timeout=self._next_tick - now)
             except queue.Empty:
                 now = self._clock.now()
         self._next_tick = now + TICK

@@ -22,7 +22,7 @@ POLL_EVERY = 0.5  # seconds; a poll costs about 3 ms
 
 
 class ExecutorWatch:
-    """`driver.ports.Discovery` over the scheduler backend of a SparkContext. In local mode there is nothing to watch."""
+    """`driver.ports.Discovery` over the scheduler backend of a SparkContext; idle in local mode."""
 
     def __init__(self, sc: SparkContext, clock: Clock) -> None:
         self._sc = sc
@@ -33,7 +33,9 @@ class ExecutorWatch:
     def start(self, post: Post) -> None:
         if not hasattr_java(self._sc, "getExecutorIds"):
             return
-        self._thread = InheritableThread(target=self._watch, args=(post,), name="spark-elastic-executors", daemon=True)
+        self._thread = InheritableThread(
+            target=self._watch, args=(post,), name="spark-elastic-executors", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -50,7 +52,9 @@ class ExecutorWatch:
                 present = set(_strings(backend.getExecutorIds()))
                 leaving = {host for host in present - draining if not backend.isExecutorActive(host)}
             except (Py4JError, AttributeError, OSError) as error:
-                log.debug("the scheduler does not answer: %s", error)  # a stopped context ends the job elsewhere
+                log.debug(
+                    "the scheduler does not answer: %s", error
+                )  # a stopped context ends the job elsewhere
                 continue
             now = self._clock.now()
             for host in sorted(known - present):

@@ -1,4 +1,4 @@
-"""One training process as its slot sees it: spawned warm, activated as a worker, killed with everything it says shipped.
+"""One training process as its slot sees it: spawned warm, activated as a worker, and its every line shipped.
 
 Spawned from the slot's main thread, since the child dies with the thread that spawned it (PR_SET_PDEATHSIG). Daemon
 threads per child write its input, read its output and its status, and wait for its end.
@@ -33,7 +33,9 @@ class Child:
         """header: makes the child's header from the descriptor of its status pipe."""
         self.worker: str | None = None
         status_read, status_write = os.pipe()
-        environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+        environment = dict(
+            os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p)
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "spark_elastic.worker.entry"],
             stdin=subprocess.PIPE,
@@ -54,8 +56,12 @@ class Child:
                 name="spark-elastic-child-status",
                 daemon=True,
             ),
-            threading.Thread(target=self._read_lines, args=(on_line,), name="spark-elastic-child-lines", daemon=True),
-            threading.Thread(target=self._wait, args=(on_exit,), name="spark-elastic-child-exit", daemon=True),
+            threading.Thread(
+                target=self._read_lines, args=(on_line,), name="spark-elastic-child-lines", daemon=True
+            ),
+            threading.Thread(
+                target=self._wait, args=(on_exit,), name="spark-elastic-child-exit", daemon=True
+            ),
         ]
         for thread in self._threads:
             thread.start()

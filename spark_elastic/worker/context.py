@@ -22,15 +22,15 @@ class Current:
     position: Position | None = None
 
 
-_current: Current | None = None
+class _Holder:
+    value: Current | None = None
 
 
 def current() -> Current | None:
     """The worker of this process, or None in a process that is none."""
-    return _current
+    return _Holder.value
 
 
 def set_current(value: Current | None) -> None:
     """For the worker's loop alone."""
-    global _current
-    _current = value
+    _Holder.value = value

@@ -26,7 +26,9 @@ REPORT_EVERY = 0.25  # seconds between two progress messages
 class Control:
     """Two daemon threads: `watch` for the driver's word, `report` for progress. `start` and `close` frame the run."""
 
-    def __init__(self, me: Identity, loop: WorkerLoop, client: RendezvousClient, clock: Clock, driver_timeout: float):
+    def __init__(
+        self, me: Identity, loop: WorkerLoop, client: RendezvousClient, clock: Clock, driver_timeout: float
+    ):
         self._me = me
         self._loop = loop
         self._client = client
@@ -70,7 +72,9 @@ class Control:
             except ElasticError:
                 silence = self._clock.now() - heard
                 if silence > self._driver_timeout:
-                    self._leave(self._loop.hear(DriverSilent(self._clock.now(), silence)), "the driver is silent")
+                    self._leave(
+                        self._loop.hear(DriverSilent(self._clock.now(), silence)), "the driver is silent"
+                    )
                 self._closing.wait(PAUSE)
                 continue
             heard = self._clock.now()
@@ -86,5 +90,6 @@ class Control:
         """End the process even where user code does not come back."""
         if code is None or self._closing.wait(LAST_WORDS):
             return
-        print(f"worker {self._me.worker} ends: {reason}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"worker {self._me.worker} ends: {reason}\n")
+        sys.stderr.flush()
         os._exit(code)

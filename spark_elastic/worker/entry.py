@@ -53,7 +53,9 @@ class Header:
     def from_json(cls, text: str | bytes) -> Header:
         fields: dict[str, Any] = json.loads(text)
         span = fields["port_range"]
-        return cls(**{**fields, "port_range": tuple(span) if span else None, "preload": tuple(fields["preload"])})
+        return cls(
+            **{**fields, "port_range": tuple(span) if span else None, "preload": tuple(fields["preload"])}
+        )
 
 
 def main() -> int:
@@ -91,7 +93,9 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
             importlib.import_module(module)
         program: Program = cloudpickle.loads(payload)
         program.prepare()
-    except Exception as error:  # the driver decides what follows; it hears of it once this process is a worker
+    except (
+        Exception
+    ) as error:  # the driver decides what follows; it hears of it once this process is a worker
         return None, (fingerprint(error), traceback.format_exc())
     return program, ("", "")
 

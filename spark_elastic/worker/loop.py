@@ -108,7 +108,9 @@ class WorkerLoop:
                     self._me.worker, command.fence, command.position, command.fingerprint, command.traceback
                 )
             case do.ReportDone():
-                return self._answer(self._client.done(self._me.worker, command.fence, command.position, command.result))
+                return self._answer(
+                    self._client.done(self._me.worker, command.fence, command.position, command.result)
+                )
             case do.Exit():
                 pass
         return None
@@ -152,7 +154,9 @@ class WorkerLoop:
             return work(self._group)
         except CollectiveError as error:
             return self._broke(world.fence, error)
-        except Exception as error:  # the user's, or ours inside the user's: told to the driver, which decides (R13)
+        except (
+            Exception
+        ) as error:  # the user's, or ours inside the user's: told to the driver, which decides (R13)
             return on.UserRaised(self._clock.now(), fingerprint(error), traceback.format_exc())
 
     def _sync(self, world: World, group: Group) -> on.WorkerEvent:

@@ -1,4 +1,4 @@
-"""What a worker runs, seen from the worker's loop: a program that can be interrupted and carried on in another world."""
+"""What a worker runs, seen from its loop: a program that can be interrupted and carried on in another world."""
 
 from __future__ import annotations
 

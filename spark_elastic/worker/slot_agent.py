@@ -62,7 +62,9 @@ class SlotAgent:
         Raises:
             DriverUnreachable: the driver did not answer the registration.
         """
-        answer = self._client.register(self._plan.slot, self._plan.host, self._plan.job, dict(self._plan.facts))
+        answer = self._client.register(
+            self._plan.slot, self._plan.host, self._plan.job, dict(self._plan.facts)
+        )
         if not answer.accepted:
             return answer.reason
         self._spare = self._spawn()

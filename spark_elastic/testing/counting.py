@@ -1,0 +1,72 @@
+"""A program without a framework whose result shows every step that was lost, doubled or torn.
+
+Its state is one vector; step s adds f(s) to it, shared out over the ranks, so that the final vector is known in
+closed form whatever the world did in between.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from elastic_collectives import Group
+from spark_elastic.clock import SystemClock
+from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+
+WIDTH = 1000  # numbers in the state
+
+
+class CountingProgram:
+    """Takes `steps` steps of `seconds` each; `rows` rows per step are shared out evenly."""
+
+    def __init__(self, steps: int, seconds: float = 0.0, rows: int = 96) -> None:
+        self._steps = steps
+        self._seconds = seconds
+        self._rows = rows
+        self._clock = SystemClock()
+        self._step: int | None = None
+        self._state = np.zeros(WIDTH)
+        self._sizes: list[int] = []
+
+    def prepare(self) -> None:
+        """Nothing takes long here."""
+
+    def position(self) -> Position | None:
+        return None if self._step is None else Position(0, Phase.TRAIN, self._step)
+
+    def sync(self, world: World, group: Group) -> Position:
+        source = world.source
+        staging = np.array([self._step if group.rank == source else 0, *self._state], dtype=np.float64)
+        group.broadcast(staging, 0 if source is None else source)
+        self._step, self._state = int(staging[0]), staging[1:].copy()
+        return Position(0, Phase.TRAIN, self._step)
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        heard = session.membership_version()
+        self._step = self._step or 0
+        self._sizes.append(group.size)
+        while self._step < self._steps:
+            self._clock.sleep(self._seconds)
+            change = self._share(self._step, group.rank, group.size)
+            group.allreduce(change)
+            versions = group.allgather(np.array([session.membership_version()], dtype=np.int64))
+            self._state += change
+            self._step += 1
+            session.tell(Position(0, Phase.TRAIN, self._step))
+            session.report({"step": self._step, "world": group.size})
+            if versions.max() > heard:
+                return Stopped("the membership changes")
+        return Completed(json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank}))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def expected(self) -> float:
+        """What "sum" must be at the end."""
+        return float(sum(row + step for step in range(self._steps) for row in range(self._rows)) * WIDTH)
+
+    def _share(self, step: int, rank: int, size: int) -> np.ndarray:
+        first, last = self._rows * rank // size, self._rows * (rank + 1) // size
+        return np.full(WIDTH, float(sum(row + step for row in range(first, last))))
