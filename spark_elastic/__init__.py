@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 _EXPORTS = {
     "DriverUnreachable": "spark_elastic.errors",
+    "ElasticConfig": "spark_elastic.config",
     "ElasticError": "spark_elastic.errors",
     "FailureBudgetExceeded": "spark_elastic.errors",
     "InvalidInput": "spark_elastic.errors",
@@ -39,6 +40,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
+    from spark_elastic.config import ElasticConfig
     from spark_elastic.errors import (
         DriverUnreachable,
         ElasticError,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DriverUnreachable",
+    "ElasticConfig",
     "ElasticError",
     "FailureBudgetExceeded",
     "InvalidInput",

@@ -47,17 +47,7 @@ FOREIGN = {
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
     "cloudpickle": ("spark", "worker", "launch", "estimators", "state", "testing"),
-    "numpy": (
-        "data",
-        "data.plan",
-        "state",
-        "worker",
-        "torch",
-        "tensorflow",
-        "keras",
-        "estimators",
-        "torch.buckets",
-    ),
+    "numpy": ("data", "state", "worker", "torch", "tensorflow", "keras", "estimators", "testing"),
     "elastic_collectives": ("worker", "state", "torch", "tensorflow", "keras", "testing"),
 }
 

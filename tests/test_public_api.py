@@ -15,6 +15,7 @@ from tests.sources import PACKAGES, names
 # The public names and where they are defined. Add a name here and in spark_elastic/__init__.py in one commit.
 PUBLIC = {
     "DriverUnreachable": "errors",
+    "ElasticConfig": "config",
     "ElasticError": "errors",
     "FailureBudgetExceeded": "errors",
     "InvalidInput": "errors",
