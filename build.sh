@@ -55,8 +55,16 @@ install_requirements() {
     "${pip[@]}" "$TORCH" &&
         "${pip[@]}" -r <(echo "$1") &&
         printf '%s\n' "$PWD" "$PWD/python" >"$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')/sources.pth" &&
-        "$VENV/bin/python" -m pip check >/dev/null &&
-        "$VENV/bin/python" -c 'import torch, pyspark, pyarrow, pytest'
+        "$VENV/bin/python" -m pip check >/dev/null && is_whole
+}
+
+# Every file of every package is there: a killed installation may leave a package that pip takes for installed.
+is_whole() {
+    "$VENV/bin/python" - <<'PY'
+import sys
+from importlib.metadata import distributions
+sys.exit(any(d.files is None or not all(f.locate().exists() for f in d.files) for d in distributions()))
+PY
 }
 
 # A system package that provides what the test given after it looks for.
