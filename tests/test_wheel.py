@@ -1,0 +1,78 @@
+"""The wheel beside the oldest stack that it promises to leave alone: it installs, imports and moves no version."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT, names
+
+pytestmark = [pytest.mark.slow, pytest.mark.native, pytest.mark.timeout(600)]
+
+STACK = ("pyspark==3.5.*", "numpy==1.26.*", "pandas==2.*", "pyarrow==14.*")
+FRAMEWORKS = ("torch", "tensorflow", "petastorm")
+
+
+def _run(*command: str | Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd="/", env=environment, timeout=500
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from this tree in the tests' own environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+    build = f"--config-settings=build-dir={tmp_path_factory.mktemp('build')}"
+    _run(sys.executable, "-m", "pip", "wheel", *options, build, ROOT)
+    (built,) = folder.glob("spark_elastic-*.whl")
+    return built
+
+
+def test_wheel_holds_both_packages_and_the_engine(wheel: Path) -> None:
+    held = {name.split(".py")[0].removesuffix("/__init__") for name in zipfile.ZipFile(wheel).namelist()}
+    missing = {name for name in names() if name.replace(".", "/") not in held}
+    assert not missing
+    files = zipfile.ZipFile(wheel).namelist()
+    assert sum(name.startswith("elastic_collectives/_engine") and name.endswith(".so") for name in files) == 1
+    assert {"spark_elastic/py.typed", "elastic_collectives/py.typed"} <= set(files)
+    assert not [name for name in files if name.startswith(("tests", "benchmarks", "docs"))]
+
+
+def test_wheel_requires_ranges_and_no_framework(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (path,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    lines = [line for line in archive.read(path).decode().splitlines() if line.startswith("Requires-Dist: ")]
+    plain = [line.removeprefix("Requires-Dist: ") for line in lines if "extra ==" not in line]
+    assert plain
+    assert not [line for line in lines if "==" in line.split(";")[0]]
+    assert not [line for line in plain if line.lower().startswith(("pyspark", *FRAMEWORKS))]
+
+
+def test_wheel_moves_no_version_of_an_older_stack(wheel: Path, tmp_path: Path) -> None:
+    _run(sys.executable, "-m", "venv", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    _run(*pip, *STACK)
+    before = _versions(python)
+    _run(*pip, wheel)
+    after = _versions(python)
+    assert {name: after.get(name) for name in before} == before
+    assert not set(FRAMEWORKS) & set(after)
+    _run(
+        python, "-W", "error", "-c", "import spark_elastic, elastic_collectives, elastic_collectives._engine"
+    )
+
+
+def _versions(python: Path) -> dict[str, str]:
+    lines = _run(python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
