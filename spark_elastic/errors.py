@@ -11,6 +11,8 @@
     ├── DriverUnreachable             the rendezvous server does not answer; names host:port
     ├── Unauthorized                  a request without the job's key
     ├── StaleGeneration               a message of a world that is over
+    ├── PeersMissing                  a wait for other workers reached its deadline; names who was missing
+    ├── ConnectionClosed              this side closed its connection to the driver while a request was open
     └── StoreError                    the store cannot be read or written
 
     MembershipChanged (BaseException) control flow: the world changes; no `except Exception` of user code swallows it
@@ -61,6 +63,14 @@ class Unauthorized(ElasticError):
 
 class StaleGeneration(ElasticError):
     """A message that belongs to a world that is over."""
+
+
+class PeersMissing(ElasticError):
+    """A wait for other workers reached its deadline; the message names who was missing."""
+
+
+class ConnectionClosed(ElasticError):
+    """This side closed its connection to the driver while a request was open."""
 
 
 class StoreError(ElasticError):

@@ -1,0 +1,138 @@
+"""Proof of the job's key, both ways, without trusting clocks. Pure but for random session ids.
+
+A client first says hello under a random nonce; the server answers with a session id of its own making. Every later
+request carries the session, a count that the client never uses twice, and an HMAC-SHA256 over purpose, method, path,
+session, count and body. The server keeps, per session, which of the last WINDOW counts it has seen: a recorded
+request is refused when played again, however late, on whatever connection, and whatever the hosts' clocks say.
+Server-made ids make forgetting safe: a forgotten or restarted server knows no old session, so old requests stay
+worthless and an honest client just says hello again. A replayed hello yields nothing but an unused session. Replies
+are signed over the request's session and count and their own status and body, so none can be swapped for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+
+HELLO = "/v1/hello"
+WINDOW = 4096  # counts; requests of one client's threads may overtake each other by so many
+SCHEME = "Elastic "
+REPLY_HEADER = "x-elastic-signature"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The header of a request. For a hello, `session` is the client's nonce and count is 0."""
+
+    session: str
+    count: int
+    signature: str
+
+    def header(self) -> str:
+        return f"{SCHEME}{self.session}.{self.count}.{self.signature}"
+
+
+def parse(header: str) -> Credentials | None:
+    """None where the header has not the shape of `Credentials.header`."""
+    parts = header.removeprefix(SCHEME).split(".") if header.startswith(SCHEME) else []
+    if len(parts) != 3 or len(parts[0]) != 32 or len(parts[2]) != 64:
+        return None
+    session, count, signature = parts
+    if not (count.isascii() and count.isdigit() and len(count) <= 15):
+        return None
+    return Credentials(session, int(count), signature)
+
+
+def new_id() -> str:
+    """32 characters that nobody can guess."""
+    return secrets.token_hex(16)
+
+
+def sign_request(key: bytes, path: str, session: str, count: int, body: bytes) -> Credentials:
+    signature = _mac(key, f"request\nPOST\n{path}\n{session}\n{count}\n", body)
+    return Credentials(session, count, signature)
+
+
+def request_is_genuine(key: bytes, path: str, credentials: Credentials, body: bytes) -> bool:
+    expected = sign_request(key, path, credentials.session, credentials.count, body)
+    return _same(expected.signature, credentials.signature)
+
+
+def sign_reply(key: bytes, credentials: Credentials, status: int, body: bytes) -> str:
+    return _mac(key, f"reply\n{credentials.session}\n{credentials.count}\n{status}\n", body)
+
+
+def reply_is_genuine(key: bytes, credentials: Credentials, status: int, body: bytes, signature: str) -> bool:
+    return _same(sign_reply(key, credentials, status, body), signature)
+
+
+def _mac(key: bytes, head: str, body: bytes) -> str:
+    return hmac.new(key, b"spark-elastic/1\n" + head.encode() + body, hashlib.sha256).hexdigest()
+
+
+def _same(a: str, b: str) -> bool:
+    return hmac.compare_digest(a.encode(), b.encode("utf-8", "replace"))
+
+
+class Session:
+    """Which counts of one client were used: a sliding window of WINDOW bits below the highest."""
+
+    def __init__(self) -> None:
+        self._highest = 0
+        self._seen = 1  # bit i: count `highest - i` was used; 0 is never used by a client
+
+    def take(self, count: int) -> bool:
+        """Use `count`; False when it was used before or is too old to tell."""
+        ahead = count - self._highest
+        if ahead > 0:
+            self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
+            self._highest = count
+            return True
+        bit = 1 << -ahead
+        if -ahead >= WINDOW or self._seen & bit:
+            return False
+        self._seen |= bit
+        return True
+
+
+class Sessions:
+    """The server's sessions. Bounded: those never used go first, in their order; the used by last use.
+
+    A replayed hello can crowd out only sessions that nobody has used yet.
+    """
+
+    def __init__(self, most_unused: int = 4096, most_used: int = 65536) -> None:
+        self._unused: OrderedDict[str, str] = OrderedDict()  # session -> nonce of the hello
+        self._by_nonce: dict[str, str] = {}
+        self._used: OrderedDict[str, Session] = OrderedDict()
+        self._most_unused, self._most_used = most_unused, most_used
+
+    def open(self, nonce: str) -> str:
+        """A session for a genuine hello; the same one while it is unused, so that a replay makes no more."""
+        session = self._by_nonce.get(nonce)
+        if session is None:
+            session = self._by_nonce[nonce] = new_id()
+            self._unused[session] = nonce
+            if len(self._unused) > self._most_unused:
+                del self._by_nonce[self._unused.popitem(last=False)[1]]
+        return session
+
+    def known(self, session: str) -> bool:
+        return session in self._used or session in self._unused
+
+    def take(self, credentials: Credentials) -> bool:
+        """Use up the count of a genuine request; False: unknown session or a replay."""
+        session = self._used.get(credentials.session)
+        if session is None:
+            nonce = self._unused.pop(credentials.session, None)
+            if nonce is None:
+                return False
+            del self._by_nonce[nonce]
+            session = self._used[credentials.session] = Session()
+            if len(self._used) > self._most_used:
+                self._used.popitem(last=False)
+        self._used.move_to_end(credentials.session)
+        return session.take(credentials.count)

@@ -1,0 +1,145 @@
+"""What the driver has decided, as the server tells it to those who ask; and who waits to be told.
+
+Owned by the server's event loop thread: the driver's calls arrive there through a queue. It decides nothing and
+knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
+from spark_elastic.rendezvous.kv import KeyValues, generation_scope
+from spark_elastic.rendezvous.messages import News, SlotOrders, WorkerStop
+
+
+class Waiters:
+    """Futures of long polls by topic (a worker, a slot, a scope)."""
+
+    def __init__(self) -> None:
+        self._by_topic: dict[str, set[asyncio.Future[None]]] = {}
+
+    def add(self, topic: str) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._by_topic.setdefault(topic, set()).add(future)
+        return future
+
+    def remove(self, topic: str, future: asyncio.Future[None]) -> None:
+        held = self._by_topic.get(topic)
+        if held is not None:
+            held.discard(future)
+            if not held:
+                del self._by_topic[topic]
+
+    def wake(self, topic: str) -> None:
+        for future in self._by_topic.get(topic, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def wake_all(self) -> None:
+        for topic in self._by_topic:
+            self.wake(topic)
+
+
+class Board:
+    """The current world, aborts, versions, orders and the end. Every change wakes those whom it concerns."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.values = KeyValues()
+        self.waiters = Waiters()
+        self.ended: str | None = None
+        self._world: World | None = None
+        self._aborted: str | None = None  # why the current world is over
+        self._version, self._version_reason = 0, ""
+        self._slot_of: dict[WorkerId, SlotId] = {}
+        self._stops: dict[WorkerId, WorkerStop] = {}
+        self._orders: defaultdict[SlotId, list[WorkerStop]] = defaultdict(list)
+        self._released: dict[SlotId, str] = {}
+
+    # ---- the driver's calls
+
+    def publish(self, world: World) -> None:
+        self._close_exchange()
+        self._world, self._aborted = world, None
+        self.values.open(generation_scope(world.fence.generation))
+        # Not its members alone: whoever watches the world before this one must hear that it is over.
+        self.waiters.wake_all()
+
+    def abort(self, fence: Fence, reason: str) -> None:
+        """A fence that is not the current one's is over already."""
+        if self._world is not None and self._world.fence == fence and self._aborted is None:
+            self._aborted = reason
+            self._close_exchange()
+            self.waiters.wake_all()
+
+    def announce(self, version: int, reason: str) -> None:
+        self._version, self._version_reason = version, reason
+        self.waiters.wake_all()
+
+    def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
+        slot = self.slot_of(worker)
+        self._stops[worker] = order = WorkerStop(worker, reason, kill)
+        self._orders[slot].append(order)
+        self.waiters.wake(worker)
+        self.waiters.wake(slot)
+
+    def release_slot(self, slot: SlotId, reason: str) -> None:
+        self._released.setdefault(slot, reason)
+        self.waiters.wake(slot)
+
+    def end(self, reason: str) -> None:
+        if self.ended is None:
+            self.ended = reason
+            self._close_exchange()
+            self.waiters.wake_all()
+
+    def _close_exchange(self) -> None:
+        for scope in self.values.close_generations():
+            self.waiters.wake(scope)
+
+    # ---- what those who ask are told
+
+    def place(self, worker: WorkerId, slot: SlotId) -> None:
+        """Learn which slot carries a worker."""
+        self._slot_of[worker] = slot
+
+    def slot_of(self, worker: WorkerId) -> SlotId:
+        """By what was learnt; else by the form of worker ids, "<slot>.<n>"."""
+        return self._slot_of.get(worker) or worker.rpartition(".")[0]
+
+    def stop(self, worker: WorkerId) -> str | None:
+        """Why a worker shall end; None: it shall not."""
+        order = self._stops.get(worker)
+        return self.ended if order is None else order.reason
+
+    def next_world(self, worker: WorkerId, left: Fence | None) -> World | None:
+        """The living world that has `worker` as a member and is newer than the one it left."""
+        world = self._world
+        if world is None or self._aborted is not None or world.member(worker) is None:
+            return None
+        return world if left is None or left < world.fence else None
+
+    def current(self, fence: Fence) -> World | None:
+        return self._world if self._world is not None and self._world.fence == fence else None
+
+    def over(self, fence: Fence) -> str | None:
+        """Why the world of `fence` is over; None while it lives."""
+        if self.ended is not None:
+            return self.ended
+        if self._world is None or fence > self._world.fence:
+            return f"generation {fence.generation} is not known here"
+        if fence < self._world.fence:
+            return f"generation {fence.generation} was followed by {self._world.fence.generation}: {self._world.reason}"
+        return self._aborted
+
+    def news(self, worker: WorkerId, fence: Fence | None) -> News:
+        aborted = None if fence is None else self.over(fence)
+        return News(self._version, self._version_reason, aborted, self.stop(worker))
+
+    def orders(self, slot: SlotId, seen: int) -> SlotOrders:
+        """Everything that `slot` was told to do after its first `seen` orders."""
+        told = self._orders.get(slot, [])
+        release = self._released.get(slot) or self.ended
+        return SlotOrders(len(told), tuple(told[max(0, seen) :]), release)

@@ -1,0 +1,211 @@
+"""A worker's or slot's side of the rendezvous: asks the driver, proves the key, checks that the reply proves it too.
+
+Synchronous; one instance serves any number of threads, and `close` frees those that wait. All requests bear being
+repeated, so a broken connection is dialled again until `timeout` has passed. It must not know what is done with the
+answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import httpx
+
+from spark_elastic.clock import Clock
+from spark_elastic.errors import (
+    ConnectionClosed,
+    DriverUnreachable,
+    InvalidInput,
+    StaleGeneration,
+    Unauthorized,
+)
+from spark_elastic.protocol.types import SlotId, WorkerId
+from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous.calls import SlotCalls, WorkerCalls
+from spark_elastic.rendezvous.messages import HOLD, VERSION, GetValues, Request, SetValues, Values
+from spark_elastic.rendezvous.wire import Wire, WireBroken, WireClosed
+
+R = TypeVar("R")
+
+ANSWER_SECONDS = 10.0  # how long one attempt waits for an answer, beyond the hold of a long poll
+PAUSES = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
+
+
+class _Session:
+    """Counts the requests of one session; each count is used once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._counts = itertools.count(1)
+
+    def next(self) -> int:
+        return next(self._counts)  # atomic under the GIL and, in C, without it
+
+
+@dataclass
+class _Patience:
+    """How often and until when one request is tried. `deadline`: on the client's clock."""
+
+    deadline: float
+    tries: int = 0
+    renewed: bool = False  # a new session was made since
+
+
+class RendezvousClient:
+    """address: "host:port" of the server. attempt: of the run (R10). timeout: seconds of silence after which the
+    driver is given up."""
+
+    def __init__(self, address: str, key: bytes, attempt: int, clock: Clock, timeout: float = 30.0) -> None:
+        self._address = address
+        self._key = key
+        self._attempt = attempt
+        self._clock = clock
+        self._timeout = timeout
+        self._wire = Wire(address)
+        self._closing = threading.Event()
+        self._hello = threading.Lock()
+        self._session: _Session | None = None
+
+    # ---- who asks
+
+    def slot(self, slot: SlotId) -> SlotCalls:
+        """The requests of a slot task."""
+        return SlotCalls(self, slot)
+
+    def worker(self, worker: WorkerId, slot: SlotId) -> WorkerCalls:
+        """The requests of a worker."""
+        return WorkerCalls(self, worker, slot)
+
+    # ---- the key-value store
+
+    def set_values(self, scope: str, values: dict[str, bytes]) -> None:
+        self.ask(SetValues(scope, tuple(values), tuple(values.values())))
+
+    def get_values(self, scope: str, keys: tuple[str, ...], hold: float = 0.0) -> tuple[bytes | None, ...]:
+        """Values of `keys`, after waiting up to `hold` seconds (at most HOLD) until all are there."""
+        reply: Values = self.ask(GetValues(scope, keys, wait=hold > 0), hold)
+        return reply.values
+
+    # ---- asking
+
+    def ask(self, request: Request[R], hold: float = 0.0) -> R:
+        """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD.
+
+        Raises:
+            DriverUnreachable: no answer within `timeout` (beyond `hold`); names host:port.
+            Unauthorized: one side does not prove the job's key.
+            StaleGeneration: the request belongs to an attempt or generation that is over.
+            InvalidInput: the driver refuses the request's form or size.
+            ConnectionClosed: `close` was called.
+        """
+        hold = self.bounded(hold)
+        body = self._envelope(request, hold)
+        patience = _Patience(self._clock.now() + hold + self._timeout)
+        while True:
+            try:
+                session = self._session or self._say_hello(patience)
+                credentials = auth.sign_request(self._key, request.path, session.name, session.next(), body)
+                response = self._wire.post(
+                    request.path, _headers(credentials), body, self._silence(patience, hold)
+                )
+            except WireClosed:
+                raise ConnectionClosed("The connection to the driver was closed on this side.") from None
+            except WireBroken as error:
+                self._pause(patience, error)
+                continue
+            if response.status_code == 401 and not patience.renewed:
+                # The server forgot the session (a new one in its place): prove the key anew, once.
+                patience.renewed = True
+                self._forget(session)
+            elif response.status_code in (200, 400, 500):
+                return self._reply(request, credentials, response)
+            elif response.status_code in (401, 413):
+                self._refused(response.status_code, len(body))
+            else:
+                self._pause(patience, WireBroken(f"HTTP status {response.status_code}"))
+
+    def bounded(self, hold: float) -> float:
+        """A hold that leaves time to notice within `timeout` that nobody answers."""
+        return max(0.0, min(hold, HOLD, self._timeout * 2 / 3))
+
+    def close(self) -> None:
+        """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
+        self._closing.set()
+        self._wire.close()
+
+    def __enter__(self) -> RendezvousClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def _envelope(self, request: Request[Any], hold: float) -> bytes:
+        return codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})
+
+    def _say_hello(self, patience: _Patience) -> _Session:
+        """The session of this client, opened by one of its threads."""
+        with self._hello:
+            if self._session is not None:
+                return self._session
+            credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
+            response = self._wire.post(auth.HELLO, _headers(credentials), b"", self._silence(patience, 0.0))
+            if response.status_code == 401:
+                self._refused(401, 0)
+            if response.status_code != 200:
+                raise WireBroken(f"HTTP status {response.status_code}")
+            self._session = _Session(str(self._verified(credentials, response)["session"]))
+            return self._session
+
+    def _forget(self, session: _Session) -> None:
+        with self._hello:
+            if self._session is session:
+                self._session = None
+
+    def _silence(self, patience: _Patience, hold: float) -> float:
+        left = patience.deadline - self._clock.now()
+        return max(0.05, min(hold + min(ANSWER_SECONDS, self._timeout / 2), left))
+
+    def _pause(self, patience: _Patience, error: WireBroken) -> None:
+        """Before the next try; raises when there is no time for one."""
+        pause = PAUSES[min(patience.tries, len(PAUSES) - 1)]
+        patience.tries += 1
+        if self._clock.now() + pause > patience.deadline:
+            raise DriverUnreachable(
+                f"The driver's rendezvous server at {self._address} does not answer ({error}): let executors reach "
+                "that host and port, or set advertise_address and driver_port to what they reach."
+            ) from error
+        if self._closing.wait(pause):
+            raise ConnectionClosed("The connection to the driver was closed on this side.")
+
+    def _reply(self, request: Request[R], credentials: auth.Credentials, response: httpx.Response) -> R:
+        answer = self._verified(credentials, response)
+        if "stale" in answer:
+            raise StaleGeneration(str(answer["stale"]))
+        if "error" in answer:
+            raise InvalidInput(str(answer["error"]))
+        reply: R = codec.read(request.reply, answer.get("reply"))
+        return reply
+
+    def _verified(self, credentials: auth.Credentials, response: httpx.Response) -> dict[str, Any]:
+        signature = response.headers.get(auth.REPLY_HEADER, "")
+        status, body = response.status_code, response.content
+        if not auth.reply_is_genuine(self._key, credentials, status, body, signature):
+            raise Unauthorized(f"Whatever answers at {self._address} does not hold this job's key.")
+        answer: dict[str, Any] = json.loads(body)
+        return answer
+
+    def _refused(self, status: int, size: int) -> NoReturn:
+        if status == 413:
+            raise InvalidInput(f"The driver refuses a request of {size} bytes as too large.")
+        raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")
+
+
+def _headers(credentials: auth.Credentials) -> dict[str, str]:
+    return {"authorization": credentials.header()}

@@ -1,0 +1,177 @@
+"""Dataclasses to JSON text and back, checked field by field against their type hints. Pure.
+
+The wire is strict: a missing, unknown or ill-typed field is refused with a sentence that names it. Bytes travel as
+base64, tuples as lists, enums as their value.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Hashable
+from enum import Enum
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Reader = Callable[[Any, str], Any]
+
+
+class Garbled(ValueError):
+    """Not what the wire speaks; the message says where."""
+
+
+def dumps(value: object) -> bytes:
+    """One line of JSON in UTF-8."""
+    return json.dumps(plain(value), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`.
+
+    Raises:
+        Garbled: it is no JSON object.
+    """
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Garbled(f"the body is not JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise Garbled("the body is not a JSON object")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON types: dataclasses become objects, bytes base64."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return {name: plain(getattr(value, name)) for name in _names(typing.cast(Hashable, type(value)))}
+
+
+def read(cls: type[T], value: object) -> T:
+    """`value` (JSON types) as the dataclass `cls`.
+
+    Raises:
+        Garbled: a field is missing, unknown or of another type.
+    """
+    return typing.cast(T, _reader(typing.cast(Hashable, cls))(value, cls.__name__))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)  # NaN and infinities are not JSON
+
+
+@functools.cache
+def _names(cls: Hashable) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(typing.cast(type, cls)))
+
+
+@functools.cache
+def _reader(hint: Any) -> Reader:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _optional([_reader(a) for a in arguments if a is not type(None)])
+    if origin is tuple:
+        return _sequence(_reader(arguments[0]))
+    if origin is dict or hint is dict:
+        return _mapping(_reader(arguments[1]) if arguments else _anything)
+    if hint is Any:
+        return _anything
+    if hint is bytes:
+        return _bytes
+    if dataclasses.is_dataclass(hint):
+        return _record(typing.cast(type, hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enum(hint)
+    return _scalar(hint)
+
+
+def _anything(value: Any, where: str) -> Any:
+    return value
+
+
+def _scalar(hint: type) -> Reader:
+    def parse(value: Any, where: str) -> Any:
+        # JSON has one kind of number; Python's bool is an int, on the wire it is not.
+        if type(value) is hint or (hint is float and type(value) is int):
+            return value
+        raise Garbled(f"{where} must be {hint.__name__}, not {type(value).__name__}")
+
+    return parse
+
+
+def _bytes(value: Any, where: str) -> bytes:
+    if not isinstance(value, str):
+        raise Garbled(f"{where} must be base64 text")
+    try:
+        return base64.b64decode(value.encode("ascii"), validate=True)
+    except ValueError:
+        raise Garbled(f"{where} must be base64 text") from None
+
+
+def _optional(readers: list[Reader]) -> Reader:
+    if len(readers) != 1:
+        raise TypeError("the wire knows only `X | None`")
+    (reader,) = readers
+    return lambda value, where: None if value is None else reader(value, where)
+
+
+def _sequence(reader: Reader) -> Reader:
+    def parse(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise Garbled(f"{where} must be a list")
+        return tuple(reader(item, where) for item in value)
+
+    return parse
+
+
+def _mapping(reader: Reader) -> Reader:
+    def parse(value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Garbled(f"{where} must be an object")
+        return {key: reader(item, where) for key, item in value.items()}
+
+    return parse
+
+
+def _enum(hint: type[Enum]) -> Reader:
+    def parse(value: Any, where: str) -> Enum:
+        try:
+            return hint(value)
+        except ValueError:
+            raise Garbled(f"{where} must be one of {[m.value for m in hint]}") from None
+
+    return parse
+
+
+def _record(cls: type) -> Reader:
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    readers = {field.name: _reader(hints[field.name]) for field in fields}
+    required = {
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def parse(value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise Garbled(f"{where} must be an object")
+        if missing := required - value.keys():
+            raise Garbled(f"{where} lacks {min(missing)}")
+        if unknown := value.keys() - readers.keys():
+            raise Garbled(f"{where} has no field {min(unknown)[:40]!r}")
+        return cls(**{name: readers[name](item, f"{where}.{name}") for name, item in value.items()})
+
+    return parse

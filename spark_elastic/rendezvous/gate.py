@@ -1,0 +1,182 @@
+"""The door of the server: an ASGI application that lets in what is signed, sized and formed as it must be.
+
+Order of checks, cheapest first, so that a stranger costs nothing: credentials of a known session (401, before any
+byte of the body is read), size (413), time to send the body (408), signature and replay (401), form and version (400).
+A 401 says nothing. Runs in the server's event loop thread and knows nothing of what the requests mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from spark_elastic.errors import InvalidInput, StaleGeneration
+from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous.messages import HOLD, VERSION, Request
+
+log = logging.getLogger("spark_elastic.rendezvous")
+
+
+class PeerGone(Exception):
+    """The connection broke while its request was open."""
+
+
+class Refused(Exception):
+    """Answer with `status` and nothing that a stranger could learn from."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Call:
+    """An authenticated request, and the means to learn that its sender went away. hold: seconds that it may wait."""
+
+    message: Request[Any]
+    receive: Receive
+    hold: float
+
+    async def gone(self) -> None:
+        """Returns when the connection breaks."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+Handler = Callable[[Call], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class GateLimits:
+    """body: bytes at most. body_seconds: time to send it."""
+
+    body: int = 8 << 20
+    body_seconds: float = 10.0
+
+
+class Gate:
+    """ASGI application over `handlers`, one per request class."""
+
+    def __init__(
+        self,
+        key: bytes,
+        attempt: int,
+        handlers: Mapping[type[Request[Any]], Handler],
+        limits: GateLimits | None = None,
+    ) -> None:
+        self._key = key
+        self._attempt = attempt
+        self._handlers = {cls.path: (cls, handler) for cls, handler in handlers.items()}
+        self._limits = limits or GateLimits()
+        self._sessions = auth.Sessions()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            credentials = self._credentials(scope)
+            body = await self._body(scope, receive)
+            if not auth.request_is_genuine(self._key, scope["path"], credentials, body):
+                raise Refused(401)
+            if scope["path"] == auth.HELLO:
+                status, reply = 200, {"session": self._sessions.open(credentials.session)}
+            elif not self._sessions.take(credentials):
+                raise Refused(401)
+            else:
+                status, reply = await self._answer(scope["path"], body, receive)
+        except Refused as refused:
+            await _send(send, refused.status, b"", [(b"connection", b"close")])
+            return
+        except PeerGone:
+            return
+        text = codec.dumps({"v": VERSION, **reply})
+        signature = auth.sign_reply(self._key, credentials, status, text).encode()
+        await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])
+
+    def _credentials(self, scope: Scope) -> auth.Credentials:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        values = [value for name, value in headers if name == b"authorization"]
+        credentials = auth.parse(values[0].decode("latin-1")) if len(values) == 1 else None
+        if credentials is None or scope["method"] != "POST" or scope["query_string"]:
+            raise Refused(401)
+        path: str = scope["path"]
+        if path == auth.HELLO:
+            if credentials.count:
+                raise Refused(401)
+        elif path not in self._handlers or not self._sessions.known(credentials.session):
+            raise Refused(401)
+        return credentials
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        limit = 0 if scope["path"] == auth.HELLO else self._limits.body
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > limit:
+                raise Refused(413)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise PeerGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise Refused(413)
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise Refused(408) from None
+
+    async def _answer(self, path: str, body: bytes, receive: Receive) -> tuple[int, dict[str, Any]]:
+        """Status and reply to a genuine request; only defects of ours end in 500."""
+        cls, handler = self._handlers[path]
+        try:
+            envelope = codec.loads(body)
+            if (stale := self._stale(envelope)) is not None:
+                return 200, {"stale": stale}
+            message = codec.read(cls, envelope.get("message"))
+            call = Call(message, receive, self._hold(envelope))
+            return 200, {"reply": await handler(call)}
+        except StaleGeneration as stale_error:
+            return 200, {"stale": str(stale_error)}
+        except (codec.Garbled, InvalidInput) as error:
+            return 400, {"error": f"Request {path} was refused: {error}."}
+        except PeerGone:
+            raise
+        except Exception as error:
+            log.exception("answering %s failed", path)
+            return 500, {"error": f"The driver failed to answer {path}: {error!r}."}
+
+    def _hold(self, envelope: dict[str, Any]) -> float:
+        asked = envelope.get("hold", HOLD)
+        if type(asked) not in (int, float):
+            raise codec.Garbled("hold must be a number of seconds")
+        return min(HOLD, max(0.0, float(asked)))
+
+    def _stale(self, envelope: dict[str, Any]) -> str | None:
+        version, attempt = envelope.get("v"), envelope.get("attempt")
+        if version != VERSION:
+            raise codec.Garbled(
+                f"it speaks version {version!r} and the driver speaks {VERSION}: install one release"
+            )
+        if type(attempt) is not int:
+            raise codec.Garbled("attempt must be int")
+        if attempt == self._attempt:
+            return None
+        return (
+            f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
+        )
+
+
+async def _send(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    start: Message = {"type": "http.response.start", "status": status, "headers": [length, *headers]}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,287 @@
+"""What driver, slots and workers say to each other, as values: one dataclass per request and per reply.
+
+Each request names its path and the reply that answers it. Requests map onto the driver events of
+`protocol.events` one to one. Nothing here knows HTTP, JSON or threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, World
+
+VERSION = 1  # of the wire; both sides must speak the same
+HOLD = 20.0  # seconds that the server holds a long poll at most
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Request(Generic[R_co]):
+    """Something to ask the driver; `R_co` is the class of its reply."""
+
+    path: ClassVar[str]
+    reply: ClassVar[type]
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """Taken note of. stop: why there is nothing more to do for the sender, None while there is."""
+
+    stop: str | None = None
+
+
+# ---- slots
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a slot may carry a worker. reason: the refusing sentence, "" when accepted."""
+
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RegisterSlot(Request[Admission]):
+    """facts: what the host runs (versions, pids, boot id, hostname): JSON values by name."""
+
+    path = "/v1/slot/register"
+    reply = Admission
+    slot: SlotId
+    host: HostId
+    job: int
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beat(Request[Acknowledged]):
+    """The slot is alive. worker, state: its child and the letter of its process state, "" without one."""
+
+    path = "/v1/slot/beat"
+    reply = Acknowledged
+    slot: SlotId
+    worker: WorkerId = ""
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Started(Request[Acknowledged]):
+    """The slot announces the process that is its worker now."""
+
+    path = "/v1/slot/started"
+    reply = Acknowledged
+    slot: SlotId
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class Exited(Request[Acknowledged]):
+    """The slot saw its worker end. exit_code as subprocess gives it (negative: signal)."""
+
+    path = "/v1/slot/exited"
+    reply = Acknowledged
+    slot: SlotId
+    worker: WorkerId
+    exit_code: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerStop:
+    """A worker shall end; `kill`: its slot kills it without asking."""
+
+    worker: WorkerId
+    reason: str
+    kill: bool = False
+
+
+@dataclass(frozen=True)
+class SlotOrders:
+    """What a slot shall do. seen: hand it back in the next watch, so that no order is lost or told twice.
+
+    release: end the worker and return, and why; None: stay.
+    """
+
+    seen: int
+    stop_worker: tuple[WorkerStop, ...] = ()
+    release: str | None = None
+
+
+@dataclass(frozen=True)
+class WatchSlot(Request[SlotOrders]):
+    """Long poll for orders newer than `seen` (0: all)."""
+
+    path = "/v1/slot/watch"
+    reply = SlotOrders
+    slot: SlotId
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class LogLines(Request[Acknowledged]):
+    """Output of a worker; rank None before its first world."""
+
+    path = "/v1/slot/logs"
+    reply = Acknowledged
+    slot: SlotId
+    worker: WorkerId
+    rank: int | None
+    lines: tuple[str, ...]
+
+
+# ---- workers
+
+
+@dataclass(frozen=True)
+class NextWorld:
+    """The answer to one who waits for a world. All three empty: nothing yet, ask again.
+
+    stop: end, and why.
+    """
+
+    world: World | None = None
+    stop: str | None = None
+
+    @property
+    def wait(self) -> bool:
+        return self.world is None and self.stop is None
+
+
+@dataclass(frozen=True)
+class JoinWorld(Request[NextWorld]):
+    """Long poll for the world after `fence` (None: the first). Fields as in `protocol.events.WorkerJoins`."""
+
+    path = "/v1/worker/join"
+    reply = NextWorld
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence | None = None
+    position: Position | None = None
+    suspects: tuple[WorkerId, ...] = ()
+    reason: str = ""
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class News:
+    """What a worker must hear at once. version: newest membership version, and its reason.
+
+    aborted: why the asked generation is over, None while it lives. stop: end, and why.
+    """
+
+    version: int
+    reason: str = ""
+    aborted: str | None = None
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class WatchWorker(Request[News]):
+    """Long poll: answered when the version differs, the generation of `fence` is over, or the worker is to stop."""
+
+    path = "/v1/worker/watch"
+    reply = News
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence | None
+    version: int
+
+
+@dataclass(frozen=True)
+class Blobs:
+    """blobs: everyone's, in rank order; None while `missing` (workers) have not sent theirs."""
+
+    blobs: tuple[bytes, ...] | None = None
+    missing: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exchange(Request[Blobs]):
+    """Long poll: hand in the blob of `rank`, get those of all ranks. name: one of several exchanges of a world."""
+
+    path = "/v1/worker/exchange"
+    reply = Blobs
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence
+    rank: int
+    blob: bytes
+    name: str = "mesh"
+
+
+@dataclass(frozen=True)
+class Formed(Request[Acknowledged]):
+    """The worker has built the generation."""
+
+    path = "/v1/worker/formed"
+    reply = Acknowledged
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence
+
+
+@dataclass(frozen=True)
+class Failed(Request[Acknowledged]):
+    """R13: user code raised."""
+
+    path = "/v1/worker/failed"
+    reply = Acknowledged
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence | None
+    position: Position | None
+    fingerprint: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Done(Request[NextWorld]):
+    """R15, long poll: the worker reached the end; answered by the acknowledgement (stop) or another world."""
+
+    path = "/v1/worker/done"
+    reply = NextWorld
+    worker: WorkerId
+    slot: SlotId
+    fence: Fence
+    position: Position
+    result: str
+
+
+# ---- the key-value store
+
+
+@dataclass(frozen=True)
+class Values:
+    """In the order of the asked keys; None where a key has no value (yet)."""
+
+    values: tuple[bytes | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class SetValues(Request[Values]):
+    """Store values[i] under keys[i] of a scope."""
+
+    path = "/v1/kv/set"
+    reply = Values
+    scope: str
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class GetValues(Request[Values]):
+    """Read keys. wait: long poll until all of them have a value."""
+
+    path = "/v1/kv/get"
+    reply = Values
+    scope: str
+    keys: tuple[str, ...]
+    wait: bool = False
+
+
+REQUESTS: tuple[type[Request[Any]], ...] = (
+    RegisterSlot, Beat, Started, Exited, WatchSlot, LogLines,
+    JoinWorld, WatchWorker, Exchange, Formed, Failed, Done,
+    SetValues, GetValues,
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""The rendezvous server of a job: what the driver says goes in, what workers and slots say comes out as events.
+
+It knows no Spark and no driver machine. The driver's calls come from its loop thread and return at once; all state
+belongs to the serving thread.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spark_elastic.clock import Clock
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
+from spark_elastic.rendezvous.board import Board
+from spark_elastic.rendezvous.gate import Gate
+from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.routes import Routes
+from spark_elastic.rendezvous.serving import Bind, Serving, listen
+
+
+def _everyone(facts: dict[str, Any]) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Where the server hands things on; all are called in its event loop and must not block.
+
+    post: takes driver events. on_logs: takes workers' output. admit: the sentence that refuses a slot with these
+    facts, None to let it in.
+    """
+
+    post: Callable[[DriverEvent], None]
+    on_logs: Callable[[LogLines], None]
+    admit: Callable[[dict[str, Any]], str | None] = _everyone
+
+
+class RendezvousServer:
+    """key: the job's secret. attempt: of the run (R10); requests of another are answered as stale."""
+
+    def __init__(
+        self, key: bytes, attempt: int, hooks: Hooks, clock: Clock, bind: Bind | None = None
+    ) -> None:
+        self._bind = bind or Bind()
+        if self._bind.advertise is None and _is_wildcard(self._bind.host):
+            raise InvalidInput(
+                f"The driver binds every interface ({self._bind.host}) and cannot tell which address executors "
+                "reach: set advertise_address or spark.driver.host."
+            )
+        self._board = Board(attempt)
+        routes = Routes(self._board, hooks.post, clock, hooks.on_logs, hooks.admit)
+        self._gate = Gate(key, attempt, routes.handlers())
+        self._serving: Serving | None = None
+        self._port = 0
+
+    def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            InvalidInput: the address cannot be bound.
+        """
+        listener = listen(self._bind)
+        self._port = listener.getsockname()[1]
+        self._serving = Serving(self._gate, listener)
+        self._serving.start()
+
+    def close(self) -> None:
+        """Answer every open request with the end, and stop; the port is free afterwards."""
+        if self._serving is not None:
+            self.end("the driver has closed")
+            self._serving.close()
+
+    def __enter__(self) -> RendezvousServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """What clients dial: "host:port", or "[host]:port" for IPv6."""
+        host = self._bind.advertise or self._bind.host
+        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+
+    def publish(self, world: World) -> None:
+        """Answer the joins of its members, now and later, and open its exchange."""
+        self._tell(lambda: self._board.publish(world))
+
+    def abort(self, fence: Fence, reason: str) -> None:
+        """That generation is over: wake its watchers and close its exchange."""
+        self._tell(lambda: self._board.abort(fence, reason))
+
+    def announce(self, version: int, reason: str) -> None:
+        """Tell every watcher the newest membership version."""
+        self._tell(lambda: self._board.announce(version, reason))
+
+    def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
+        """Tell the worker and its slot that it shall end."""
+        self._tell(lambda: self._board.stop_worker(worker, reason, kill))
+
+    def release_slot(self, slot: SlotId, reason: str) -> None:
+        """Tell the slot to end its worker and return."""
+        self._tell(lambda: self._board.release_slot(slot, reason))
+
+    def end(self, reason: str) -> None:
+        """The job is over: every open and later request is answered with the end."""
+        self._tell(lambda: self._board.end(reason))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        if self._serving is None:
+            raise RuntimeError("start() the rendezvous server first")
+        self._serving.submit(call)
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,198 @@
+"""Serves an ASGI application from one thread that outlives crashes of its event loop.
+
+Owns the listening socket, the thread and the event loop. The socket stays bound while a new loop takes the place of
+one that died, so the port never changes and dialling clients merely wait. Other threads hand calls over by
+`submit`, which never blocks; they run in the loop thread, in order, in this life or the next. It must not know what
+is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.rendezvous.connection import Connection
+
+log = logging.getLogger("spark_elastic.rendezvous")
+
+RESTART_PAUSE = 0.05  # seconds between the death of a loop and the next
+CLOSE_SECONDS = 10.0
+IDLE_SECONDS = 600  # an idle connection is kept so long
+
+
+@dataclass(frozen=True)
+class Bind:
+    """host: what to bind, a name or an IPv4 or IPv6 address. port: 0 for any free one.
+
+    advertise: what clients dial instead of `host`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+
+
+def listen(bind: Bind) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        InvalidInput: the address is not one of this machine, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InvalidInput(
+            f"The driver cannot listen on {bind.host} port {bind.port} ({error}): "
+            "set bind_address to an address of this machine and driver_port to a free port or 0."
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class _Life(uvicorn.Server):
+    """One run of uvicorn; says when it has begun."""
+
+    def __init__(self, config: uvicorn.Config, begun: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.servers = []
+        self._begun = begun
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._begun()
+
+
+class Serving:
+    """Serves `app` on `listener`, which it owns, until closed."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._app = app
+        self._listener = listener
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._life: _Life | None = None
+        self._begun = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-rendezvous", daemon=True)
+
+    def start(self) -> None:
+        """Returns when requests are answered.
+
+        Raises:
+            RuntimeError: the event loop did not come up.
+        """
+        self._thread.start()
+        if not self._begun.wait(CLOSE_SECONDS):
+            self.close()
+            raise RuntimeError("the rendezvous server's event loop did not come up")
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run `call` in the loop thread; any thread, never blocks."""
+        self._inbox.append(call)
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                pass  # that loop just died; the next one begins by draining
+
+    def close(self) -> None:
+        """Let open requests end, then stop the thread and free the port."""
+        self._closing.set()
+        life = self._life
+        if life is not None:
+            life.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_SECONDS)
+        self._listener.close()
+
+    def _drain(self) -> None:
+        while self._inbox:
+            call = self._inbox.popleft()
+            try:
+                call()
+            except Exception:  # one bad call must not lose those behind it
+                log.exception("a call to the rendezvous server failed")
+
+    def _on_begun(self) -> None:
+        self._drain()
+        self._begun.set()
+        if self._closing.is_set() and self._life is not None:
+            self._life.should_exit = True
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._live()
+            except BaseException:  # whatever killed the loop, SystemExit too: the job needs the next one
+                log.exception("the rendezvous server's event loop died")
+            if not self._closing.wait(RESTART_PAUSE):
+                log.warning("the rendezvous server starts again on the same port")
+
+    def _live(self) -> None:
+        config = uvicorn.Config(
+            self._app,
+            loop="asyncio",
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=16384,
+        )
+        life = self._life = _Life(config, self._on_begun)
+        loop = self._loop = asyncio.new_event_loop()
+        listener = self._listener.dup()
+        try:
+            loop.run_until_complete(life.serve(sockets=[listener]))
+        finally:
+            self._loop = None
+            try:
+                _bury(loop, life)
+            finally:
+                listener.close()
+
+
+def _bury(loop: asyncio.AbstractEventLoop, life: _Life) -> None:
+    """Free everything of a loop that ended in whatever way."""
+    try:
+        loop.run_until_complete(_break_off(life))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+async def _break_off(life: _Life) -> None:
+    for server in life.servers:
+        server.close()
+    # Tasks before transports: a task that sees its transport break would take its peer for lost.
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for connection in list(life.server_state.connections):
+        connection.transport.abort()
+    await asyncio.sleep(0)  # where the aborted transports close

@@ -1,0 +1,109 @@
+"""HTTP/1.1 to one address, with connections kept, used by any number of threads and closable under their feet.
+
+It knows nothing of keys and messages. Proxies of the environment are ignored: workers talk to the driver directly.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+CONNECT_SECONDS = 5.0
+
+
+class WireClosed(Exception):
+    """`close` was called."""
+
+
+class WireBroken(Exception):
+    """No answer: could not connect, the connection broke, or time ran out."""
+
+
+class Wire:
+    """POSTs to `address` ("host:port")."""
+
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}"
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._active = 0  # requests under way; the last one to end after `close` frees the connections
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._http = httpx.Client(
+            trust_env=False,
+            verify=False,  # plain HTTP; this spares loading the machine's certificates
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=300),
+        )
+        self._http.headers.clear()
+
+    def post(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> httpx.Response:
+        """The response, read whole. seconds: how long the server may be silent.
+
+        Raises:
+            WireBroken: there was none.
+            WireClosed: `close` was called before or meanwhile.
+        """
+        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        with self._request():
+            try:
+                return self._http.post(
+                    self._url + path,
+                    content=body,
+                    headers=headers,
+                    timeout=timeout,
+                    extensions={"trace": self._trace},
+                )
+            except (httpx.HTTPError, OSError) as error:
+                if self._closed.is_set():
+                    raise WireClosed from None
+                raise WireBroken(str(error) or type(error).__name__) from error
+
+    def close(self) -> None:
+        """Free every thread that waits in `post`, at once; any thread, any number of times."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            for connection in self._sockets:
+                _shut(connection)
+            idle = self._active == 0
+        if idle:
+            self._http.close()
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed.is_set():
+                raise WireClosed
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
+                last = self._closed.is_set() and self._active == 0
+            if last:
+                self._http.close()
+
+    def _trace(self, name: str, info: dict[str, Any]) -> None:
+        """Learn of each new connection: closing a descriptor does not wake who reads it, a shutdown does."""
+        if name != "connection.connect_tcp.complete":
+            return
+        connection = info["return_value"].get_extra_info("socket")
+        with self._lock:
+            self._sockets.add(connection)
+            if self._closed.is_set():
+                _shut(connection)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the peer or another thread was first
