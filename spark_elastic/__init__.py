@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _EXPORTS = {
+    "ConnectionClosed": "spark_elastic.errors",
     "DriverUnreachable": "spark_elastic.errors",
     "ElasticConfig": "spark_elastic.config",
     "ElasticError": "spark_elastic.errors",
@@ -32,6 +33,7 @@ _EXPORTS = {
     "JobFailed": "spark_elastic.errors",
     "MembershipChanged": "spark_elastic.errors",
     "NotEnoughWorkers": "spark_elastic.errors",
+    "PeersMissing": "spark_elastic.errors",
     "PreflightError": "spark_elastic.errors",
     "StaleGeneration": "spark_elastic.errors",
     "StoreError": "spark_elastic.errors",
@@ -42,6 +44,7 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from spark_elastic.config import ElasticConfig
     from spark_elastic.errors import (
+        ConnectionClosed,
         DriverUnreachable,
         ElasticError,
         FailureBudgetExceeded,
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
         JobFailed,
         MembershipChanged,
         NotEnoughWorkers,
+        PeersMissing,
         PreflightError,
         StaleGeneration,
         StoreError,
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ConnectionClosed",
     "DriverUnreachable",
     "ElasticConfig",
     "ElasticError",
@@ -67,6 +72,7 @@ __all__ = [
     "JobFailed",
     "MembershipChanged",
     "NotEnoughWorkers",
+    "PeersMissing",
     "PreflightError",
     "StaleGeneration",
     "StoreError",

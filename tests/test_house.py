@@ -134,3 +134,14 @@ def test_no_path_of_a_machine() -> None:
         if MACHINE_PATHS.search(line)
     ]
     assert not wrong, f"paths that exist on one machine only: {wrong}"
+
+
+def test_errors_page_names_every_error() -> None:
+    (errors,) = (module for module in modules() if module.name == "spark_elastic.errors")
+    page = (ROOT / "docs" / "errors.md").read_text()
+    missing = [
+        node.name
+        for node in errors.tree.body
+        if isinstance(node, ast.ClassDef) and f"`{node.name}`" not in page
+    ]
+    assert missing == ["ElasticError"]  # named as spark_elastic.ElasticError

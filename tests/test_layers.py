@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sources import Module, modules
+from tests.sources import ROOT, Module, modules
 
 # Highest first. A module may import those of lower rows, and its own folder. `testing` is for users' tests and ours.
 ROWS = (
@@ -37,6 +37,7 @@ IMPURE = {
 FOREIGN = {
     "pyspark": ("spark", "estimators"),
     "py4j": ("spark",),
+    "pandas": ("spark", "estimators"),
     "torch": ("torch", "estimators"),
     "tensorflow": ("tensorflow", "keras", "estimators"),
     "keras": ("keras", "estimators"),
@@ -87,6 +88,11 @@ def test_every_part_has_a_place() -> None:
     assert {_part(module.name) for module in _ours()} <= {part for row in ROWS for part in row} | {
         "data.petastorm_reader"
     }
+
+
+def test_architecture_page_shows_these_rows() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert "\n".join("  ".join(row) for row in ROWS) in page
 
 
 def test_imports_point_downwards() -> None:

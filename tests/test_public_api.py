@@ -14,6 +14,7 @@ from tests.sources import PACKAGES, names
 
 # The public names and where they are defined. Add a name here and in spark_elastic/__init__.py in one commit.
 PUBLIC = {
+    "ConnectionClosed": "errors",
     "DriverUnreachable": "errors",
     "ElasticConfig": "config",
     "ElasticError": "errors",
@@ -23,6 +24,7 @@ PUBLIC = {
     "JobFailed": "errors",
     "MembershipChanged": "errors",
     "NotEnoughWorkers": "errors",
+    "PeersMissing": "errors",
     "PreflightError": "errors",
     "StaleGeneration": "errors",
     "StoreError": "errors",
