@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-HEAD_SECONDS = 10.0
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -26,7 +25,9 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class Connection(H11Protocol):
-    """Closes itself when the head of a request is not there HEAD_SECONDS after its first byte (or the connect)."""
+    """Closes itself when the head of a request is not there `head_seconds` after its first byte (or the connect)."""
+
+    head_seconds: ClassVar[float] = 10.0
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -54,7 +55,7 @@ class Connection(H11Protocol):
         return cycle is None or cycle.response_complete
 
     def _await_head(self) -> None:
-        self._head_deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        self._head_deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._head_deadline is not None:

@@ -7,10 +7,7 @@ the clock together. It must not know sockets, signatures or the driver machine.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
@@ -22,52 +19,16 @@ from spark_elastic.rendezvous import messages as m
 from spark_elastic.rendezvous.board import Board
 from spark_elastic.rendezvous.gate import Call, Handler, PeerGone
 from spark_elastic.rendezvous.kv import generation_scope
-
-log = logging.getLogger("spark_elastic.rendezvous")
+from spark_elastic.rendezvous.presence import Peer, Presence
 
 R = TypeVar("R")
-Peer = tuple[SlotId, WorkerId | None]
-
-
-class Presence:
-    """Who has a long poll open. A peer whose last one broke is lost until it asks again.
-
-    A peer that dials anew before its old connection's end is seen is not lost in between.
-    """
-
-    def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
-        self._post, self._clock = post, clock
-        self._open: Counter[Peer] = Counter()
-        self._lost: set[Peer] = set()
-
-    def heard(self, peer: Peer) -> None:
-        if peer in self._lost:
-            self._lost.discard(peer)
-            self._post(events.ConnectionBack(self._clock.now(), *peer))
-
-    @contextmanager
-    def waiting(self, peer: Peer) -> Iterator[None]:
-        self._open[peer] += 1
-        broken = False
-        try:
-            yield
-        except PeerGone:
-            broken = True
-            raise
-        finally:
-            self._open[peer] -= 1
-            if not self._open[peer]:
-                del self._open[peer]
-                if broken:
-                    self._lost.add(peer)
-                    self._post(events.ConnectionLost(self._clock.now(), *peer))
 
 
 class Routes:
     """Handlers of all requests over one board.
 
-    admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output. Both are
-    called in the event loop and must not block.
+    admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output. No callable
+    may block.
     """
 
     def __init__(

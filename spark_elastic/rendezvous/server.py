@@ -17,6 +17,7 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
 from spark_elastic.rendezvous.board import Board
 from spark_elastic.rendezvous.gate import Gate
+from spark_elastic.rendezvous.logs import LogPump
 from spark_elastic.rendezvous.messages import LogLines
 from spark_elastic.rendezvous.routes import Routes
 from spark_elastic.rendezvous.serving import Bind, Serving, listen
@@ -28,10 +29,10 @@ def _everyone(facts: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Where the server hands things on; all are called in its event loop and must not block.
+    """Where the server hands things on.
 
-    post: takes driver events. on_logs: takes workers' output. admit: the sentence that refuses a slot with these
-    facts, None to let it in.
+    post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
+    called in the event loop and must not block. on_logs: takes workers' output, in a thread of its own.
     """
 
     post: Callable[[DriverEvent], None]
@@ -52,7 +53,8 @@ class RendezvousServer:
                 "reach: set advertise_address or spark.driver.host."
             )
         self._board = Board(attempt)
-        routes = Routes(self._board, hooks.post, clock, hooks.on_logs, hooks.admit)
+        self._logs = LogPump(hooks.on_logs)
+        routes = Routes(self._board, hooks.post, clock, self._logs.put, hooks.admit)
         self._gate = Gate(key, attempt, routes.handlers())
         self._serving: Serving | None = None
         self._port = 0
@@ -66,6 +68,7 @@ class RendezvousServer:
         listener = listen(self._bind)
         self._port = listener.getsockname()[1]
         self._serving = Serving(self._gate, listener)
+        self._logs.start()
         self._serving.start()
 
     def close(self) -> None:
@@ -73,6 +76,7 @@ class RendezvousServer:
         if self._serving is not None:
             self.end("the driver has closed")
             self._serving.close()
+            self._logs.close()
 
     def __enter__(self) -> RendezvousServer:
         self.start()

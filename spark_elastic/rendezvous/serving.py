@@ -83,8 +83,11 @@ class _Life(uvicorn.Server):
 class Serving:
     """Serves `app` on `listener`, which it owns, until closed."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, connection: type[Connection] = Connection
+    ) -> None:
         self._app = app
+        self._connection = connection
         self._listener = listener
         self._inbox: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,7 +154,7 @@ class Serving:
         config = uvicorn.Config(
             self._app,
             loop="asyncio",
-            http=Connection,
+            http=self._connection,
             ws="none",
             lifespan="off",
             log_config=None,

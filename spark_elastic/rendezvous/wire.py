@@ -48,7 +48,12 @@ class Wire:
             WireBroken: there was none.
             WireClosed: `close` was called before or meanwhile.
         """
-        timeout = {"connect": min(seconds, CONNECT_SECONDS), "read": seconds, "write": seconds, "pool": seconds}
+        timeout = {
+            "connect": min(seconds, CONNECT_SECONDS),
+            "read": seconds,
+            "write": seconds,
+            "pool": seconds,
+        }
         request = httpx.Request(
             "POST",
             self._url.copy_with(path=path),

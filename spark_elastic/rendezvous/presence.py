@@ -1,0 +1,52 @@
+"""Who is connected: turns broken and renewed long polls into events.
+
+Owned by the server's event loop thread; it must not know why somebody waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from spark_elastic.clock import Clock
+from spark_elastic.protocol import events
+from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.types import SlotId, WorkerId
+from spark_elastic.rendezvous.gate import PeerGone
+
+Peer = tuple[SlotId, WorkerId | None]
+
+
+class Presence:
+    """Who has a long poll open. A peer whose last one broke is lost until it asks again.
+
+    A peer that dials anew before its old connection's end is seen is not lost in between.
+    """
+
+    def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
+        self._post, self._clock = post, clock
+        self._open: Counter[Peer] = Counter()
+        self._lost: set[Peer] = set()
+
+    def heard(self, peer: Peer) -> None:
+        if peer in self._lost:
+            self._lost.discard(peer)
+            self._post(events.ConnectionBack(self._clock.now(), *peer))
+
+    @contextmanager
+    def waiting(self, peer: Peer) -> Iterator[None]:
+        self._open[peer] += 1
+        broken = False
+        try:
+            yield
+        except PeerGone:
+            broken = True
+            raise
+        finally:
+            self._open[peer] -= 1
+            if not self._open[peer]:
+                del self._open[peer]
+                if broken:
+                    self._lost.add(peer)
+                    self._post(events.ConnectionLost(self._clock.now(), *peer))
