@@ -1,0 +1,1 @@
+"""Estimators of Spark ML that train elastically, and the models that they fit."""

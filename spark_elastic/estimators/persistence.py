@@ -1,0 +1,77 @@
+"""A fitted model as bytes in two parts: tensors that load without running code, and the rest of the module.
+
+Every tensor of the module (parameters, buffers of both kinds, attributes) goes into a file of `torch.save` that is
+read with `weights_only=True`; the module's objects and code go through cloudpickle, in which each tensor is only a
+key. Tensors that two places of the module share stay shared.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """architecture: cloudpickle, to be loaded only from places that are trusted. weights: tensors by name."""
+
+    architecture: bytes
+    weights: bytes
+
+    def unpack(self) -> torch.nn.Module:
+        """The module, on the CPU."""
+        tensors = torch.load(io.BytesIO(self.weights), map_location="cpu", weights_only=True)
+        model = _Unpickler(io.BytesIO(self.architecture), tensors).load()
+        assert isinstance(model, torch.nn.Module)
+        return model
+
+
+def pack(model: torch.nn.Module) -> Packed:
+    """Take a module apart; it stays as it is."""
+    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    file = io.BytesIO()
+    pickler = _Pickler(file, names)
+    pickler.dump(model)
+    weights = io.BytesIO()
+    torch.save(pickler.tensors, weights)
+    return Packed(file.getvalue(), weights.getvalue())
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
+    """Leaves tensors out, each under its name in the module, or a number if it has none."""
+
+    def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._keys: dict[int, str] = {}
+
+    def persistent_id(self, thing: Any) -> tuple[str, bool, bool] | None:
+        if not isinstance(thing, torch.Tensor):
+            return None
+        key = self._keys.get(id(thing))
+        if key is None:
+            key = self._names.get(id(thing), f"#{len(self.tensors)}")
+            # A contiguous copy: a view would take its whole storage along.
+            self.tensors[key] = thing.detach().cpu().clone(memory_format=torch.contiguous_format)
+            self._keys[id(thing)] = key
+        return key, isinstance(thing, torch.nn.Parameter), thing.requires_grad
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._made: dict[str, torch.Tensor] = {}
+
+    def persistent_load(self, identity: Any) -> torch.Tensor:
+        key, is_parameter, requires_grad = identity
+        if key not in self._made:
+            tensor = self._tensors[key].requires_grad_(requires_grad)
+            self._made[key] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+        return self._made[key]

@@ -1,0 +1,280 @@
+"""Before anything is materialised: can each host run this job? Versions, the pickled program, the store.
+
+`facts` and `admit` are pure and also serve slots that join later; `preflight` runs one Spark job of short tasks, and
+waits for it in the calling thread. What must match: spark_elastic exactly (hosts speak its wire format), Python to
+the minor (cloudpickle carries bytecode), numpy and the frameworks to the major (where pickles and kernels change; a
+driver and its executors may well have different builds of one release line).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import cloudpickle
+from pyspark import InheritableThread
+
+import spark_elastic
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
+
+if TYPE_CHECKING:
+    from pyspark import Broadcast, SparkContext
+
+# Package -> how many leading parts of its version must be equal; None: all of it.
+MUST_MATCH: dict[str, int | None] = {
+    "spark_elastic": None,
+    "python": 2,
+    "numpy": 1,
+    "torch": 1,
+    "tensorflow": 1,
+    "keras": 1,
+}
+ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
+HOLD_SECONDS = 0.2  # a probe keeps its core so long, so that the next one goes to another executor
+ROUNDS = 3  # tries to reach every executor; busy ones are judged when their slot joins
+PROBES = "probes"
+
+
+class ProbeStore(Protocol):
+    """What the probes need of a store. Names are relative to its root."""
+
+    @property
+    def url(self) -> str: ...
+
+    def write_bytes(self, name: str, data: bytes) -> None: ...
+
+    def read_bytes(self, name: str) -> bytes: ...
+
+    def remove_tree(self, name: str) -> None: ...
+
+
+def facts() -> dict[str, str]:
+    """This process's host name and the versions of what is installed; imports none of it."""
+    found = {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "spark_elastic": spark_elastic.__version__,
+    }
+    for package in ("numpy", "torch", "tensorflow", "keras"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def admit(
+    driver: Mapping[str, Any], needs: tuple[str, ...] = ()
+) -> Callable[[Mapping[str, Any]], str | None]:
+    """A judge of hosts: given a host's facts, why it cannot take part in a job of this driver, or None.
+
+    needs: frameworks that the job uses. One that it does not use may be missing or of any version.
+    """
+    packages = [p for p in MUST_MATCH if p in ALWAYS_NEEDED or p in needs]
+
+    def judge(host: Mapping[str, Any]) -> str | None:
+        for package in packages:
+            here, there = driver.get(package), host.get(package)
+            if here is None or (there is not None and _agree(str(here), str(there), MUST_MATCH[package])):
+                continue
+            name = host.get("host", "unknown")
+            if there is None:
+                return f"host {name} has no {package}, and the driver has {here}: install {package} {here} there."
+            return (
+                f"host {name} has {package} {there}, and the driver has {here}: "
+                f"install {package} {here} on one of them to match."
+            )
+        return None
+
+    return judge
+
+
+def _agree(here: str, there: str, parts: int | None) -> bool:
+    if parts is None:
+        return here == there
+    return here.split(".")[:parts] == there.split(".")[:parts]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a probe found. process: tells executors apart. fault: one sentence, or None."""
+
+    facts: dict[str, str]
+    process: int
+    written: str
+    fault: str | None
+
+    @property
+    def executor(self) -> tuple[str, int]:
+        return self.facts["host"], self.process
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The body of a probing task. It returns what went wrong; raising would only make Spark try again."""
+
+    program: Broadcast[bytes]
+    store: ProbeStore
+    token: str
+
+    def __call__(self, numbers: Iterable[int]) -> Iterator[Report]:
+        for number in list(numbers):  # consumed, so that Spark uses the Python worker again
+            found = facts()
+            name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
+            fault = self._load(found["host"]) or self._visit_store(found["host"], name)
+            SystemClock().sleep(HOLD_SECONDS)
+            # The parent is the executor's Python daemon: one per executor.
+            yield Report(found, os.getppid(), name, fault)
+
+    def _load(self, host: str) -> str | None:
+        try:
+            cloudpickle.loads(self.program.value)
+        except Exception as error:  # whatever user classes raise while they are unpickled
+            return (
+                f"host {host} cannot load the model, optimizer or loss ({_kind(error)}): ship their modules with "
+                "--py-files or install them there."
+            )
+        return None
+
+    def _visit_store(self, host: str, name: str) -> str | None:
+        try:
+            seen = self.store.read_bytes(f"{PROBES}/{self.token}/driver") == self.token.encode()
+        except (ElasticError, OSError):
+            seen = False
+        if not seen:
+            return (
+                f"host {host} does not see what the driver wrote to the store {self.store.url}: "
+                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
+            )
+        try:
+            self.store.write_bytes(name, self.token.encode())
+            if self.store.read_bytes(name) != self.token.encode():
+                return f"host {host} reads something else than it wrote in the store {self.store.url}."
+        except (ElasticError, OSError) as error:
+            return f"host {host} cannot write to the store {self.store.url} ({_kind(error)}): give it the right to."
+        return None
+
+
+def preflight(
+    sc: SparkContext, payload: bytes, store: ProbeStore, needs: tuple[str, ...], timeout: float
+) -> list[dict[str, str]]:
+    """Probe the live executors; returns the facts of each.
+
+    payload: cloudpickle of what workers will load. timeout: seconds until some executor must have answered.
+
+    Raises:
+        PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
+    """
+    token = uuid.uuid4().hex
+    store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
+    program = sc.broadcast(payload)
+    try:
+        reports = _reach_all(sc, Probe(program, store, token), timeout)
+        _judge(reports, admit(facts(), needs), store)
+    finally:
+        store.remove_tree(f"{PROBES}/{token}")
+        program.unpersist()
+    return list({report.executor: report.facts for report in reports}.values())
+
+
+def _reach_all(sc: SparkContext, probe: Probe, timeout: float) -> list[Report]:
+    """Spark deals tasks out in turns, so that as many tasks as executors reach each that is idle."""
+    reports: list[Report] = []
+    for attempt in range(1, ROUNDS + 1):
+        executors = _live_executors(sc)
+        reports += _run(sc, probe, executors * attempt, timeout)
+        if len({report.executor for report in reports}) >= executors or any(r.fault for r in reports):
+            break
+    return reports
+
+
+def _live_executors(sc: SparkContext) -> int:
+    registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
+    return max(1, registered - 1)  # the driver is one of them
+
+
+def _judge(
+    reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: ProbeStore
+) -> None:
+    # Versions first: they explain why a program does not load.
+    for fault in [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]:
+        if fault is not None:
+            raise PreflightError(fault)
+    for report in reports:
+        try:
+            store.read_bytes(report.written)
+        except (ElasticError, OSError) as error:
+            raise PreflightError(
+                f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: "
+                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
+            ) from error
+
+
+def _run(sc: SparkContext, probe: Probe, tasks: int, timeout: float) -> list[Report]:
+    """One Spark job, cancelled when the time is over or the caller is interrupted."""
+    tag = f"spark_elastic-preflight-{probe.token}"
+    answers: list[Report] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        sc.addJobTag(tag)
+        try:
+            answers.extend(sc.parallelize(range(tasks), tasks).mapPartitions(probe).collect())
+        except Exception as error:  # raised below, in the caller's thread
+            errors.append(error)
+        finally:
+            sc.removeJobTag(tag)
+
+    thread = InheritableThread(target=work, name="spark-elastic-preflight", daemon=True)
+    thread.start()
+    late = True
+    try:
+        thread.join(timeout)
+        late = thread.is_alive()
+    finally:
+        if late:
+            sc.cancelJobsWithTag(tag)
+            thread.join(timeout=5.0)
+    if late:
+        raise PreflightError(
+            f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
+            "start_timeout."
+        )
+    if errors:
+        raise _explain(errors[0]) from errors[0]
+    return answers
+
+
+def _explain(error: Exception) -> Exception:
+    """Spark's own words for a host on which our code could not even start, as a sentence."""
+    text = str(error)
+    place = re.search(r"\(TID \d+\) \(([^ )]+)", text)
+    host = place.group(1) if place else "unknown"
+    versions = re.search(
+        r"Python in worker has different version:? (.+?) than that in driver:? (.+?), PySpark", text
+    )
+    if versions:
+        return PreflightError(
+            f"host {host} has python {versions.group(1)}, and the driver has {versions.group(2)}: "
+            "set PYSPARK_PYTHON to the same version on both."
+        )
+    missing = re.search(r"ModuleNotFoundError: No module named '([^']+)'", text)
+    if missing:
+        return PreflightError(
+            f"host {host} has no {missing.group(1)}, which the driver has: install the same version there."
+        )
+    if "cancelled" in text:
+        return JobCancelled("the job was cancelled while its hosts were probed.")
+    return error
+
+
+def _kind(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,46 @@
+"""The estimator's parameters behave as Params of Spark ML do."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.estimators.params import TorchParams
+
+
+class Holder(TorchParams):
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(batch_size=32)
+
+
+def test_setters_and_getters_exist_for_every_param() -> None:
+    holder = Holder()
+    for param in holder.params:
+        camel = "".join(part.capitalize() for part in param.name.split("_"))
+        assert callable(getattr(holder, f"set{camel}"))
+        assert callable(getattr(holder, f"get{camel}"))
+
+
+def test_set_returns_the_holder_and_goes_before_the_default() -> None:
+    holder = Holder()
+    assert holder.getBatchSize() == 32
+    assert holder.setBatchSize(8) is holder
+    assert holder.getBatchSize() == 8
+
+
+def test_one_column_may_be_given_by_its_name() -> None:
+    assert Holder().setFeatureCols("x").getFeatureCols() == ["x"]
+
+
+def test_a_copy_with_other_values_leaves_the_original() -> None:
+    holder = Holder().setBatchSize(8)
+    assert holder.copy({holder.batch_size: 16}).getBatchSize() == 16
+    assert holder.getBatchSize() == 8
+
+
+def test_params_of_two_holders_are_their_own() -> None:
+    one, two = Holder(), Holder()
+    assert one.batch_size.parent == one.uid != two.uid
+    assert "rows per worker" in one.explainParam("batch_size")

@@ -1,0 +1,64 @@
+"""A module taken apart and put together again is the same module, and its weights load without running code."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+
+from spark_elastic.estimators.persistence import pack
+
+
+class Odd(torch.nn.Module):
+    """What makes saving hard: tied weights, a hidden buffer, a view as attribute, a lambda, a class of a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("hidden", torch.full((3,), 2.0), persistent=False)
+        self.offset = torch.arange(1000.0)[:3]
+        self.scale = lambda x: x * self.hidden + self.offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(self.norm(self.second(self.first(x))))
+
+
+def test_a_module_comes_back_whole() -> None:
+    model = Odd().eval()
+    back = pack(model).unpack()
+    x = torch.randn(5, 3)
+    assert torch.equal(back(x), model(x))
+    assert list(back.state_dict()) == list(model.state_dict())
+    assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_shared_weights_stay_shared() -> None:
+    back = pack(Odd()).unpack()
+    assert back.second.weight is back.first.weight
+
+
+def test_the_weights_are_readable_by_name_without_running_code() -> None:
+    model = Odd()
+    weights = torch.load(io.BytesIO(pack(model).weights), weights_only=True)
+    assert torch.equal(weights["first.weight"], model.first.weight)
+    assert torch.equal(weights["hidden"], model.hidden)
+
+
+def test_the_architecture_holds_no_weights_and_views_take_no_storage_along() -> None:
+    big = torch.nn.Linear(1000, 1000)
+    packed = pack(big)
+    assert len(packed.architecture) < 10_000
+    assert len(pack(Odd()).weights) < 1000 * 4 + 8_000
+
+
+def test_packing_leaves_the_module_as_it_is() -> None:
+    model = Odd()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    unpacked = pack(model).unpack()
+    with torch.no_grad():
+        unpacked.first.weight.zero_()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())

@@ -1,0 +1,89 @@
+"""Columns in, predictions out: as the module itself says, whatever the columns' form."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.persistence import pack
+from spark_elastic.estimators.predictor import ROWS_AT_ONCE, InputColumn, Predictor
+
+
+def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:
+    model = torch.nn.Linear(inputs, width)
+    return model, Predictor(pack(model), (InputColumn("x", "float32", (inputs,)),))
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1])
+def test_every_row_is_predicted_in_order(rows: int) -> None:
+    model, predictor = linear(2)
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype("float32")
+    got = predictor.predict([list(x)])
+    expected = model(torch.from_numpy(x)).detach().numpy()
+    assert len(got) == rows
+    if rows:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_width_is_known_without_data() -> None:
+    assert [linear(n)[1].width() for n in (1, 4)] == [1, 4]
+
+
+def test_dropout_is_off() -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(0.9)).train()
+    predictor = Predictor(pack(model), (InputColumn("x", "float32", (4,)),))
+    assert predictor.predict([[np.ones(4)]]).tolist() == [[1.0] * 4]
+
+
+def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
+    class Seen(torch.nn.Module):
+        def forward(self, image: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            assert image.shape[1:] == (1, 2, 2)
+            assert image.dtype == torch.float32
+            assert number.dtype == torch.int64
+            assert number.dim() == 1
+            return image.sum((1, 2, 3)) + number
+
+    columns = (InputColumn("image", "float32", (1, 2, 2)), InputColumn("number", "int64", ()))
+    predictor = Predictor(pack(Seen()), columns)
+    nested = np.array([np.array([1.0, 2.0]), np.array([3.0, 4.0])], dtype=object)
+    assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]]).tolist() == [[15.0], [16.0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([[1.0, 2.0, 3.0], None], "'x' has nulls"),
+        ([[1.0, 2.0]], "'x' has a row of 2 numbers; .* trained on 3"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(rows: list[Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        linear(1)[1].predict([rows])
+
+
+def test_a_null_among_whole_numbers_is_named() -> None:
+    predictor = Predictor(pack(torch.nn.Identity()), (InputColumn("n", "int64", ()),))
+    with pytest.raises(InvalidInput, match="'n' has nulls"):
+        predictor.predict([np.array([1.0, np.nan])])
+
+
+def test_a_model_that_returns_no_tensor_is_refused() -> None:
+    class Pair(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    with pytest.raises(InvalidInput, match="returns tuple"):
+        Predictor(pack(Pair()), (InputColumn("x", "float32", (3,)),)).width()
+
+
+def test_a_loaded_module_does_not_travel() -> None:
+    _, predictor = linear(1, inputs=1000)
+    size = len(pickle.dumps(predictor))
+    predictor.width()
+    assert len(pickle.dumps(predictor)) == size

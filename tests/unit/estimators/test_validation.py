@@ -1,0 +1,149 @@
+"""Each mistake in an estimator's parameters is one sentence that names what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.validation import Request, checked
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    model = changes.get("model", net())
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else list(net().parameters())
+    good: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(parameters, lr=0.1),
+        "loss": torch.nn.MSELoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "sample_weight_col": None,
+        "input_shapes": None,
+        "output_col": "prediction",
+        "batch_size": 8,
+        "epochs": 1,
+        "num_workers": 2,
+        "min_workers": 1,
+        "max_workers": None,
+        "store": None,
+        "seed": 0,
+        "shuffle": True,
+        "gradient_clip_norm": None,
+        "gradient_clip_value": None,
+        "run_id": None,
+        "verbose": 1,
+        "keep_data": False,
+        "on_progress": None,
+        "config": None,
+        "settings": {},
+    }
+    return good | changes
+
+
+def ask(**changes: Any) -> Request:
+    return checked(values(**changes))
+
+
+def test_good_values_become_a_request() -> None:
+    request = ask(batch_size=16, num_workers=3, min_workers=2)
+    assert (request.global_batch, request.min_workers, request.max_workers) == (48, 2, 3)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"a": 1}}, "model must be a torch.nn.Module; got dict."),
+    ({"model": torch.nn.Linear}, "model is the class Linear"),
+    ({"loss": "mse"}, "loss must be a function or module"),
+    ({"loss": torch.nn.MSELoss}, r"loss=MSELoss\(\)"),
+    ({"optimizer": "sgd"}, "optimizer must be a torch optimizer"),
+    ({"optimizer": torch.optim.SGD}, "optimizer must be a torch optimizer .* got SGD"),
+    ({"optimizer": list}, "optimizer must be a torch optimizer"),
+    ({"optimizer": lambda params: 3}, "returned int"),
+    ({"feature_cols": []}, "feature_cols is empty"),
+    ({"label_cols": None}, "label_cols is empty"),
+    ({"label_cols": ["x"]}, "'x' is named twice"),
+    ({"sample_weight_col": 3}, "sample_weight_col must be a column's name"),
+    ({"batch_size": 0}, "batch_size must be a whole number of 1 or more; got 0"),
+    ({"batch_size": 2.5}, "batch_size must be a whole number"),
+    ({"batch_size": True}, "batch_size must be a whole number"),
+    ({"epochs": 0}, "epochs must be a whole number of 1 or more; got 0"),
+    ({"num_workers": None}, "num_workers is missing"),
+    ({"min_workers": 3, "max_workers": 2}, "min_workers is 3 and max_workers 2"),
+    ({"num_workers": 5, "max_workers": 4}, "num_workers is 5, outside of min_workers 1 to max_workers 4"),
+    ({"num_workers": 1, "min_workers": 2, "max_workers": 4}, "num_workers is 1, outside"),
+    ({"seed": -1}, "seed must be a whole number of 0 or more"),
+    ({"gradient_clip_norm": 0}, "gradient_clip_norm must be a number above 0"),
+    ({"gradient_clip_value": "1"}, "gradient_clip_value must be a number above 0"),
+    ({"input_shapes": [(2,), (3,)]}, "input_shapes has 2 shapes for 1 feature columns"),
+    ({"input_shapes": [28]}, "input_shapes must be one shape per feature column"),
+    ({"input_shapes": [(0, 2)]}, "sizes of 1 or more"),
+    ({"run_id": "a/b"}, "run_id must be a name without slashes"),
+    ({"on_progress": 3}, "on_progress must be a function"),
+    ({"config": {"lease": 3}}, "config must be an ElasticConfig; got dict"),
+    ({"settings": {"leese": 3}}, "unknown setting 'leese'"),
+    ({"config": ElasticConfig(), "settings": {"leese": 3}}, "unknown setting 'leese'"),
+    ({"settings": {"lease": -1.0}}, "lease must be a number of seconds above 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
+def test_a_mistake_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence) as caught:
+        ask(**changes)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_an_optimizer_over_another_model_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="holds 4 of 4 parameters that are not the model's"):
+        ask(optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_leaves_parameters_out_is_refused_by_name() -> None:
+    model = net()
+    with pytest.raises(
+        InvalidInput, match=r"lacks 2 of the model's 4 trainable parameters \(2.weight, 2.bias\)"
+    ):
+        ask(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
+def test_frozen_parameters_may_be_left_out() -> None:
+    model = net()
+    model[2].requires_grad_(False)
+    assert ask(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1)).model is model
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="nothing to train"):
+        checked(values() | {"model": torch.nn.ReLU()})
+
+
+def test_an_optimizer_factory_is_tried_on_a_copy() -> None:
+    model, seen = net(), []
+
+    def factory(parameters: Any) -> torch.optim.Optimizer:
+        seen.extend(parameters)
+        return torch.optim.SGD(seen, lr=0.1)
+
+    assert ask(model=model, optimizer=factory).optimizer is factory
+    assert len(seen) == 4
+    assert not {id(p) for p in seen} & {id(p) for p in model.parameters()}
+
+
+def test_single_settings_go_before_the_config() -> None:
+    config = ask(
+        config=ElasticConfig(lease=9.0, failure_budget=2), settings={"lease": 3.0, "ledger": None}
+    ).config
+    assert (config.lease, config.failure_budget, config.ledger) == (3.0, 2, False)
+
+
+def test_the_environment_fills_in_where_no_config_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_ELASTIC_LEASE", "7.5")
+    assert ask(settings={"ledger": True}).config == ElasticConfig(lease=7.5, ledger=True)

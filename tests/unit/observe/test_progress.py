@@ -1,0 +1,103 @@
+"""The progress line: what it says where, and that it never says too much."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from spark_elastic.observe.progress import PLAIN_EVERY, Progress
+
+
+class HandClock:
+    """Time moved by hand."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def numbers(step: int, epoch: int = 0) -> Mapping[str, Any]:
+    return {"epoch": epoch, "step": step, "steps": 10, "loss": 0.25, "rows": 64 * step, "world": 3}
+
+
+def test_plain_lines_come_now_and_then_and_at_each_epochs_end() -> None:
+    stream, clock = io.StringIO(), HandClock()
+    progress = Progress(2, stream=stream, clock=clock)
+    for step in range(1, 11):
+        clock.sleep(PLAIN_EVERY / 4)
+        progress.progress(numbers(step))
+    assert stream.getvalue().splitlines() == [
+        f"epoch 1/2 step {step}/10 loss 0.2500 world 3" for step in (1, 5, 9, 10)
+    ]
+
+
+def test_a_new_epoch_is_shown_at_once() -> None:
+    stream = io.StringIO()
+    progress = Progress(2, stream=stream, clock=HandClock())
+    progress.progress(numbers(4))
+    progress.progress(numbers(1, epoch=1))
+    assert [line.split(" loss")[0] for line in stream.getvalue().splitlines()] == [
+        "epoch 1/2 step 4/10",
+        "epoch 2/2 step 1/10",
+    ]
+
+
+def test_worlds_and_workers_lines_are_told_with_their_origin() -> None:
+    stream = io.StringIO()
+    progress = Progress(1, stream=stream)
+    progress.world(2, "slot 1-0 was lost")
+    progress.log(1, "hello")
+    progress.log(None, "not yet ranked")
+    assert stream.getvalue() == "world of 2: slot 1-0 was lost\n[1] hello\n[-] not yet ranked\n"
+
+
+def test_the_live_line_is_one_line_and_lines_go_above_it() -> None:
+    pytest.importorskip("tqdm")
+    stream = io.StringIO()
+    progress = Progress(2, stream=stream, live=True)
+    for step in range(1, 4):
+        progress.progress(numbers(step, epoch=1))
+    progress.log(0, "hello")
+    progress.close()
+    text = stream.getvalue()
+    assert "epoch 2/2" in text
+    assert "13/20" in text
+    assert "loss 0.2500 world 3" in text
+    assert text.count("\n") == 2
+    assert "[0] hello\n" in text
+
+
+def test_quiet_says_nothing_and_the_listener_still_hears() -> None:
+    stream, heard = io.StringIO(), []
+    progress = Progress(1, stream=stream, quiet=True, listener=heard.append)
+    progress.progress(numbers(1))
+    progress.world(1, "start")
+    progress.log(0, "hello")
+    assert stream.getvalue() == ""
+    assert heard == [numbers(1)]
+
+
+def test_numbers_without_a_step_are_for_the_listener_alone() -> None:
+    stream, heard = io.StringIO(), []
+    Progress(1, stream=stream, listener=heard.append).progress({"phase": "validate"})
+    assert (stream.getvalue(), heard) == ("", [{"phase": "validate"}])
+
+
+def test_a_file_gets_plain_lines_and_standard_error_is_the_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Progress(1).world(1, "start")
+    assert capsys.readouterr().err == "world of 1: start\n"
+    assert not sys.stderr.isatty()
