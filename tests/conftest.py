@@ -1,12 +1,17 @@
-"""What holds for every test: nothing may be left behind."""
+"""What holds for every test: repeatable examples, and nothing left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.leaks import SessionOwned, leaked, take
+
+# The same examples in each run, and no deadline: a busy machine is no failure.
+settings.register_profile("house", deadline=None, derandomize=True, database=None)
+settings.load_profile("house")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """One cluster and one Spark session at a time for all tests on real Spark.
 
 `spark` is a session with the default settings, `spark_with(settings)` one with others (the JVM stays, so that a
-change costs a few seconds), `standalone` the cluster, made whole again after each test.
+change costs a few seconds), `standalone` the cluster, made whole again after each test, and `free_cluster` the same
+without a session on it.
 """
 
 from __future__ import annotations
@@ -135,6 +136,13 @@ def sessions(
     holder = Sessions(spark_cluster.url, session_owned, tmp_path_factory.mktemp("warehouse"))
     yield holder
     holder.end_java()
+
+
+@pytest.fixture
+def free_cluster(sessions: Sessions, standalone: StandaloneCluster) -> StandaloneCluster:
+    """The cluster with all of its cores free, for a driver in a process of its own."""
+    sessions.stop()
+    return standalone
 
 
 @pytest.fixture
