@@ -1,0 +1,116 @@
+"""A rendezvous server whose driver is the test: what it posts is waited for, what it says is said by hand."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.types import Fence, Member, Position, World
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.serving import Bind
+
+KEY = b"0123456789abcdef0123456789abcdef"
+ATTEMPT = 7
+PATIENCE = 20.0  # seconds that a test waits for what must come
+
+E = TypeVar("E", bound=DriverEvent)
+R = TypeVar("R")
+
+
+def slot_of(worker: str) -> str:
+    return worker.rpartition(".")[0]
+
+
+def world(
+    generation: int, *workers: str, reason: str = "start", positions: tuple[Position | None, ...] = ()
+) -> World:
+    """A world of `workers` in rank order, each on a host of its own."""
+    brought = positions or (None,) * len(workers)
+    members = tuple(
+        Member(worker, slot_of(worker), f"host-{rank}", rank, 0, 1, rank, len(workers), brought[rank])
+        for rank, worker in enumerate(workers)
+    )
+    return World(Fence(ATTEMPT, generation), members, None, reason)
+
+
+@dataclass
+class Driver:
+    """The server, and everything that it handed on."""
+
+    server: RendezvousServer
+    events: queue.Queue[DriverEvent]
+    logs: queue.Queue[LogLines]
+    _clients: list[RendezvousClient] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.server.address.rpartition(":")[2])
+
+    def heard(self, kind: type[E]) -> E:
+        """The next event of that kind; earlier ones of other kinds are dropped."""
+        while True:
+            event = self.events.get(timeout=PATIENCE)
+            if isinstance(event, kind):
+                return event
+
+    def client(self, **options: Any) -> RendezvousClient:
+        made = RendezvousClient(
+            options.pop("address", self.server.address),
+            options.pop("key", KEY),
+            options.pop("attempt", ATTEMPT),
+            SystemClock(),
+            **options,
+        )
+        self._clients.append(made)
+        return made
+
+    def aside(self, call: Callable[[], R]) -> Future[R]:
+        """`call` in a thread of its own."""
+        future: Future[R] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="aside")
+        self._threads.append(thread)
+        thread.start()
+        return future
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.server.close()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+
+
+def start_driver(
+    bind: Bind | None = None, admit: Callable[[dict[str, Any]], str | None] | None = None
+) -> Driver:
+    events: queue.Queue[DriverEvent] = queue.Queue()
+    logs: queue.Queue[LogLines] = queue.Queue()
+    hooks = Hooks(events.put, logs.put, admit) if admit else Hooks(events.put, logs.put)
+    server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind)
+    server.start()
+    return Driver(server, events, logs)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the peer closes."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,97 @@
+"""The exchange of addresses, and the key-value store under it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from spark_elastic.errors import InvalidInput, PeersMissing, StaleGeneration
+from spark_elastic.protocol.types import Fence
+from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, slot_of, world
+
+WORKERS = ("1-0.1", "2-0.1", "3-0.1")
+FENCE = Fence(ATTEMPT, 1)
+
+
+def _exchange(driver: Driver, rank: int, blob: bytes, name: str = "mesh") -> Future[tuple[bytes, ...]]:
+    worker = driver.client().worker(WORKERS[rank], slot_of(WORKERS[rank]))
+    return driver.aside(lambda: worker.exchange(FENCE, rank, blob, PATIENCE, name))
+
+
+def test_everyone_gets_all_blobs_in_rank_order(driver: Driver) -> None:
+    driver.server.publish(world(1, *WORKERS))
+    blobs = (bytes(range(256)), b"", b"\x00" * 1000)
+    waiting = [_exchange(driver, rank, blobs[rank]) for rank in (2, 0, 1)]
+    assert [future.result(PATIENCE) for future in waiting] == [blobs] * 3
+
+
+def test_exchanges_of_one_world_have_names(driver: Driver) -> None:
+    driver.server.publish(world(1, *WORKERS))
+    waiting = [
+        _exchange(driver, rank, f"{name}{rank}".encode(), name) for name in ("l", "x") for rank in range(3)
+    ]
+    got = [future.result(PATIENCE) for future in waiting]
+    assert got == [(b"l0", b"l1", b"l2")] * 3 + [(b"x0", b"x1", b"x2")] * 3
+
+
+def test_an_abort_frees_who_waits(driver: Driver) -> None:
+    driver.server.publish(world(1, *WORKERS))
+    waiting = [_exchange(driver, rank, b"a") for rank in (0, 1)]
+    driver.server.abort(FENCE, "3-0.1 was lost")
+    for future in waiting:
+        with pytest.raises(StaleGeneration, match=r"3-0\.1 was lost"):
+            future.result(PATIENCE)
+
+
+def test_the_next_world_frees_who_waits_in_the_last(driver: Driver) -> None:
+    driver.server.publish(world(1, *WORKERS))
+    waiting = _exchange(driver, 0, b"a")
+    driver.server.publish(world(2, *WORKERS[:2], reason="3-0.1 was lost"))
+    with pytest.raises(StaleGeneration, match=r"followed by 2: 3-0\.1 was lost"):
+        waiting.result(PATIENCE)
+
+
+def test_a_deadline_names_who_was_missing(driver: Driver) -> None:
+    driver.server.publish(world(1, *WORKERS))
+    worker = driver.client().worker(WORKERS[0], "1-0")
+    with pytest.raises(PeersMissing, match=r"no address came from 2-0\.1, 3-0\.1\."):
+        worker.exchange(FENCE, 0, b"a", timeout=0.1)
+
+
+def test_only_the_member_of_that_rank_may_hand_in_its_blob(driver: Driver) -> None:
+    driver.server.publish(world(1, *WORKERS))
+    stranger = driver.client().worker("9-0.1", "9-0")
+    with pytest.raises(StaleGeneration, match="is not rank 0"):
+        stranger.exchange(FENCE, 0, b"a", 1.0)
+    member = driver.client().worker(WORKERS[1], "2-0")
+    with pytest.raises(StaleGeneration, match="is not rank 0"):
+        member.exchange(FENCE, 0, b"a", 1.0)
+
+
+def test_values_are_set_read_and_waited_for(driver: Driver) -> None:
+    client = driver.client()
+    client.set_values("tuning", {"a": b"1"})
+    assert client.get_values("tuning", ("a", "b")) == (b"1", None)
+    assert client.get_values("nothing", ("a",)) == (None,)
+    waiting = driver.aside(lambda: client.get_values("tuning", ("b", "a"), hold=PATIENCE))
+    client.set_values("tuning", {"b": b"2"})
+    assert waiting.result(PATIENCE) == (b"2", b"1")
+
+
+def test_a_generations_scope_ends_with_it(driver: Driver) -> None:
+    client = driver.client()
+    driver.server.publish(world(1, *WORKERS))
+    client.set_values("generation/1", {"a": b"1"})
+    driver.server.publish(world(2, *WORKERS))
+    with pytest.raises(StaleGeneration):
+        client.get_values("generation/1", ("a",))
+    with pytest.raises(StaleGeneration):
+        client.set_values("generation/1", {"a": b"1"})
+
+
+def test_a_value_beyond_the_bounds_is_refused_in_a_sentence(driver: Driver) -> None:
+    client = driver.client()
+    with pytest.raises(InvalidInput, match="bytes"):
+        client.set_values("big", {"a": bytes((4 << 20) + 1)})
+    client.set_values("big", {"a": b"fits"})
