@@ -1,0 +1,1 @@
+"""From a table in a store to the rows of each step: the plan, the store, the manifest, readers and loaders."""

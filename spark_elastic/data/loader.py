@@ -1,0 +1,184 @@
+"""The rows of each step, gathered ahead of the training thread.
+
+Owns the prefetch: one background thread a stream, bounded in steps and bytes, ended by `close`. What a step takes
+is the plan's, how a row group is read is the reader's. A stream is used by one consumer thread; `close` may be
+called by any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, Share
+from spark_elastic.data.reader import Decoded, Reader
+from spark_elastic.errors import StoreError
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """One rank's rows of a step: `row_ids` (n_r,) and, for each column, an array (n_r, *shape) of its own memory.
+
+    `planned` is the step's rows over all ranks: what a sum of losses is divided by (R8).
+    """
+
+    epoch: int
+    step: int
+    planned: int
+    row_ids: Int64s
+    columns: Decoded
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How far the background thread may run ahead (at least one step), and how long anyone waits for it."""
+
+    steps: int = 4
+    bytes: int = 64 << 20
+    deadline: float = 300.0  # seconds
+
+
+class StepLoader:
+    """Makes streams of steps over one reader, whose decoded row groups outlive a stream."""
+
+    def __init__(
+        self, plan: DataPlan, reader: Reader, columns: Sequence[Column], prefetch: Prefetch | None = None
+    ) -> None:
+        self.plan = plan
+        self._reader = reader
+        self._columns = tuple(columns)
+        self._prefetch = prefetch or Prefetch()
+        self._order: EpochOrder | None = None
+
+    def steps(self, epoch: int, first_step: int, rank: int, size: int) -> StepStream:
+        """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside."""
+        # A closed stream gives its order back, so that a resize does not permute everything again.
+        order, self._order = self._order, None
+        if order is None or order.epoch != epoch:
+            order = self.plan.order(epoch)
+        return StepStream(self, order, first_step, rank, size)
+
+    def gather(self, order: EpochOrder, share: Share) -> StepRows:
+        """Read the rows of a share in the calling thread: one copy, from decoded row groups to the step's arrays."""
+        count = len(share)
+        columns: Decoded = {c.name: np.empty((count, *c.shape), dtype=c.dtype) for c in self._columns}
+        for group, first, past in share.runs():
+            decoded = self._reader.fetch(group)
+            for name, out in columns.items():
+                # "clip" writes into `out` directly, "raise" by way of a buffer; the plan's rows are in range.
+                np.take(decoded[name], share.rows[first:past], axis=0, out=out[first:past], mode="clip")
+        return StepRows(order.epoch, share.step, share.planned, self.plan.row_ids(share), columns)
+
+    def _finished(self, order: EpochOrder) -> None:
+        self._order = order
+
+
+class StepStream:
+    """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead."""
+
+    def __init__(self, loader: StepLoader, order: EpochOrder, first_step: int, rank: int, size: int) -> None:
+        self._loader = loader
+        self._order = order
+        self._next = first_step
+        self._rank, self._size = rank, size
+        self._limit = loader._prefetch
+        self._row_bytes = 8 + sum(column.row_bytes for column in loader._columns)
+        self._changed = threading.Condition()
+        self._ready: deque[StepRows] = deque()
+        self._ready_bytes = 0
+        self._failed: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
+
+    def __enter__(self) -> StepStream:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StepRows]:
+        return self
+
+    def __next__(self) -> StepRows:
+        """The next step's rows; StoreError where they do not come in time, the reader's own error where it failed."""
+        if self._next >= self._loader.plan.steps:
+            raise StopIteration
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: self._ready or self._failed or self._closed, self._limit.deadline
+            )
+            if self._closed:
+                raise StoreError("This stream of steps is closed: ask the loader for a new one.")
+            if not came:
+                raise StoreError(
+                    f"The rows of step {self._next} of epoch {self._order.epoch} were not read within "
+                    f"{self._limit.deadline:g} s: the store does not answer."
+                )
+            if not self._ready:
+                assert self._failed is not None
+                raise self._failed
+            rows = self._ready.popleft()
+            self._ready_bytes -= self._bytes(len(rows))
+            self._changed.notify_all()
+        self._next += 1
+        return rows
+
+    def close(self) -> None:
+        """End the thread and wait for it (for the row group it is in); free a waiting consumer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(self._limit.deadline)
+            if self._thread.is_alive():
+                raise StoreError(
+                    f"A read of the store did not end within {self._limit.deadline:g} s: the store does not answer."
+                )
+        self._ready.clear()
+        self._loader._finished(self._order)
+
+    def _read_ahead(self) -> None:
+        try:
+            for step in range(self._next, self._loader.plan.steps):
+                share = self._order.share(step, self._rank, self._size)
+                if not self._room(self._bytes(len(share))):
+                    return
+                rows = self._loader.gather(self._order, share)
+                with self._changed:
+                    self._ready.append(rows)
+                    self._ready_bytes += self._bytes(len(rows))
+                    self._changed.notify_all()
+        except BaseException as error:  # raised again in the consumer's thread
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _room(self, wanted: int) -> bool:
+        """Wait until one more step fits; False once the stream is closed. Only `close` ends a slow consumer's wait."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closed
+                    or not self._ready
+                    or (
+                        len(self._ready) < self._limit.steps
+                        and self._ready_bytes + wanted <= self._limit.bytes
+                    )
+                )
+            )
+            return not self._closed
+
+    def _bytes(self, rows: int) -> int:
+        return rows * self._row_bytes

@@ -1,0 +1,137 @@
+"""What a data set is: its files, row groups and columns, as one JSON document beside it in the store.
+
+Owns the document's form and its hash, to which a run is bound (R19). Knows neither Spark nor how files are read.
+Values; any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as arrays see it: each row is an array of `shape` (() for a scalar) of numpy's `dtype`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def row_bytes(self) -> int:
+        """Decoded bytes of one row."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A Parquet file: its name in the store and the SHA-256 of its footer (sizes, offsets, statistics)."""
+
+    name: str
+    footer: str
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group: the number of its file, its index there, its rows, and its encoded bytes before compression."""
+
+    file: int
+    index: int
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A data set. `fingerprint` says what it was made from, `hash` what it holds."""
+
+    columns: tuple[Column, ...]
+    files: tuple[DataFile, ...]
+    row_groups: tuple[RowGroup, ...]
+    fingerprint: str
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the data set."""
+        return sum(self.group_rows)
+
+    @cached_property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of each row group: `DataPlan.row_groups`."""
+        return tuple(group.rows for group in self.row_groups)
+
+    @cached_property
+    def hash(self) -> str:
+        """The content's address. File names are not in it: the same rows written again have the same hash."""
+        content = {
+            "version": VERSION,
+            "columns": [asdict(column) for column in self.columns],
+            "footers": [file.footer for file in self.files],
+            "row_groups": [asdict(group) for group in self.row_groups],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def column(self, name: str) -> Column:
+        """The column of that name."""
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise InvalidInput(f"The data set has no column {name!r}; it has {[c.name for c in self.columns]}.")
+
+    def decoded_bytes_per_group(self, names: Iterable[str] | None = None) -> int:
+        """Bytes of the largest row group in memory, of all columns or of those named."""
+        columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
+        return max(self.group_rows, default=0) * sum(column.row_bytes for column in columns)
+
+    def to_json(self) -> str:
+        """The document."""
+        content: dict[str, Any] = {"version": VERSION, **asdict(self), "hash": self.hash}
+        return json.dumps(content, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read a document; StoreError where it is none, is of another version, or was altered."""
+        try:
+            content = json.loads(text)
+            version = content["version"]
+            if version != VERSION:
+                raise StoreError(
+                    f"The manifest has version {version}, this release reads {VERSION}: write it again."
+                )
+            manifest = cls(
+                tuple(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in content["columns"]),
+                tuple(DataFile(**file) for file in content["files"]),
+                tuple(RowGroup(**group) for group in content["row_groups"]),
+                content["fingerprint"],
+            )
+            expected = content["hash"]
+        except (ValueError, TypeError, KeyError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise StoreError(f"The manifest cannot be read ({reason}): write it again.") from error
+        if manifest.hash != expected:
+            raise StoreError(
+                "The manifest does not match its own hash: it was altered; write the data set again."
+            )
+        return manifest
+
+    @classmethod
+    def load(cls, store: Store, name: str) -> Manifest:
+        """Read the manifest of that name."""
+        return cls.from_json(store.read_bytes(name))
+
+    def save(self, store: Store, name: str) -> None:
+        """Publish the manifest under that name, whole or not at all."""
+        store.write_bytes(name, self.to_json().encode())

@@ -1,0 +1,25 @@
+"""What a loader needs of a reader: row groups as arrays. Arrow's is in `arrow_reader`; others may be written."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Decoded = dict[str, npt.NDArray[np.generic]]
+
+
+class Reader(Protocol):
+    """Row groups of one data set, by their number in its manifest. Any thread may fetch."""
+
+    def fetch(self, group: int) -> Decoded:
+        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory.
+
+        StoreError where the row group cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let files and memory go."""
+        ...

@@ -1,0 +1,78 @@
+"""Horovod's `ElasticSampler` for map-style datasets, exact: no padding, no row twice, one integer of progress.
+
+The order is the plan's shuffle of one row group. Ranks take turns in what is left of it, so that a step of B rows
+per rank is the next B·size rows of the epoch, whatever the world: with a fixed global batch, steps do not depend on
+the world's size. Rank and size are asked for at each `reset`. Used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+
+from spark_elastic.data.plan import permutation
+from spark_elastic.errors import InvalidInput
+
+
+class ElasticSampler:
+    """Indices of this rank's rows that are still to be processed in the epoch.
+
+    Where fewer than `size` rows are left for the last step, the highest ranks have none and their loader ends one
+    batch earlier: `join()` lets the others finish.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        rank: Callable[[], int],
+        size: Callable[[], int],
+    ) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self._ask_rank, self._ask_size = rank, size
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: call it at the end of the one before, so that a new world does not replay a finished one."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count a step as processed on all ranks; `batch_size` is the loader's setting, the same on every rank."""
+        if batch_size < 1:
+            raise InvalidInput(
+                f"record_batch was given a batch of {batch_size} rows: give the loader's batch_size."
+            )
+        self.processed_num = min(len(self.dataset), self.processed_num + batch_size * self.num_replicas)
+
+    def state_dict(self) -> dict[str, int]:
+        """The progress; the same on every rank between two steps."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Take over progress, and this world's rank and size."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left of the epoch anew: after the world changed."""
+        self.rank, self.num_replicas = self._ask_rank(), self._ask_size()
+        if not 0 <= self.rank < self.num_replicas:
+            raise InvalidInput(f"Rank {self.rank} is not in a world of {self.num_replicas}.")
+        rows = len(self.dataset)
+        order = permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
+        self.remaining_indices: list[int] = order[self.processed_num :]
+        self._mine = self.remaining_indices[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return len(self._mine)

@@ -1,0 +1,178 @@
+"""Where data and checkpoints live: whole objects by name under one root, over fsspec.
+
+Owns: names relative to the root, writes that appear whole or not at all, and one sentence for each failure. Knows
+nothing of what the objects hold. Picklable, so that it travels to workers; any thread may use it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from spark_elastic.errors import InvalidInput, StoreError
+
+# Here one put is whole or not at all, and a rename is a copy.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
+_TEMPORARY = ".part-"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A root under which objects are read and written by name ("data/ab12/manifest.json")."""
+
+    url: str
+    filesystem: Any = field(repr=False, compare=False)
+    root: str = field(repr=False)
+
+    @classmethod
+    def open(cls, url: str, **storage_options: Any) -> Store:
+        """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's."""
+        if not url:
+            raise InvalidInput(
+                "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
+            )
+        try:
+            filesystem, root = url_to_fs(url, **storage_options)
+        except (ImportError, ValueError) as error:
+            raise StoreError(f"The store {url} cannot be opened: {error}") from error
+        return cls(filesystem.unstrip_protocol(root), filesystem, root.rstrip("/"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the store is a folder of this machine's file system."""
+        return "file" in _protocols(self.filesystem)
+
+    def path(self, name: str) -> str:
+        """The object's path as the file system takes it."""
+        parts = name.split("/")
+        if name and (name.startswith("/") or ".." in parts):
+            raise InvalidInput(f"{name!r} is no name inside a store: use a relative one without '..'.")
+        return f"{self.root}/{name}" if name else self.root
+
+    def join(self, *parts: str) -> str:
+        """The url of an object."""
+        return "/".join([self.url.rstrip("/"), *(part.strip("/") for part in parts)])
+
+    def read_bytes(self, name: str) -> bytes:
+        """All of an object."""
+        with self._told("read", name):
+            return cast(bytes, self.filesystem.cat_file(self.path(name)))
+
+    def read_tail(self, name: str, length: int) -> bytes:
+        """The last `length` bytes of an object, or all of a shorter one."""
+        with self._told("read", name):
+            path = self.path(name)
+            size = self.filesystem.size(path)
+            return cast(bytes, self.filesystem.cat_file(path, start=max(0, size - length), end=size))
+
+    def open_read(self, name: str) -> BinaryIO:
+        """A seekable file over an object; the caller closes it."""
+        with self._told("read", name):
+            return cast(BinaryIO, self.filesystem.open(self.path(name), "rb"))
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write an object, or replace it; no reader ever sees a part of it."""
+        with self._told("write", name):
+            path = self.path(name)
+            if _protocols(self.filesystem) & _OBJECT_STORES:
+                self.filesystem.pipe_file(path, data)
+                return
+            self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
+            self._write_and_rename(path, data)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object or a folder of that name."""
+        with self._told("look for", name):
+            self.filesystem.invalidate_cache()
+            return bool(self.filesystem.exists(self.path(name)))
+
+    def list(self, name: str = "") -> list[str]:
+        """The names directly under a folder, sorted; none where there is no folder."""
+        with self._told("list", name):
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path(name), detail=False)
+            except FileNotFoundError:
+                return []
+            names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+            prefix = f"{name.rstrip('/')}/" if name else ""
+            return sorted(prefix + each for each in names if not each.startswith(_TEMPORARY))
+
+    def delete(self, name: str) -> None:
+        """Delete an object; nothing happens where there is none."""
+        with self._told("delete", name):
+            try:
+                self.filesystem.rm_file(self.path(name))
+            except FileNotFoundError:
+                return
+
+    def remove_tree(self, name: str) -> None:
+        """Delete a folder and all under it; nothing happens where there is none."""
+        if not name:
+            raise InvalidInput("A store's root is never removed: name a folder in it.")
+        with self._told("delete", name):
+            try:
+                self.filesystem.rm(self.path(name), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def probe(self) -> None:
+        """Write, read back and delete a small object: StoreError where this process cannot."""
+        name = f"probe-{uuid.uuid4().hex}"
+        self.write_bytes(name, name.encode())
+        try:
+            if self.read_bytes(name) != name.encode():
+                raise StoreError(f"The store {self.url} does not give back what was written to it.")
+        finally:
+            self.delete(name)
+
+    def _write_and_rename(self, path: str, data: bytes) -> None:
+        folder, _, _ = path.rpartition("/")
+        temporary = f"{folder}/{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with self.filesystem.open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self.is_local:
+                    os.fsync(file.fileno())
+            if self.is_local:
+                os.replace(temporary, path)
+            else:
+                self._replace(temporary, path)
+        except BaseException:
+            if self.filesystem.exists(temporary):
+                self.filesystem.rm_file(temporary)
+            raise
+
+    def _replace(self, temporary: str, path: str) -> None:
+        # HDFS renames onto nothing only; for a moment there is no object, never a part of one.
+        if self.filesystem.exists(path):
+            self.filesystem.rm_file(path)
+        self.filesystem.mv(temporary, path)
+
+    @contextmanager
+    def _told(self, verb: str, name: str) -> Iterator[None]:
+        """The one place where errors of file systems become ours; each client library has its own classes."""
+        try:
+            yield
+        except (StoreError, InvalidInput):
+            raise
+        except FileNotFoundError as error:
+            raise StoreError(f"The store {self.url} has no {name!r}.") from error
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise StoreError(
+                f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
+            ) from error
+
+
+def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
+    protocol = filesystem.protocol
+    return {protocol} if isinstance(protocol, str) else set(protocol)

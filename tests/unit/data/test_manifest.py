@@ -1,0 +1,56 @@
+"""The manifest's document and its hash."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.data.manifest import Column, DataFile, Manifest, RowGroup
+from spark_elastic.errors import InvalidInput, StoreError
+
+MANIFEST = Manifest(
+    (Column("x", "float32", (28, 28)), Column("y", "int64")),
+    (DataFile("data/a/part-0.parquet", "aa"), DataFile("data/a/part-1.parquet", "bb")),
+    (RowGroup(0, 0, 100, 5000), RowGroup(0, 1, 40, 2000), RowGroup(1, 0, 60, 3000)),
+    fingerprint="f00",
+)
+
+
+def test_the_document_gives_back_the_manifest() -> None:
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+
+
+def test_sizes() -> None:
+    assert MANIFEST.rows == 200
+    assert MANIFEST.group_rows == (100, 40, 60)
+    assert MANIFEST.decoded_bytes_per_group() == 100 * (28 * 28 * 4 + 8)
+    assert MANIFEST.decoded_bytes_per_group(["y"]) == 800
+
+
+def test_r19_the_hash_is_of_the_content_not_of_names() -> None:
+    elsewhere = replace(MANIFEST, files=(DataFile("b/0", "aa"), DataFile("b/1", "bb")), fingerprint="other")
+    assert elsewhere.hash == MANIFEST.hash
+    assert replace(MANIFEST, files=(DataFile("b/0", "aa"), DataFile("b/1", "cc"))).hash != MANIFEST.hash
+    assert replace(MANIFEST, columns=MANIFEST.columns[:1]).hash != MANIFEST.hash
+    assert replace(MANIFEST, row_groups=MANIFEST.row_groups[:2]).hash != MANIFEST.hash
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"version": 99}, "version 99"), ({"columns": []}, "altered"), ({"files": 3}, "cannot be read")],
+)
+def test_a_damaged_document_is_refused(change: dict[str, object], says: str) -> None:
+    with pytest.raises(StoreError, match=says):
+        Manifest.from_json(json.dumps(json.loads(MANIFEST.to_json()) | change))
+
+
+def test_half_a_document_is_refused() -> None:
+    with pytest.raises(StoreError, match="cannot be read"):
+        Manifest.from_json(MANIFEST.to_json()[:100])
+
+
+def test_an_unknown_column_names_those_there_are() -> None:
+    with pytest.raises(InvalidInput, match=r"no column 'z'; it has \['x', 'y'\]"):
+        MANIFEST.column("z")

@@ -1,0 +1,79 @@
+"""The sampler of hand-written loops: exact over any worlds, with Horovod's methods."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_elastic.data.sampler import ElasticSampler
+from spark_elastic.errors import InvalidInput
+
+
+class World:
+    """What rank and size are asked of."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def sampler(self, rows: int, rank: int, shuffle: bool = True) -> ElasticSampler:
+        return ElasticSampler(range(rows), shuffle, seed=3, rank=lambda: rank, size=lambda: self.size)
+
+
+@given(
+    st.integers(1, 200),
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5),
+)
+@settings(max_examples=200, deadline=None)
+def test_p1_each_row_once_over_any_worlds(rows: int, batch: int, worlds: list[tuple[int, int]]) -> None:
+    """Each world takes some steps; the next one, of another size, carries on from the one integer."""
+    state, seen = {"epoch": 2, "processed_num": 0}, []
+    for size, steps in [*worlds, (3, rows)]:
+        samplers = [World(size).sampler(rows, rank) for rank in range(size)]
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        lists = [list(sampler) for sampler in samplers]
+        for step in range(steps):
+            seen += [i for mine in lists for i in mine[step * batch : (step + 1) * batch]]
+            for sampler in samplers:
+                sampler.record_batch(step, batch)
+        assert len({tuple(sampler.state_dict().items()) for sampler in samplers}) == 1
+        state = samplers[0].state_dict()
+    assert sorted(seen) == list(range(rows))
+
+
+def test_p2_with_a_fixed_global_batch_steps_do_not_depend_on_the_world() -> None:
+    def step_rows(size: int, batch: int) -> list[set[int]]:
+        lists = [list(World(size).sampler(96, rank)) for rank in range(size)]
+        return [{i for mine in lists for i in mine[s * batch : (s + 1) * batch]} for s in range(8)]
+
+    assert step_rows(1, 12) == step_rows(2, 6) == step_rows(3, 4) == step_rows(4, 3)
+
+
+def test_a_reset_takes_the_world_as_it_is_now() -> None:
+    world = World(2)
+    sampler = world.sampler(16, 0, shuffle=False)
+    assert list(sampler) == [0, 2, 4, 6, 8, 10, 12, 14]
+    sampler.record_batch(0, 4)
+    world.size = 1
+    sampler.reset()
+    assert list(sampler) == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert len(sampler) == 8
+
+
+def test_epochs_differ_and_begin_at_nothing_processed() -> None:
+    sampler = World(1).sampler(50, 0)
+    first = list(sampler)
+    sampler.record_batch(0, 20)
+    sampler.set_epoch(1)
+    assert sampler.state_dict() == {"epoch": 1, "processed_num": 0}
+    assert sorted(sampler) == sorted(first)
+    assert list(sampler) != first
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="batch_size"):
+        World(1).sampler(5, 0).record_batch(0, 0)
+    with pytest.raises(InvalidInput, match="Rank 3"):
+        World(2).sampler(5, 3)
