@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from tests.leaks import SessionOwned, leaked, take
+from tests.leaks import SETTLE_SECONDS, SessionOwned, leaked, marked, take
 
 # The same examples in each run, and no deadline: a busy machine is no failure.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -18,6 +20,24 @@ settings.load_profile("house")
 def session_owned() -> SessionOwned:
     """Where a session-scoped fixture adopts its processes, ports and threads; no test may use it for its own."""
     return SessionOwned()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_orphan_of_the_session() -> Iterator[str]:
+    """Every process that the tests start, however deep, carries a mark; none may outlive the session's fixtures."""
+    mark = f"SPARK_ELASTIC_TESTS={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        yield mark
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (orphans := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if orphans:
+        names = [f"{process.pid}: {' '.join(process.cmdline())[:200]}" for process in orphans]
+        for process in orphans:
+            process.kill()
+        pytest.fail("processes outlived the tests:\n  " + "\n  ".join(names), pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -147,3 +147,18 @@ def _descriptors_to(ports: set[int]) -> set[int]:
         return set()
     connections = psutil.Process().net_connections(kind="tcp")
     return {c.fd for c in connections if (c.raddr and c.raddr.port in ports) or c.laddr.port in ports}
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Live processes, wherever they hang in the tree, whose environment came down from one that held `mark`.
+
+    An orphan is no child of ours any more, and Spark's workers pass their environment on to all that they start.
+    """
+    word, found = mark.encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if word in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(psutil.Process(int(folder.name)))
+        except (OSError, psutil.NoSuchProcess):
+            continue  # it ended while we looked, or is another user's
+    return [process for process in found if process.pid != os.getpid()]

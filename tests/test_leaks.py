@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from tests.leaks import SessionOwned, leaked, take
+from tests.leaks import SessionOwned, leaked, marked, take
 
 
 def test_thread_is_found_and_forgotten_when_it_ends() -> None:
@@ -47,3 +47,16 @@ def test_descriptor_is_found() -> None:
         os.close(read)
         os.close(write)
     assert leaked(before, owned) == []
+
+
+def test_orphan_is_found_by_the_mark(no_orphan_of_the_session: str) -> None:
+    start = "Popen([sys.executable, '-c', 'input()'], stdin=0, stdout=DEVNULL, stderr=DEVNULL)"
+    program = f"import sys; from subprocess import DEVNULL, Popen; print({start}.pid)"
+    read, write = os.pipe()
+    command = [sys.executable, "-c", program]
+    parent = subprocess.run(command, stdin=read, stdout=subprocess.PIPE, check=True, timeout=30)
+    os.close(read)
+    try:
+        assert int(parent.stdout) in {process.pid for process in marked(no_orphan_of_the_session)}
+    finally:
+        os.close(write)
