@@ -24,14 +24,16 @@ from pyspark.ml.util import (
 )
 from pyspark.sql import functions as F
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.persistence import Packed
-from spark_elastic.estimators.predictor import InputColumn, Predictor
+from spark_elastic.estimators.predictor import Predictor
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
 
 CHUNK = 16 << 20  # bytes of a saved row: far below Spark's limits on one value
 
@@ -88,7 +90,7 @@ class ElasticTorchModel(Model, ColumnParams, MLWritable, MLReadable["ElasticTorc
         return dataset.withColumn(output, predict_udf(shipped, self._predictor.width())(*inputs))
 
     @staticmethod
-    def _input(dataset: DataFrame, column: InputColumn) -> Column:
+    def _input(dataset: DataFrame, column: Column) -> SparkColumn:
         if column.name not in dataset.columns:
             raise InvalidInput(
                 f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
@@ -134,7 +136,7 @@ class _Reader(MLReader[ElasticTorchModel]):
             part: b"".join(bytes(r.content) for r in sorted(rows, key=lambda r: r.number) if r.part == part)
             for part in ("architecture", "weights")
         }
-        columns = tuple(InputColumn(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
+        columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])
         model = self._cls(Predictor(Packed(**parts), columns), summary)
         model._resetUid(metadata["uid"])

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.persistence import Packed
 
@@ -22,20 +23,11 @@ ROWS_AT_ONCE = 512  # bounds the memory of activations; Arrow's batches have 10,
 
 
 @dataclass(frozen=True)
-class InputColumn:
-    """A feature column as the model saw it in training. dtype: of numpy; shape: of one row, () for a number."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Predictor:
     """Rows in, predictions out; the module runs in evaluation mode without gradients."""
 
     packed: Packed
-    columns: tuple[InputColumn, ...]
+    columns: tuple[Column, ...]
 
     @cached_property
     def _model(self) -> torch.nn.Module:
@@ -71,7 +63,7 @@ class Predictor:
         return output.reshape(len(inputs[0]), -1).to(torch.float64).numpy()
 
 
-def _stacked(rows: Sequence[Any], column: InputColumn) -> npt.NDArray[Any]:
+def _stacked(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
     """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN."""
     if not column.shape:
         values = np.asarray(rows)
@@ -98,5 +90,5 @@ def _flat(row: Any) -> npt.NDArray[Any]:
     return np.concatenate([_flat(part) for part in array]) if array.dtype == object else array.reshape(-1)
 
 
-def _nulls(column: InputColumn) -> InvalidInput:
+def _nulls(column: Column) -> InvalidInput:
     return InvalidInput(f"column {column.name!r} has nulls: fill or drop them before transform.")

@@ -16,13 +16,14 @@ import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from pyspark import InheritableThread
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
 
 if TYPE_CHECKING:
@@ -41,19 +42,6 @@ ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
 HOLD_SECONDS = 0.2  # a probe keeps its core so long, so that the next one goes to another executor
 ROUNDS = 3  # tries to reach every executor; busy ones are judged when their slot joins
 PROBES = "probes"
-
-
-class ProbeStore(Protocol):
-    """What the probes need of a store. Names are relative to its root."""
-
-    @property
-    def url(self) -> str: ...
-
-    def write_bytes(self, name: str, data: bytes) -> None: ...
-
-    def read_bytes(self, name: str) -> bytes: ...
-
-    def remove_tree(self, name: str) -> None: ...
 
 
 def facts() -> dict[str, str]:
@@ -122,7 +110,7 @@ class Probe:
     """The body of a probing task. It returns what went wrong; raising would only make Spark try again."""
 
     program: Broadcast[bytes]
-    store: ProbeStore
+    store: Store
     token: str
 
     def __call__(self, numbers: Iterable[int]) -> Iterator[Report]:
@@ -164,7 +152,7 @@ class Probe:
 
 
 def preflight(
-    sc: SparkContext, payload: bytes, store: ProbeStore, needs: tuple[str, ...], timeout: float
+    sc: SparkContext, payload: bytes, store: Store, needs: tuple[str, ...], timeout: float
 ) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
@@ -201,9 +189,7 @@ def _live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _judge(
-    reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: ProbeStore
-) -> None:
+def _judge(reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: Store) -> None:
     # Versions first: they explain why a program does not load.
     for fault in [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]:
         if fault is not None:

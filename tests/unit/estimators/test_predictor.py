@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import ROWS_AT_ONCE, InputColumn, Predictor
+from spark_elastic.estimators.predictor import ROWS_AT_ONCE, Predictor
 
 
 def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:
     model = torch.nn.Linear(inputs, width)
-    return model, Predictor(pack(model), (InputColumn("x", "float32", (inputs,)),))
+    return model, Predictor(pack(model), (Column("x", "float32", (inputs,)),))
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1])
@@ -36,7 +37,7 @@ def test_the_width_is_known_without_data() -> None:
 
 def test_dropout_is_off() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(0.9)).train()
-    predictor = Predictor(pack(model), (InputColumn("x", "float32", (4,)),))
+    predictor = Predictor(pack(model), (Column("x", "float32", (4,)),))
     assert predictor.predict([[np.ones(4)]]).tolist() == [[1.0] * 4]
 
 
@@ -49,7 +50,7 @@ def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
             assert number.dim() == 1
             return image.sum((1, 2, 3)) + number
 
-    columns = (InputColumn("image", "float32", (1, 2, 2)), InputColumn("number", "int64", ()))
+    columns = (Column("image", "float32", (1, 2, 2)), Column("number", "int64", ()))
     predictor = Predictor(pack(Seen()), columns)
     nested = np.array([np.array([1.0, 2.0]), np.array([3.0, 4.0])], dtype=object)
     assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]]).tolist() == [[15.0], [16.0]]
@@ -68,7 +69,7 @@ def test_rows_that_do_not_fit_are_named(rows: list[Any], sentence: str) -> None:
 
 
 def test_a_null_among_whole_numbers_is_named() -> None:
-    predictor = Predictor(pack(torch.nn.Identity()), (InputColumn("n", "int64", ()),))
+    predictor = Predictor(pack(torch.nn.Identity()), (Column("n", "int64", ()),))
     with pytest.raises(InvalidInput, match="'n' has nulls"):
         predictor.predict([np.array([1.0, np.nan])])
 
@@ -79,7 +80,7 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
             return x, x
 
     with pytest.raises(InvalidInput, match="returns tuple"):
-        Predictor(pack(Pair()), (InputColumn("x", "float32", (3,)),)).width()
+        Predictor(pack(Pair()), (Column("x", "float32", (3,)),)).width()
 
 
 def test_a_loaded_module_does_not_travel() -> None:

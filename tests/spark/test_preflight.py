@@ -1,0 +1,118 @@
+"""Preflight on a real cluster: it reaches every host, and what is wrong with a host is one sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import PreflightError, StoreError
+from spark_elastic.spark.preflight import facts, preflight
+from tests.spark.cluster import await_true, cluster_environment
+from tests.spark.conftest import HOSTS
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+HARMLESS = cloudpickle.dumps({"answer": 42})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path / "store"))
+
+
+def probe(
+    spark: SparkSession, store: Store, payload: bytes = HARMLESS, timeout: float = 60.0
+) -> list[dict[str, str]]:
+    return preflight(spark.sparkContext, payload, store, ("numpy",), timeout)
+
+
+def test_every_host_is_reached_and_nothing_is_left_in_the_store(spark: SparkSession, store: Store) -> None:
+    assert probe(spark, store) == [facts()] * HOSTS
+    assert store.list("probes") == []
+
+
+def test_a_module_that_only_the_driver_has_is_named(
+    spark: SparkSession, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("class Net:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here
+
+    payload = cloudpickle.dumps(only_here.Net())
+    with pytest.raises(
+        PreflightError, match=r"cannot load the model.*No module named 'only_here'.*--py-files"
+    ):
+        probe(spark, store, payload)
+    del sys.modules["only_here"]
+
+
+def test_a_store_that_hosts_do_not_share_is_refused(spark: SparkSession) -> None:
+    # The memory of a process is what no other process sees.
+    with pytest.raises(PreflightError, match=r"does not see what the driver wrote to the store memory://"):
+        probe(spark, Store.open("memory://preflight"))
+
+
+def test_a_store_that_the_driver_cannot_write_is_refused_before_any_job(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    spark.sparkContext.setJobGroup("unwritable", "must stay empty")
+    try:
+        with pytest.raises(StoreError, match=r"Cannot write .* in the store"):
+            probe(spark, Store.open(str(tmp_path / "file" / "store")))
+        assert spark.sparkContext.statusTracker().getJobIdsForGroup("unwritable") == []
+    finally:
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+
+
+def test_hosts_that_never_answer_are_not_waited_for(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
+    busy = str(tmp_path / "busy")
+    Path(busy).mkdir()
+
+    def occupy(numbers: Any) -> Any:
+        Path(busy, f"started-{os.getpid()}").touch()
+        while os.path.exists(busy):
+            time.sleep(0.02)
+        return numbers
+
+    def run() -> None:
+        spark.sparkContext.parallelize(range(HOSTS), HOSTS).mapPartitions(occupy).collect()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        await_true(lambda: len(os.listdir(busy)) == HOSTS, "every core to be occupied")
+        with pytest.raises(PreflightError, match="no executor took a probe within 1 s"):
+            probe(spark, store, timeout=1.0)
+    finally:
+        os.rename(busy, busy + "-over")
+        thread.join()
+    assert len(probe(spark, store)) == HOSTS
+
+
+def test_another_version_on_the_hosts_is_named_with_both(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], store: Store, tmp_path: Path
+) -> None:
+    older = tmp_path / "packages" / "numpy-1.0.0.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0.0\n")
+    path = os.pathsep.join([str(older.parent), cluster_environment()["PYTHONPATH"]])
+    spark = spark_with({"spark.executorEnv.PYTHONPATH": path})
+    with pytest.raises(PreflightError) as caught:
+        probe(spark, store)
+    assert all(word in str(caught.value) for word in (facts()["host"], "numpy 1.0.0", np.__version__))
