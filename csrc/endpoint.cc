@@ -1,0 +1,107 @@
+#include "endpoint.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "address.h"
+
+namespace elastic {
+namespace {
+
+constexpr size_t kMostParked = 256;
+constexpr std::chrono::seconds kParkedFor{60};
+constexpr int kBacklog = 1024;
+
+int portOf(int fd) {
+  SocketAddress bound;
+  bound.length = sizeof bound.storage;
+  getsockname(fd, reinterpret_cast<sockaddr*>(&bound.storage), &bound.length);
+  return ntohs(bound.family() == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound.storage)->sin6_port
+                                          : reinterpret_cast<sockaddr_in*>(&bound.storage)->sin_port);
+}
+
+int listenOn(const std::string& host, int port) {
+  const SocketAddress address = resolve(host, port);
+  const int fd = socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  const int one = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  if (bind(fd, address.get(), address.length) != 0 || listen(fd, kBacklog) != 0) {
+    const int error = errno;
+    ::close(fd);
+    errno = error;
+    return -1;
+  }
+  return fd;
+}
+
+}  // namespace
+
+Endpoint::Endpoint(std::string key, const std::string& host, int first, int last, const std::string& advertise)
+    : key_(std::move(key)) {
+  for (int port = first; port <= last && fd_ < 0; port++) fd_ = listenOn(host, port);
+  if (fd_ < 0) {
+    const std::string where = first == last ? std::to_string(first)
+                                            : std::to_string(first) + "-" + std::to_string(last);
+    throw std::runtime_error("cannot listen on " + host + ", port " + where + ": " + std::strerror(errno));
+  }
+  address_ = formatAddress(advertise.empty() ? host : advertise, portOf(fd_));
+}
+
+Endpoint::~Endpoint() { close(); }
+
+void Endpoint::park(int fd, const Hello& hello) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropExpired();
+  if (parked_.size() >= kMostParked) {
+    ::close(fd);
+    return;
+  }
+  parked_.push_back({fd, hello, std::chrono::steady_clock::now()});
+}
+
+std::vector<std::pair<int, Hello>> Endpoint::takeParked(const Fence& fence) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropExpired();
+  std::vector<std::pair<int, Hello>> taken;
+  std::vector<Parked> kept;
+  for (auto& parked : parked_) {
+    if (parked.hello.fence == fence) {
+      taken.emplace_back(parked.fd, parked.hello);
+    } else if (parked.hello.fence < fence) {
+      ::close(parked.fd);
+    } else {
+      kept.push_back(parked);
+    }
+  }
+  parked_ = std::move(kept);
+  return taken;
+}
+
+void Endpoint::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& parked : parked_) ::close(parked.fd);
+  parked_.clear();
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+void Endpoint::dropExpired() {
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<Parked> kept;
+  for (auto& parked : parked_) {
+    if (now - parked.since > kParkedFor) {
+      ::close(parked.fd);
+    } else {
+      kept.push_back(parked);
+    }
+  }
+  parked_ = std::move(kept);
+}
+
+}  // namespace elastic

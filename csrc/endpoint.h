@@ -1,0 +1,47 @@
+// The one listening socket of a process, kept across generations, and connections that came too early for theirs.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "handshake.h"
+
+namespace elastic {
+
+class Endpoint {
+ public:
+  // Listens on `host`, on any port (first == 0) or on the first free one of [first, last].
+  Endpoint(std::string key, const std::string& host, int first, int last, const std::string& advertise);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const std::string& key() const { return key_; }
+  const std::string& address() const { return address_; }  // as peers dial it
+  int fd() const { return fd_; }
+
+  // A connection of a newer world waits for its group; bounded in number and time. Takes the descriptor.
+  void park(int fd, const Hello& hello);
+  // Those that wait for `fence`; older ones are closed.
+  std::vector<std::pair<int, Hello>> takeParked(const Fence& fence);
+  void close();
+
+ private:
+  struct Parked {
+    int fd;
+    Hello hello;
+    std::chrono::steady_clock::time_point since;
+  };
+  void dropExpired();
+
+  const std::string key_;
+  std::string address_;
+  int fd_ = -1;
+  std::mutex mutex_;  // guards parked_
+  std::vector<Parked> parked_;
+};
+
+}  // namespace elastic

@@ -1,0 +1,235 @@
+#include "mesh.h"
+
+#include <gloo/common/error.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "buffer.h"
+#include "pair.h"
+
+namespace elastic {
+namespace {
+
+constexpr std::chrono::seconds kHandshakeWithin{10};
+constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks for Ctrl-C and expired strangers
+constexpr size_t kMostIncoming = 1024;
+
+}  // namespace
+
+Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
+           std::chrono::milliseconds timeout, std::function<bool()> interrupted)
+    : gloo::transport::Context(rank, static_cast<int>(peers.size())),
+      endpoint_(std::move(endpoint)),
+      fence_(fence),
+      interrupted_(std::move(interrupted)) {
+  timeout_ = timeout;
+  for (const auto& peer : peers) addresses_.push_back(parseAddress(peer));
+  for (int r = 0; r < size; r++) {
+    if (r != rank) pairs_[r] = std::make_unique<Pair>(*this, r);
+  }
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (epoll_ < 0 || event_ < 0) throw std::runtime_error(std::string("no descriptors left: ") + strerror(errno));
+  watch(event_, EPOLLIN, true);
+  watch(endpoint_->fd(), EPOLLIN, true);
+  for (auto& [fd, hello] : endpoint_->takeParked(fence_)) {
+    Incoming incoming{fd, hello, {}, false, {}, Clock::now() + kHandshakeWithin};
+    watch(fd, EPOLLIN, true);
+    greet(incoming_.emplace(fd, incoming).first->second);
+  }
+}
+
+Mesh::~Mesh() { close(); }
+
+void Mesh::close() {
+  Lock lock(mu_);
+  if (!failure_) abortLocked(Cause::kAborted, {}, me() + ": the group is closed");
+  while (polling_) news_.wait_for(lock, kSlice);
+  for (auto& pair : pairs_) {
+    if (pair) static_cast<Pair*>(pair.get())->shut();
+  }
+  for (auto& entry : incoming_) ::close(entry.first);
+  incoming_.clear();
+  if (epoll_ >= 0) ::close(epoll_);
+  if (event_ >= 0) ::close(event_);
+  epoll_ = event_ = -1;
+}
+
+std::unique_ptr<gloo::transport::UnboundBuffer> Mesh::createUnboundBuffer(void* ptr, size_t size) {
+  return std::make_unique<Buffer>(*this, ptr, size);
+}
+
+Pair& Mesh::pair(int rank) { return static_cast<Pair&>(*pairs_.at(rank)); }
+
+void Mesh::check() const {
+  if (failure_) throw Failure(*failure_);
+}
+
+void Mesh::abort(Cause cause, std::vector<int> ranks, const std::string& reason) {
+  Lock lock(mu_);
+  abortLocked(cause, std::move(ranks), reason);
+}
+
+void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason) {
+  if (failure_) return;
+  failure_ = std::make_unique<Failure>(cause, std::move(ranks), reason);
+  for (auto& pair : pairs_) {
+    if (pair) static_cast<Pair*>(pair.get())->sayGoodbye(*failure_);
+  }
+  wake();
+}
+
+void Mesh::wake() {
+  news_.notify_all();
+  const uint64_t one = 1;
+  if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // full: the leader wakes all the same
+}
+
+void Mesh::wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what) {
+  if (timeout == gloo::transport::kUnsetTimeout) timeout = timeout_;
+  const auto deadline = timeout.count() == 0 ? Clock::time_point::max() : Clock::now() + timeout;
+  while (!done()) {
+    check();
+    const auto now = Clock::now();
+    if (now >= deadline) timeOut(timeout, what);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
+    const auto slice = deadline == Clock::time_point::max() ? kSlice : std::min(kSlice, left);
+    if (polling_) {
+      news_.wait_for(lock, slice);
+    } else {
+      poll(lock, slice);
+    }
+  }
+}
+
+void Mesh::timeOut(std::chrono::milliseconds timeout, const char* what) {
+  std::vector<int> ranks;
+  std::string names;
+  for (int r = 0; r < size; r++) {
+    if (r == rank || !pair(r).busy()) continue;
+    ranks.push_back(r);
+    names += (names.empty() ? "" : ", ") + std::to_string(r);
+  }
+  abortLocked(Cause::kTimeout, ranks,
+              me() + ": " + what + " timed out after " + std::to_string(timeout.count()) + " ms, waiting for rank(s) " +
+                  (names.empty() ? "unknown" : names));
+  check();
+}
+
+void Mesh::poll(Lock& lock, std::chrono::milliseconds timeout) {
+  epoll_event events[64];
+  polling_ = true;
+  lock.unlock();
+  const int ready = epoll_wait(epoll_, events, 64, static_cast<int>(timeout.count()));
+  const bool interrupted = ready <= 0 && interrupted_();
+  lock.lock();
+  polling_ = false;
+  if (interrupted) abortLocked(Cause::kAborted, {rank}, me() + ": interrupted");
+  for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
+  if (ready <= 0) expireIncoming();
+  news_.notify_all();
+}
+
+void Mesh::dispatch(int fd, uint32_t events) {
+  if (fd == event_) {
+    uint64_t count;
+    if (read(event_, &count, sizeof count) < 0) return;  // somebody else has taken it
+  } else if (fd == endpoint_->fd()) {
+    acceptAll();
+  } else if (auto found = incoming_.find(fd); found != incoming_.end()) {
+    proceed(found->second);
+  } else if (auto known = byFd_.find(fd); known != byFd_.end()) {
+    known->second->onEvents(events);
+  }
+}
+
+void Mesh::acceptAll() {
+  for (;;) {
+    const int fd = accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;
+    if (incoming_.size() >= kMostIncoming) {
+      ::close(fd);
+      continue;
+    }
+    watch(fd, EPOLLIN, true);
+    incoming_.emplace(fd, Incoming{fd, {}, {}, false, {}, Clock::now() + kHandshakeWithin});
+  }
+}
+
+// Reads what the stage of the handshake needs; a stranger that says anything else loses its connection, nothing more.
+void Mesh::proceed(Incoming& incoming) {
+  const size_t need = incoming.challenged ? sizeof(Proof) : sizeof(Hello);
+  char bytes[sizeof(Hello)];
+  const ssize_t got = recv(incoming.fd, bytes, need - incoming.got.size(), MSG_DONTWAIT);
+  if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return forget(incoming.fd, true);
+  if (got < 0) return;
+  incoming.got.insert(incoming.got.end(), bytes, bytes + got);
+  if (incoming.got.size() < need) return;
+  if (incoming.challenged) return adopt(incoming);
+  std::memcpy(&incoming.hello, incoming.got.data(), sizeof(Hello));
+  incoming.got.clear();
+  const Hello& hello = incoming.hello;
+  if (hello.magic != kMagic || hello.fence < fence_) return forget(incoming.fd, true);
+  if (fence_ < hello.fence) {
+    const int fd = incoming.fd;
+    const Hello early = hello;
+    forget(fd, false);
+    return endpoint_->park(fd, early);
+  }
+  greet(incoming);
+}
+
+void Mesh::greet(Incoming& incoming) {
+  const Hello& hello = incoming.hello;
+  const bool expected = hello.to == static_cast<uint32_t>(rank) && hello.from < static_cast<uint32_t>(rank);
+  if (!expected || pair(static_cast<int>(hello.from)).opened()) return forget(incoming.fd, true);
+  incoming.nonce = freshNonce();
+  incoming.challenged = true;
+  const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", hello, incoming.nonce)};
+  if (send(incoming.fd, &challenge, sizeof challenge, MSG_NOSIGNAL) != sizeof challenge) forget(incoming.fd, true);
+}
+
+void Mesh::adopt(Incoming& incoming) {
+  Proof proof;
+  std::memcpy(&proof, incoming.got.data(), sizeof proof);
+  const int fd = incoming.fd;
+  Pair& peer = pair(static_cast<int>(incoming.hello.from));
+  const Digest expected = macOf(endpoint_->key(), "dial", incoming.hello, incoming.nonce);
+  if (!equalInConstantTime(proof.mac, expected) || peer.opened()) return forget(fd, true);
+  forget(fd, false);
+  peer.accept(fd);
+}
+
+void Mesh::forget(int fd, bool close) {
+  incoming_.erase(fd);
+  unwatch(fd);
+  if (close) ::close(fd);
+}
+
+void Mesh::expireIncoming() {
+  std::vector<int> expired;
+  for (auto& [fd, incoming] : incoming_) {
+    if (incoming.until < Clock::now()) expired.push_back(fd);
+  }
+  for (int fd : expired) forget(fd, true);
+}
+
+void Mesh::watch(int fd, uint32_t events, bool add) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  epoll_ctl(epoll_, add ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &event);
+}
+
+void Mesh::unwatch(int fd) { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
+
+std::shared_ptr<gloo::transport::Context> Device::createContext(int, int) {
+  throw gloo::InvalidOperationException("a mesh is made from an endpoint, not from a device");
+}
+
+}  // namespace elastic

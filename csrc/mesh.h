@@ -1,0 +1,102 @@
+// The transport under Gloo's algorithms: one generation's connections to its peers, driven by whoever waits.
+//
+// No thread of its own: a waiting caller runs the event loop, further waiters sleep until it has news (leader and
+// followers). One mutex guards everything; sockets are opened on first use. Any failure ends the whole mesh at once.
+#pragma once
+
+#include <gloo/transport/context.h>
+#include <gloo/transport/device.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "address.h"
+#include "endpoint.h"
+#include "failure.h"
+
+namespace elastic {
+
+class Buffer;
+class Pair;
+
+class Mesh : public gloo::transport::Context {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // peers[r] is the address that rank r listens on. interrupted: asked now and then while waiting; true ends the wait.
+  Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
+       std::chrono::milliseconds timeout, std::function<bool()> interrupted);
+  ~Mesh() override;
+
+  std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }
+  std::unique_ptr<gloo::transport::Pair>& createPair(int rank) override { return pairs_.at(rank); }
+  std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* ptr, size_t size) override;
+
+  // From any thread; the first cause stays. Wakes every waiter and tells the peers.
+  void abort(Cause cause, std::vector<int> ranks, const std::string& reason);
+  void close();
+
+ private:
+  friend class Pair;
+  friend class Buffer;
+
+  struct Incoming {  // accepted, not yet proven
+    int fd;
+    Hello hello;
+    Nonce nonce{};
+    bool challenged = false;
+    std::vector<char> got;
+    Clock::time_point until;
+  };
+
+  Pair& pair(int rank);
+  void check() const;  // throws the failure, if there is one
+  void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
+  // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
+  void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
+  void timeOut(std::chrono::milliseconds timeout, const char* what);
+  void poll(Lock& lock, std::chrono::milliseconds timeout);
+  void dispatch(int fd, uint32_t events);
+  void acceptAll();
+  void proceed(Incoming& incoming);
+  void greet(Incoming& incoming);
+  void adopt(Incoming& incoming);
+  void forget(int fd, bool close);
+  void expireIncoming();
+  void watch(int fd, uint32_t events, bool add);
+  void unwatch(int fd);
+  void wake();
+  std::string me() const { return "rank " + std::to_string(rank); }
+
+  const std::shared_ptr<Endpoint> endpoint_;
+  const Fence fence_;
+  const std::function<bool()> interrupted_;
+  std::vector<SocketAddress> addresses_;
+  std::mutex mu_;
+  std::condition_variable news_;
+  bool polling_ = false;  // somebody is the leader
+  int epoll_ = -1, event_ = -1;
+  std::unique_ptr<Failure> failure_;
+  std::unordered_map<int, Pair*> byFd_;
+  std::unordered_map<int, Incoming> incoming_;
+  size_t spilled_ = 0;  // bytes that arrived before anybody asked for them
+};
+
+class Device : public gloo::transport::Device {
+ public:
+  std::string str() const override { return "elastic"; }
+  const std::string& getPCIBusID() const override { return empty_; }
+  std::shared_ptr<gloo::transport::Context> createContext(int, int) override;
+
+ private:
+  const std::string empty_;
+};
+
+}  // namespace elastic

@@ -1,0 +1,96 @@
+// One peer: a lazily opened socket, a queue of frames to send, and receives posted by slot. All under the mesh's mutex.
+//
+// Frames are sent without asking first. One that nobody posted a receive for is kept back (the socket is not read) or,
+// where other receives are posted on the pair, stored aside, so that concurrent collectives cannot lock each other up.
+#pragma once
+
+#include <gloo/transport/pair.h>
+
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "mesh.h"
+
+namespace elastic {
+
+struct FrameHeader {
+  uint64_t slot;
+  uint64_t size;
+};
+
+constexpr uint64_t kGoodbyeSlot = ~uint64_t{0};  // the sender's group has failed; the body says why
+
+class Pair : public gloo::transport::Pair {
+ public:
+  Pair(Mesh& mesh, int peer);
+  ~Pair() override;
+
+  // What Gloo's algorithms call.
+  const gloo::transport::Address& address() const override;
+  void connect(const std::vector<char>&) override {}
+  void close() override;
+  void setSync(bool, bool) override {}
+  std::unique_ptr<gloo::transport::Buffer> createSendBuffer(int, void*, size_t) override;
+  std::unique_ptr<gloo::transport::Buffer> createRecvBuffer(int, void*, size_t) override;
+  void send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t nbytes) override;
+  void recv(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t nbytes) override;
+
+  // What the mesh calls, with its mutex held.
+  bool opened() const { return fd_ >= 0 || state_ == State::kClosed; }
+  bool busy() const { return posted_ > 0 || !sends_.empty() || inBody_; }
+  void accept(int fd);
+  void onEvents(uint32_t events);
+  void sayGoodbye(const Failure& failure);
+  void drop();
+  void shut();
+
+ private:
+  enum class State { kIdle, kDialing, kProving, kUp, kClosed };
+  struct Send {
+    Buffer* buffer;
+    FrameHeader header;
+    const char* data;
+    size_t done;
+  };
+  struct Receive {
+    Buffer* buffer;
+    char* data;
+    size_t size;
+  };
+
+  void open();
+  void prove();
+  void up();
+  void flush();
+  void read();
+  bool readInto(char* data, size_t& have, size_t size);
+  bool place();
+  void deliver();
+  void mismatch(size_t expected, size_t got);
+  void fail(const std::string& why);
+  void arm();
+  std::string link() const;
+
+  Mesh& mesh_;
+  const int peer_;
+  int fd_ = -1;
+  State state_ = State::kIdle;
+  uint32_t armed_ = 0;
+  std::string why_;  // it is closed
+  Hello hello_;
+  Challenge challenge_;
+  std::deque<Send> sends_;
+  std::unordered_map<uint64_t, std::deque<Receive>> receives_;
+  size_t posted_ = 0;
+  std::unordered_map<uint64_t, std::deque<std::vector<char>>> early_;
+  // The frame that is being read.
+  FrameHeader header_{};
+  size_t have_ = 0;
+  bool inBody_ = false, paused_ = false, aside_ = false;
+  Receive target_{};
+  std::vector<char> asideBody_;
+};
+
+}  // namespace elastic

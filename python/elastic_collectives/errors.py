@@ -1,0 +1,45 @@
+"""Every error of a group, in one tree.
+
+    CollectiveError          the group is over: build a new one
+    ├── PeerLost             a connection broke
+    ├── GroupAborted         abort() was called here or at a peer
+    ├── CollectiveTimeout    peers did not come in time
+    └── MismatchError        the ranks did not call the same collective with the same sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CollectiveError(Exception):
+    """A group failed and is of no more use. `ranks`: those at fault, as far as known; `reason`: one sentence."""
+
+    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+        super().__init__(reason)
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.reason = reason
+
+
+class PeerLost(CollectiveError):
+    """A connection broke: the peer died, or closed its group."""
+
+
+class GroupAborted(CollectiveError):
+    """`abort` was called on this rank or on a peer, or the group was closed; `ranks` tells the origin's culprits."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """Peers did not come within the group's timeout; `ranks` are those that were waited for."""
+
+
+class MismatchError(CollectiveError):
+    """The ranks did not call the same collective with the same sizes."""
+
+
+BY_CAUSE: tuple[type[CollectiveError], ...] = (PeerLost, GroupAborted, CollectiveTimeout, MismatchError)
+
+
+def raise_by_cause(cause: int, ranks: Sequence[int], reason: str) -> None:
+    """What the engine calls to raise; `cause` indexes BY_CAUSE."""
+    raise BY_CAUSE[cause](ranks, reason)
