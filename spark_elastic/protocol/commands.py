@@ -28,7 +28,11 @@ class LaunchSlot(Command):
 
 @dataclass(frozen=True)
 class Publish(Command):
-    """A new world: answer the joins of its members with it and open its address exchange."""
+    """A new world: answer the joins (and results) of its members with it and open its address exchange.
+
+    A member whose question carries an older fence gets it too, however late: an answer may have been lost, and the
+    driver machine takes no notice of a question that this world answers.
+    """
 
     world: World
 

@@ -62,13 +62,16 @@ class World:
     """The workers of one generation, in rank order (members[i].rank == i).
 
     `source` is the rank whose state the others take: a survivor at the highest position (R4); None where nobody
-    brings a position, that is where all begin from the same initial state.
+    brings a position, that is where all begin from the same initial state. `version` is the membership version that
+    it was formed at: its members stop at a boundary once a trailer carries a higher one (R6), so that all of them
+    compare with the same number.
     """
 
     fence: Fence
     members: tuple[Member, ...]
     source: int | None
     reason: str
+    version: int = 0
 
     @property
     def size(self) -> int:
@@ -108,7 +111,8 @@ class Limits:
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
     lease: silence after which a worker is taken for lost. reconnect_grace: how long a broken control connection
-    alone may stay broken. regroup_timeout: how long survivors wait for a member that lives but does not come.
+    alone may stay broken. same_moment: connections that break within it are judged together.
+    regroup_timeout: how long survivors wait for a member that lives but does not come.
     debounce: how long a planned change waits for others to join it.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).
     reset_limit: plain count of new worlds after the first, as Horovod counts; None: unlimited.
@@ -122,6 +126,7 @@ class Limits:
     start_timeout: float = 600.0
     lease: float = 5.0
     reconnect_grace: float = 1.0
+    same_moment: float = 0.05
     regroup_timeout: float = 30.0
     debounce: float = 0.05
     failure_budget: int = 10

@@ -1,0 +1,127 @@
+"""The driver machine's state, and the turn in which one event changes it.
+
+Everything in a `DriverState` is immutable but its own fields; a turn works on a shallow copy, which nobody changes
+once the turn is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, WorkerRecord
+from spark_elastic.protocol.table import Table
+from spark_elastic.protocol.types import Fence, HostId, Limits, Position, SlotId, WorkerId, World
+
+
+class Stage(Enum):
+    GATHERING = "gathering"  # no world, and nobody left of one: the next begins from nothing
+    RUNNING = "running"  # a world is published and not known to be broken
+    REGROUPING = "regrouping"  # the world is over; its living members come, then the next is formed
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's own failure. generation 0: before it was in any world."""
+
+    at: float
+    generation: int
+    worker: WorkerId
+    position: Position | None
+    fingerprint: str
+    detail: str
+
+
+@dataclass
+class DriverState:
+    """What the driver knows.
+
+    absent, unformed: how many living members of the world have not come back from it / have not built it yet.
+    waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
+    suspected: members that peers saw break in this world. hiccup: when last all workers were cut at once.
+    regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
+    short_since: since when there are too few workers. done_since: when rank 0's result came.
+    """
+
+    limits: Limits
+    attempt: int
+    stage: Stage = Stage.GATHERING
+    next_job: int = 1
+    jobs: Table[int, JobRecord] = field(default_factory=Table)
+    slots: Table[SlotId, SlotRecord] = field(default_factory=Table)
+    workers: Table[WorkerId, WorkerRecord] = field(default_factory=Table)
+    gone_slots: Table[SlotId, str] = field(default_factory=Table)
+    gone_workers: Table[WorkerId, Gone] = field(default_factory=Table)
+    waiting: Table[WorkerId, None] = field(default_factory=Table)
+    cut: Table[WorkerId, float] = field(default_factory=Table)
+    draining_hosts: Table[HostId, str] = field(default_factory=Table)
+    arrivals: int = 0
+    draining: int = 0
+    world: World | None = None
+    generation: int = 0
+    absent: int = 0
+    unformed: int = 0
+    suspected: frozenset[WorkerId] = frozenset()
+    results: Table[WorkerId, str] = field(default_factory=Table)
+    version: int = 0
+    announced: bool = False
+    failures: tuple[Failure, ...] = ()
+    next_lease_scan: float = 0.0
+    hiccup: float = float("-inf")
+    gather_since: float | None = None
+    regroup_since: float | None = None
+    published_at: float = 0.0
+    change_since: float | None = None
+    short_since: float | None = None
+    done_since: float | None = None
+    because: str = ""
+
+    @property
+    def fence(self) -> Fence:
+        """Of the last published world; generation 0 before the first."""
+        return Fence(self.attempt, self.generation)
+
+
+class Turn:
+    """One event being answered: a private copy of the state, the time, and the commands so far."""
+
+    __slots__ = ("commands", "now", "state")
+
+    def __init__(self, state: DriverState, now: float) -> None:
+        self.state = replace(state)
+        self.now = now
+        self.commands: list[DriverCommand] = []
+
+    def say(self, command: DriverCommand) -> None:
+        self.commands.append(command)
+
+    def put(self, worker: WorkerRecord) -> None:
+        self.state.workers = self.state.workers.put(worker.worker, worker)
+
+    def put_slot(self, slot: SlotRecord) -> None:
+        self.state.slots = self.state.slots.put(slot.slot, slot)
+
+    def survivors(self) -> list[WorkerRecord]:
+        """Living members of the last world, in rank order (R4)."""
+        return list(self._members())
+
+    def newcomers(self) -> list[WorkerRecord]:
+        """Warm workers outside the world that may be let in: in order of arrival, extra slots last (R14)."""
+        found = [self.state.workers[worker] for worker in self.state.waiting]
+        return sorted((w for w in found if not w.draining), key=lambda worker: (worker.extra, worker.arrival))
+
+    def title(self, worker: WorkerRecord) -> str:
+        """How sentences name a worker."""
+        place = f"rank {worker.rank} of world {self.state.generation}, " if worker.rank is not None else ""
+        return f"worker {worker.worker} ({place}host {worker.host})"
+
+    def _members(self) -> Iterator[WorkerRecord]:
+        if self.state.world is None:
+            return
+        for member in self.state.world.members:
+            worker = self.state.workers.get(member.worker)
+            if worker is not None:
+                yield worker

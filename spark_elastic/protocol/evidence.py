@@ -1,0 +1,142 @@
+"""Losses: what is taken as evidence that a worker, a slot or a world is gone, and what follows for the records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol.commands import Abort, StopWorker
+from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
+from spark_elastic.protocol.types import WorkerId, WorkerStatus
+
+STOPPED = frozenset("TZX")  # states of a process that does not run: stopped, zombie, dead
+SCANS_PER_LEASE = 20
+
+
+def break_world(turn: Turn, reason: str) -> None:
+    """The first evidence that the world is broken: abort it, once. After rank 0's result nothing is torn down (R15)."""
+    state = turn.state
+    if state.stage is not Stage.RUNNING or state.done_since is not None:
+        return
+    state.stage = Stage.REGROUPING
+    state.because = reason
+    state.regroup_since = turn.now
+    turn.say(Abort(f"world {state.generation} is over: {reason}", state.fence))
+
+
+def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liable: bool = False) -> None:
+    """Take a living worker off the records. kill: it may be alive, its slot shall end it. liable: see `Gone`."""
+    state = turn.state
+    title = turn.title(worker)
+    retire(turn, worker, Gone(reason, WorkerStatus.FAILURE, liable))
+    if kill:
+        turn.say(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))
+    if worker.rank is not None and worker.worker not in state.results:
+        break_world(turn, f"{title} is lost: {reason}")
+
+
+def retire(turn: Turn, worker: WorkerRecord, gone: Gone) -> None:
+    """Move a living worker to the gone ones."""
+    state = turn.state
+    state.workers = state.workers.drop(worker.worker)
+    state.waiting = state.waiting.drop(worker.worker)
+    state.cut = state.cut.drop(worker.worker)
+    state.gone_workers = state.gone_workers.put(worker.worker, gone)
+    state.draining -= bool(worker.draining)
+    slot = state.slots.get(worker.slot)
+    if slot is not None and slot.worker == worker.worker:
+        turn.put_slot(replace(slot, worker=None))
+    if worker.rank is not None:
+        state.absent -= not worker.came
+        state.unformed -= not worker.formed
+
+
+def lose_slot(turn: Turn, slot: SlotRecord, reason: str) -> None:
+    """A slot task is gone, and its worker with it."""
+    state = turn.state
+    worker = state.workers.get(slot.worker) if slot.worker is not None else None
+    if worker is not None:
+        lose(turn, worker, reason)
+    state.slots = state.slots.drop(slot.slot)
+    state.gone_slots = state.gone_slots.put(slot.slot, reason)
+    job = state.jobs.get(slot.job)
+    if job is not None:
+        state.jobs = state.jobs.put(slot.job, replace(job, slots=job.slots - 1))
+
+
+def hear(turn: Turn, worker: WorkerRecord) -> WorkerRecord:
+    """The worker spoke, over a connection that stands. Returns its renewed record."""
+    mark_hiccup(turn)
+    turn.state.cut = turn.state.cut.drop(worker.worker)
+    renewed = replace(worker, heard=turn.now)
+    turn.put(renewed)
+    return renewed
+
+
+def suspect(turn: Turn, suspects: tuple[WorkerId, ...]) -> None:
+    """Peers saw them break. That alone evicts nobody."""
+    state = turn.state
+    world = state.world
+    members = {m.worker for m in world.members} if world is not None and suspects else set()
+    state.suspected |= members.intersection(suspects)
+    for name in suspects:
+        judge(turn, name)
+
+
+def judge(turn: Turn, name: WorkerId) -> None:
+    """Whether what is known of a worker's broken connection makes it lost.
+
+    Broken and seen broken by a peer: at once. Broken together with its slot's: once it is clear that not everybody's
+    are. Broken alone: after `reconnect_grace`. Were all broken at once, it was the server's hiccup, and nobody is
+    judged by connections before they had that grace to come back.
+    """
+    state = turn.state
+    worker, since = state.workers.get(name), state.cut.get(name)
+    if worker is None or since is None or _everybody_is_cut(turn):
+        return
+    broken = turn.now - max(since, state.hiccup)
+    slot = state.slots.get(worker.slot)
+    own = state.hiccup < since
+    if own and name in state.suspected:
+        lose(turn, worker, "its connection broke and a peer saw it break", kill=True, liable=True)
+    elif own and slot is not None and slot.cut is not None and _settled(turn, max(since, slot.cut)):
+        lose(turn, worker, "its connection and its slot's broke", kill=True, liable=True)
+    elif broken >= state.limits.reconnect_grace:
+        lose(turn, worker, f"its connection has been broken for {broken:.1f} s", kill=True, liable=True)
+
+
+def mark_hiccup(turn: Turn) -> None:
+    """Remember that everybody was cut, as long as it lasts."""
+    if turn.state.cut and _everybody_is_cut(turn):
+        turn.state.hiccup = turn.now
+
+
+def scan(turn: Turn) -> None:
+    """On a tick: broken connections, and now and then the leases."""
+    state = turn.state
+    mark_hiccup(turn)
+    for name in tuple(state.cut):
+        judge(turn, name)
+    if turn.now < state.next_lease_scan:
+        return
+    lease = state.limits.lease
+    state.next_lease_scan = turn.now + lease / SCANS_PER_LEASE
+    for worker in tuple(state.workers.values()):
+        slot = state.slots.get(worker.slot)
+        if slot is not None and turn.now - slot.heard > lease:
+            lose(turn, worker, f"its slot was silent for {turn.now - slot.heard:.1f} s", kill=True)
+        elif turn.now - worker.heard > lease:
+            lose(turn, worker, f"its process has not run for {turn.now - worker.heard:.1f} s", kill=True)
+
+
+def _settled(turn: Turn, since: float) -> bool:
+    return turn.now - since >= turn.state.limits.same_moment
+
+
+def _everybody_is_cut(turn: Turn) -> bool:
+    """Every worker that ever had a connection; those that still start have none to lose."""
+    cut = turn.state.cut
+    return all(
+        worker.worker in cut or worker.status is WorkerStatus.STARTING
+        for worker in turn.state.workers.values()
+    )

@@ -1,0 +1,81 @@
+"""Failures that are the workers' own: the budget over a sliding window, and the user's exception that ends the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.driver_state import DriverState, Failure, Turn
+from spark_elastic.protocol.types import Position
+
+Ending = Callable[[Turn, Outcome, str, str], None]
+
+
+def blame(turn: Turn, failure: Failure, end: Ending) -> None:
+    """Count a failure, and end the job where it is the user's (R13) or one too many.
+
+    end: called with outcome, reason and detail.
+    """
+    state = turn.state
+    oldest = turn.now - state.limits.failure_window
+    earlier = tuple(f for f in state.failures if f.at >= oldest)
+    state.failures = (*earlier, failure)
+    poison = _poison(state, earlier, failure)
+    if poison:
+        end(turn, Outcome.USER_ERROR, poison, failure.detail)
+        return
+    count = len({_once(f) for f in state.failures})
+    if count > state.limits.failure_budget:
+        end(
+            turn,
+            Outcome.FAILURE_BUDGET,
+            f"workers failed {count} times within {state.limits.failure_window:g} s and the job bears "
+            f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
+            failure.detail,
+        )
+
+
+def _once(failure: Failure) -> Hashable:
+    """One exception that several members of a world raise is one failure."""
+    if failure.generation and failure.fingerprint:
+        return failure.generation, failure.fingerprint
+    return failure.worker
+
+
+def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
+    """Why this exception is the program's own and not a host's, "" if it need not be."""
+    if not new.fingerprint:
+        return ""
+    if new.generation == 0:
+        return _before_any_world(state)
+    for old in earlier:
+        if (old.fingerprint, old.position) == (
+            new.fingerprint,
+            new.position,
+        ) and 0 < old.generation < new.generation:
+            return (
+                f"worker {new.worker} raised in world {new.generation} what worker {old.worker} had raised in world "
+                f"{old.generation}, both at {spell(new.position)}"
+            )
+    world = state.world
+    raised = {f.worker for f in state.failures if f.generation == new.generation and f.fingerprint}
+    if world is not None and world.fence.generation == new.generation and len(raised) == world.size:
+        who = f"all {world.size} workers" if world.size > 1 else "the only worker"
+        return f"{who} of world {new.generation} raised an exception, the last at {spell(new.position)}"
+    return ""
+
+
+def _before_any_world(state: DriverState) -> str:
+    """Every slot's worker raises before it is warm, and none ever got warm."""
+    raised = [f for f in state.failures if f.generation == 0 and f.fingerprint]
+    slots = {f.worker.rpartition(".")[0] for f in raised}
+    if state.world is None and not state.waiting and len(raised) > 1 and slots >= set(state.slots):
+        return f"no worker could load the program: {len(raised)} tried on {len(slots)} slots and all raised"
+    return ""
+
+
+def spell(position: Position | None) -> str:
+    """A position for sentences."""
+    if position is None:
+        return "the beginning"
+    return f"epoch {position.epoch}, {position.phase.name.lower()}, step {position.step}"

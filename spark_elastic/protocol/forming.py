@@ -1,0 +1,250 @@
+"""From the state to the next world, an announcement or the end of the job: looked at after every event.
+
+Level-triggered: it asks only how things stand now, so that nothing is lost when two changes come together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol.assignment import Place, assign, source_of
+from spark_elastic.protocol.commands import Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
+from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.evidence import break_world, lose, retire
+from spark_elastic.protocol.failures import spell
+from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
+from spark_elastic.protocol.registry import Gone, WorkerRecord
+from spark_elastic.protocol.types import START, Fence, WorkerStatus, World
+
+
+def settle(turn: Turn) -> None:
+    """Do what the state asks for."""
+    state = turn.state
+    if state.stage is Stage.ENDED:
+        return
+    if state.done_since is not None:
+        _finish(turn)
+        return
+    if state.stage is Stage.RUNNING:
+        _mind_running(turn)
+    if state.stage is Stage.REGROUPING:
+        _regroup(turn)
+    if state.stage is Stage.GATHERING:
+        _gather(turn)
+
+
+def end(turn: Turn, outcome: Outcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
+    """The job is over: everybody is told, then the caller."""
+    state = turn.state
+    if state.stage is Stage.ENDED:
+        return
+    state.stage = Stage.ENDED
+    for worker in state.workers.values():
+        turn.say(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
+    for slot in state.slots.values():
+        turn.say(ReleaseSlot(f"the job is over ({outcome.value}): {reason}", slot.slot))
+    turn.say(End(reason, outcome, results, detail))
+
+
+def _finish(turn: Turn) -> None:
+    """R15: rank 0's result is in; others that are about to succeed may do so."""
+    state = turn.state
+    assert state.world is not None
+    assert state.done_since is not None
+    late = state.absent > 0
+    if late and turn.now - state.done_since < state.limits.regroup_timeout:
+        return
+    members = state.world.members
+    missing = [member.worker for member in members if member.worker not in state.results]
+    reason = f"all {len(members)} workers of world {state.generation} are done"
+    if missing:
+        reason = f"rank 0 of world {state.generation} is done; no result came from {names(missing)}"
+    results = tuple(state.results.get(member.worker, "null") for member in members)
+    end(turn, Outcome.SUCCESS, reason, results=results)
+
+
+def _mind_running(turn: Turn) -> None:
+    """A world that runs: it may stop as planned, be late with that or with its forming, or be asked to stop."""
+    state = turn.state
+    wait = state.limits.regroup_timeout
+    if state.absent == 0:
+        state.stage = Stage.REGROUPING
+    elif state.regroup_since is not None:
+        if turn.now - state.regroup_since >= wait:
+            late = [worker.worker for worker in turn.survivors() if not worker.came]
+            break_world(turn, f"{names(late)} did not come to the planned stop within {wait:g} s")
+    elif state.unformed:
+        if turn.now - state.published_at >= wait:
+            late = [worker.worker for worker in turn.survivors() if not worker.formed]
+            break_world(turn, f"{names(late)} did not build world {state.generation} within {wait:g} s")
+    else:
+        _announce(turn)
+
+
+def _announce(turn: Turn) -> None:
+    """A planned change, once it is wanted for `debounce` and would change the world."""
+    state = turn.state
+    if state.announced or state.results:
+        return
+    why = _change_wanted(turn)
+    if not why:
+        state.change_since = None
+    elif state.change_since is None and state.limits.debounce > 0:
+        state.change_since = turn.now
+    elif state.change_since is None or turn.now - state.change_since >= state.limits.debounce:
+        state.version += 1
+        state.announced = True
+        turn.say(
+            Announce(f"world {state.generation} shall stop at its next step boundary: {why}", state.version)
+        )
+
+
+def _change_wanted(turn: Turn) -> str:
+    """What the next world would have or lose that this one has not; "" where it would be the same."""
+    state = turn.state
+    assert state.world is not None
+    room = state.world.size < capacity(state.limits)
+    if not state.draining and not (room and state.waiting):
+        return ""
+    # At a planned boundary all members stand at one position, whichever that will be.
+    members = [replace(worker, position=START) for worker in turn.survivors()]
+    chosen = {worker.worker for worker in compose(members, turn.newcomers(), state.limits)}
+    now = {worker.worker for worker in members}
+    if chosen == now:
+        return ""
+    return _difference(
+        [worker.worker for worker in turn.newcomers() if worker.worker in chosen],
+        [worker.worker for worker in members if worker.worker not in chosen],
+    )
+
+
+def _difference(joining: list[str], leaving: list[str]) -> str:
+    joined = f"joining: {names(joining)}" if joining else ""
+    left = f"leaving: {names(leaving)}" if leaving else ""
+    return "; ".join(part for part in (joined, left) if part)
+
+
+def _regroup(turn: Turn) -> None:
+    """The world is over. Once every member has come or is lost, the next one is formed."""
+    state = turn.state
+    wait = state.limits.regroup_timeout
+    if state.absent:
+        if state.regroup_since is not None and turn.now - state.regroup_since < wait:
+            return
+        for worker in turn.survivors():
+            if not worker.came:
+                lose(turn, worker, f"it did not come to the regroup within {wait:g} s", kill=True)
+    survivors = turn.survivors()
+    if not survivors:
+        state.stage = Stage.GATHERING
+        state.regroup_since = None
+        state.because = (
+            f"nobody of world {state.generation} is left, so training begins from nothing: {state.because}"
+        )
+        return
+    chosen = compose(survivors, turn.newcomers(), state.limits)
+    if _enough(turn, len(chosen)):
+        _publish(turn, chosen)
+
+
+def _gather(turn: Turn) -> None:
+    """R16: a first world at `num_workers`, or at `min_workers` once `gather_timeout` has passed since the first."""
+    state = turn.state
+    count = len(state.waiting)
+    if count == 0:
+        state.gather_since = None
+    elif state.gather_since is None:
+        state.gather_since = turn.now
+    if not _enough(turn, count):
+        return
+    assert state.gather_since is not None
+    waited = turn.now - state.gather_since
+    if count >= wanted_at_start(state.limits) or waited >= state.limits.gather_timeout:
+        _publish(turn, turn.newcomers()[: capacity(state.limits)])
+
+
+def _enough(turn: Turn, count: int) -> bool:
+    """Whether `min_workers` are there; ends the job where they have been missing for `start_timeout`."""
+    state = turn.state
+    if count >= state.limits.min_workers:
+        state.short_since = None
+        return True
+    if state.short_since is None:
+        state.short_since = turn.now
+    elif turn.now - state.short_since >= state.limits.start_timeout:
+        end(turn, Outcome.NOT_ENOUGH_WORKERS, _shortage(turn, count))
+    return False
+
+
+def _shortage(turn: Turn, count: int) -> str:
+    state = turn.state
+    hosts = sorted({slot.host for slot in state.slots.values()})
+    silent = [str(job.job) for job in state.jobs.values() if job.slots == 0]
+    starting = [turn.title(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
+    parts = [
+        f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
+        "(min_workers)",
+        f"hosts: {names(hosts) or 'none'}",
+    ]
+    if silent:
+        parts.append(f"waited for slot jobs that the cluster did not start: {names(silent)}")
+    if starting:
+        parts.append(f"waited for {names(starting)} to get warm")
+    return "; ".join(parts)
+
+
+def _publish(turn: Turn, chosen: list[WorkerRecord]) -> None:
+    state = turn.state
+    limit = state.limits.reset_limit
+    if limit is not None and state.generation > limit:
+        reason = f"a new world is needed and {state.generation - 1} were formed after the first (reset_limit {limit})"
+        end(turn, Outcome.RESET_LIMIT, f"{reason}: {state.because}")
+        return
+    picked = {worker.worker for worker in chosen}
+    dropped = [worker for worker in turn.survivors() if worker.worker not in picked]
+    places = [Place(worker.worker, worker.slot, worker.host, worker.position) for worker in chosen]
+    source = source_of(places)
+    state.generation += 1
+    reason = _reason(turn, chosen, dropped, source)
+    world = World(Fence(state.attempt, state.generation), assign(places), source, reason, state.version)
+    turn.say(Publish(reason, world))
+    for worker in dropped:
+        _dismiss(turn, worker)
+    _enter(turn, world, chosen)
+
+
+def _reason(turn: Turn, chosen: list[WorkerRecord], dropped: list[WorkerRecord], source: int | None) -> str:
+    state = turn.state
+    joining = [worker.worker for worker in chosen if worker.rank is None]
+    change = _difference(joining, [worker.worker for worker in dropped])
+    why = "; ".join(part for part in (state.because, change) if part)
+    onward = spell(chosen[source].position) if source is not None else "the beginning"
+    return (
+        f"world {state.generation} of {len(chosen)} workers goes on from {onward}: {why or 'nothing changed'}"
+    )
+
+
+def _enter(turn: Turn, world: World, chosen: list[WorkerRecord]) -> None:
+    """The records of a world that was just published."""
+    state = turn.state
+    for rank, worker in enumerate(chosen):
+        turn.put(replace(worker, rank=rank, formed=False, came=False, status=WorkerStatus.JOINING))
+        state.waiting = state.waiting.drop(worker.worker)
+    state.stage = Stage.RUNNING
+    state.world = world
+    state.absent = state.unformed = len(chosen)
+    state.suspected = frozenset()
+    state.results = type(state.results)()
+    state.announced = False
+    state.published_at = turn.now
+    state.gather_since = state.regroup_since = state.change_since = state.short_since = None
+    state.because = ""
+
+
+def _dismiss(turn: Turn, worker: WorkerRecord) -> None:
+    """A drained member, once the world without it is published."""
+    reason = f"worker {worker.worker} leaves: {worker.draining}"
+    retire(turn, worker, Gone(reason, WorkerStatus.SUCCESS))
+    turn.say(StopWorker(reason, worker.worker))
+    if worker.host in turn.state.draining_hosts:
+        turn.say(ReleaseSlot(reason, worker.slot))

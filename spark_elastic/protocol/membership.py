@@ -1,0 +1,54 @@
+"""Who is in the next world: survivors in seniority, then newcomers, within the limits and without those who drain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spark_elastic.protocol.registry import WorkerRecord
+from spark_elastic.protocol.types import Limits, Position
+
+
+def capacity(limits: Limits) -> int:
+    """The largest world (R8: never more workers than rows in a step)."""
+    if limits.max_global_batch is None:
+        return limits.max_workers
+    return min(limits.max_workers, limits.max_global_batch)
+
+
+def wanted_at_start(limits: Limits) -> int:
+    """R16: with so many workers the first world begins at once."""
+    return min(limits.num_workers, capacity(limits))
+
+
+def compose(
+    survivors: Sequence[WorkerRecord], newcomers: Sequence[WorkerRecord], limits: Limits
+) -> list[WorkerRecord]:
+    """Members of the next world in order of rank.
+
+    survivors: the previous world's living members in its rank order (R4). newcomers: warm, without state, in order
+    of arrival. A survivor that drains stays on only as far as it is needed: as the holder of the newest state, or to
+    keep `min_workers`; nobody loses state to a drain.
+    """
+    room = capacity(limits)
+    staying = [worker for worker in survivors if not worker.draining]
+    leaving = [worker for worker in survivors if worker.draining]
+    kept: list[WorkerRecord] = []
+    newest = newest_position(survivors)
+    if newest != newest_position(staying):
+        kept = [next(worker for worker in leaving if worker.position == newest)]
+    joining = list(newcomers[: max(0, room - len(staying) - len(kept))])
+    missing = limits.min_workers - len(staying) - len(kept) - len(joining)
+    kept += [worker for worker in leaving if worker not in kept][: max(0, missing)]
+    chosen = {worker.worker for worker in (*staying, *kept)}
+    return [worker for worker in survivors if worker.worker in chosen] + joining
+
+
+def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
+    """The highest position among them; None where nobody has one."""
+    return max((worker.position for worker in workers if worker.position is not None), default=None)
+
+
+def names(workers: Sequence[str], most: int = 8) -> str:
+    """For sentences: all of a few, some of many."""
+    shown = ", ".join(workers[:most])
+    return shown if len(workers) <= most else f"{shown} and {len(workers) - most} more"

@@ -1,0 +1,66 @@
+"""Who there is: the driver's records of slot jobs, slots and workers. Values only; `driver_machine` changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spark_elastic.protocol.types import HostId, Position, SlotId, WorkerId, WorkerStatus
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A slot job that is alive. fruitless: how many of its predecessors in a row ended without a warm worker.
+    slots: how many of its attempts are alive. warmed: one of them brought a warm worker."""
+
+    job: int
+    fruitless: int = 0
+    slots: int = 0
+    warmed: bool = False
+    host_lost: bool = False
+
+
+@dataclass(frozen=True)
+class SlotRecord:
+    """A slot task that is alive. extra: the job had another one alive when it came (R14). heard: its last beat.
+    cut: since when its control connection is broken."""
+
+    slot: SlotId
+    job: int
+    host: HostId
+    heard: float
+    extra: bool = False
+    worker: WorkerId | None = None
+    cut: float | None = None
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """A living worker.
+
+    heard: when it was last known to run. arrival: order in which newcomers came, 0 while it has not. rank: in the
+    last published world, None for who is not in it. formed: built that world. came: left it, by a join or a
+    result, at `position`. draining: why it shall leave, "" if not.
+    """
+
+    worker: WorkerId
+    slot: SlotId
+    host: HostId
+    heard: float
+    status: WorkerStatus = WorkerStatus.STARTING
+    arrival: int = 0
+    rank: int | None = None
+    formed: bool = False
+    came: bool = False
+    position: Position | None = None
+    draining: str = ""
+    extra: bool = False
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A worker that ended or was given up. liable: should its slot report a failed exit later, that is a failure of
+    its own and not yet counted."""
+
+    reason: str
+    status: WorkerStatus
+    liable: bool = False

@@ -1,0 +1,82 @@
+"""An immutable mapping for the machines' states: an update costs about the square root of the size, not the size.
+
+Updates go to a small overlay that is folded into the base once it has grown. Iteration order is that of a dict and
+hence the same in every run: it never depends on hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isqrt
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+OVERLAY_AT_LEAST = 8
+
+
+class Table(Mapping[K, V], Generic[K, V]):
+    """`put` and `drop` return a changed copy and leave the original as it is."""
+
+    __slots__ = ("_base", "_overlay", "_size")
+
+    def __init__(self, items: Mapping[K, V] | None = None) -> None:
+        self._base: dict[K, V] = dict(items or {})
+        self._overlay: dict[K, tuple[V] | None] = {}  # None: dropped
+        self._size = len(self._base)
+
+    def put(self, key: K, value: V) -> Table[K, V]:
+        return self._changed(key, (value,), self._size + (key not in self))
+
+    def drop(self, key: K) -> Table[K, V]:
+        """Without `key`; the same table where it is not there."""
+        return self._changed(key, None, self._size - 1) if key in self else self
+
+    def _changed(self, key: K, entry: tuple[V] | None, size: int) -> Table[K, V]:
+        new: Table[K, V] = Table.__new__(Table)
+        overlay = dict(self._overlay)
+        overlay[key] = entry
+        new._size = size
+        if len(overlay) <= max(OVERLAY_AT_LEAST, isqrt(size)):
+            new._base, new._overlay = self._base, overlay
+        else:
+            new._base, new._overlay = _folded(self._base, overlay), {}
+        return new
+
+    def __getitem__(self, key: K) -> V:
+        if key in self._overlay:
+            entry = self._overlay[key]
+            if entry is None:
+                raise KeyError(key)
+            return entry[0]
+        return self._base[key]
+
+    def __contains__(self, key: object) -> bool:
+        if key in self._overlay:
+            return self._overlay[key] is not None
+        return key in self._base
+
+    def __iter__(self) -> Iterator[K]:
+        for key in self._base:
+            if self._overlay.get(key, ()) is not None:
+                yield key
+        for key, entry in self._overlay.items():
+            if entry is not None and key not in self._base:
+                yield key
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"Table({dict(self)})"
+
+
+def _folded(base: Mapping[K, V], overlay: Mapping[K, tuple[V] | None]) -> dict[K, V]:
+    folded = dict(base)
+    for key, entry in overlay.items():
+        if entry is None:
+            folded.pop(key, None)
+        else:
+            folded[key] = entry[0]
+    return folded

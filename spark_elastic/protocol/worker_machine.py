@@ -1,0 +1,213 @@
+"""A worker's decisions: `step(state, event) -> (state, commands)`, pure; the same in a real process and in simulation.
+
+A worker asks for a world, forms its group, takes the state where it must, trains, and asks again when the group
+broke or a boundary was agreed. Two threads post: what an event of the past brings too late is answered with nothing,
+or, where the main thread waits for an answer, with the question asked again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import (
+    AbortGroup,
+    CloseGroup,
+    Exit,
+    Form,
+    Join,
+    ReportDone,
+    ReportFailure,
+    Run,
+    Sync,
+    WorkerCommand,
+)
+from spark_elastic.protocol.types import START, Fence, Position, SlotId, WorkerId, World
+
+SILENT_DRIVER = 3  # exit code of a worker whose driver was silent (R12)
+
+
+class Stage(Enum):
+    STARTING = "starting"
+    JOINING = "joining"  # asked for a world
+    FORMING = "forming"
+    SYNCING = "syncing"
+    RUNNING = "running"
+    DONE = "done"  # reported its result, waits
+    STOPPED = "stopped"
+
+
+IN_A_WORLD = (Stage.FORMING, Stage.SYNCING, Stage.RUNNING, Stage.DONE)
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """fence: of the last world that it took. position: of the state that it holds (R5: an old one until a new one is
+    swapped in whole); None while it holds none. aborted: newest world that is known to be over. code: of its exit."""
+
+    worker: WorkerId
+    slot: SlotId
+    stage: Stage = Stage.STARTING
+    fence: Fence | None = None
+    world: World | None = None
+    position: Position | None = None
+    aborted: Fence | None = None
+    result: str = ""
+    code: int = 0
+
+
+Answer: TypeAlias = tuple[WorkerState, tuple[WorkerCommand, ...]]
+
+
+def initial(worker: WorkerId, slot: SlotId) -> Answer:
+    """A process that was just started; it does nothing before it is warm."""
+    return WorkerState(worker, slot), ()
+
+
+def step(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    """What follows from an event."""
+    if state.stage is Stage.STOPPED:
+        return state, (Exit("it was told to end", state.code),)
+    match event:
+        case on.Warm():
+            return _join(state, "warm") if state.stage is Stage.STARTING else (state, ())
+        case on.GotWorld():
+            return _got_world(state, event.world)
+        case on.Formed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroke() | on.Finished():
+            return _in_world(state, event) if event.fence == state.fence else (state, ())
+        case on.AbortHeard():
+            return _abort_heard(state, event)
+        case on.UserRaised():
+            return _user_raised(state, event)
+        case on.StopHeard():
+            return _stop(state, event.reason, 0)
+        case on.DriverSilent():
+            return _stop(state, f"the driver has been silent for {event.seconds:.0f} s", SILENT_DRIVER)
+
+
+def _join(
+    state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
+) -> Answer:
+    return replace(state, stage=Stage.JOINING), (
+        Join(reason, state.fence, state.position, suspects, planned),
+    )
+
+
+def _got_world(state: WorkerState, world: World) -> Answer:
+    if state.stage not in (Stage.JOINING, Stage.DONE):
+        return state, ()
+    if state.fence is not None and world.fence <= state.fence:
+        if state.stage is Stage.DONE:
+            return state, (_report_done(state),)
+        return _join(state, f"world {world.fence.generation} is one that it left")
+    me = world.member(state.worker)
+    if me is None:
+        return _stop(state, f"world {world.fence.generation} was formed without it", 0)
+    entered = replace(state, stage=Stage.FORMING, fence=world.fence, world=world)
+    if _is_over(entered):
+        return _join(entered, f"world {world.fence.generation} was over before it was heard of")
+    if me.position != state.position:
+        # A late message misled the driver. Who trained on from here would break P1, so this world must not begin.
+        return _join(
+            entered, f"world {world.fence.generation} was formed for a position that it does not hold"
+        )
+    return entered, (Form(f"rank {_rank(entered)} of {world.size}: {world.reason}", world),)
+
+
+def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    """Events of the current world's own work."""
+    match event:
+        case on.Formed() if state.stage is Stage.FORMING:
+            return _formed(state)
+        case on.Synced() if state.stage is Stage.SYNCING:
+            return _run(replace(state, position=event.position))
+        case on.Applied() if state.stage is Stage.RUNNING:
+            return replace(state, position=event.position), ()
+        case on.Boundary() if state.stage is Stage.RUNNING:
+            return _leave(state, event.reason, planned=True)
+        case on.GroupBroke() if state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING):
+            assert state.world is not None
+            members = state.world.members
+            suspects = tuple(members[rank].worker for rank in event.suspects if 0 <= rank < len(members))
+            return _leave(state, event.reason, suspects)
+        case on.Finished() if state.stage is Stage.RUNNING:
+            done = replace(state, stage=Stage.DONE, result=event.result)
+            return done, (_report_done(done),)
+        case _:
+            return state, ()
+
+
+def _formed(state: WorkerState) -> Answer:
+    world = state.world
+    assert world is not None
+    if _is_over(state):
+        return _leave(state, f"world {world.fence.generation} was over before it was formed")
+    if not world.receivers:
+        return _run(state)
+    verb = "take" if _rank(state) in world.receivers else "hand on"
+    return replace(state, stage=Stage.SYNCING), (Sync(f"{verb} the state of rank {world.source}", world),)
+
+
+def _run(state: WorkerState) -> Answer:
+    """Train on. Who begins from nothing holds the initial state from here on."""
+    world = state.world
+    assert world is not None
+    if _is_over(state):
+        return _leave(state, f"world {world.fence.generation} is over")
+    running = replace(state, stage=Stage.RUNNING, position=state.position or START)
+    return running, (Run(f"rank {_rank(state)} of {world.size}", world, state.position),)
+
+
+def _leave(
+    state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
+) -> Answer:
+    assert state.fence is not None
+    joined, commands = _join(state, reason, suspects, planned)
+    return joined, (CloseGroup(reason, state.fence), *commands)
+
+
+def _report_done(state: WorkerState) -> ReportDone:
+    assert state.fence is not None
+    return ReportDone("the end of training", state.fence, state.position or START, state.result)
+
+
+def _abort_heard(state: WorkerState, event: on.AbortHeard) -> Answer:
+    """R10: an older one is ignored; a newer one is kept for the world that it speaks of."""
+    if state.fence is not None and event.fence < state.fence:
+        return state, ()
+    known = event.fence if state.aborted is None else max(state.aborted, event.fence)
+    over = replace(state, aborted=known)
+    if event.fence != state.fence or state.stage not in IN_A_WORLD:
+        return over, ()
+    return over, (AbortGroup(event.reason, event.fence),)
+
+
+def _user_raised(state: WorkerState, event: on.UserRaised) -> Answer:
+    """R13: told to the driver before the group closes, so that peers' broken connections are never the first news."""
+    reason = "user code raised"
+    commands: list[WorkerCommand] = [
+        ReportFailure(reason, state.fence, state.position, event.fingerprint, event.traceback)
+    ]
+    if state.fence is not None:
+        commands.append(CloseGroup(reason, state.fence))
+    return replace(state, stage=Stage.STOPPED, code=1), (*commands, Exit(reason, 1))
+
+
+def _stop(state: WorkerState, reason: str, code: int) -> Answer:
+    stopped = replace(state, stage=Stage.STOPPED, code=code)
+    if state.stage in IN_A_WORLD and state.fence is not None:
+        return stopped, (AbortGroup(reason, state.fence), Exit(reason, code))
+    return stopped, (Exit(reason, code),)
+
+
+def _is_over(state: WorkerState) -> bool:
+    return state.aborted is not None and state.fence is not None and state.fence <= state.aborted
+
+
+def _rank(state: WorkerState) -> int:
+    assert state.world is not None
+    member = state.world.member(state.worker)
+    assert member is not None
+    return member.rank
