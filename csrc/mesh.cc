@@ -48,7 +48,9 @@ Mesh::~Mesh() { close(); }
 
 void Mesh::close() {
   Lock lock(mu_);
-  if (!failure_) abortLocked(Cause::kAborted, {}, me() + ": the group is closed");
+  // An orderly end is no failure of the peers: they may still be busy with one another, so nobody is told.
+  if (!failure_) failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, me() + ": the group is closed");
+  wake();
   while (polling_) news_.wait_for(lock, kSlice);
   for (auto& pair : pairs_) {
     if (pair) static_cast<Pair*>(pair.get())->shut();
