@@ -23,22 +23,29 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 # Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.
-JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
 START_SECONDS = 60.0
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
-def cluster_environment() -> dict[str, str]:
-    """What every process of the cluster and the driver need: loopback, this interpreter, this repository."""
+def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
+    """What the cluster and its drivers need: loopback, this interpreter, this repository.
+
+    scratch: where they put what a killed JVM cannot remove; default is the system's folder.
+    """
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "python")])
-    return {
+    found = {
         "JDK_JAVA_OPTIONS": JAVA_OPTIONS,
         "SPARK_LOCAL_IP": LOOPBACK,
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": path,
     }
+    if scratch is not None:
+        found["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={scratch}"
+        found["SPARK_LOCAL_DIRS"] = str(scratch)
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,14 @@ class StandaloneCluster:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.scratch = directory / "scratch"
         self._master: subprocess.Popen[bytes] | None = None
         self._started = 0
         self.workers: list[Worker] = []
         self.url = ""
 
     def __enter__(self) -> StandaloneCluster:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.scratch.mkdir(parents=True, exist_ok=True)
         log = self._directory / "master.log"
         self._master = self._spawn(log, "master.Master", "--port", "0")
         try:
@@ -170,14 +178,12 @@ class StandaloneCluster:
         home = Path(pyspark.__file__).parent
         command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{daemon}"]
         command += ["--host", LOOPBACK, "--webui-port", "0", *arguments]
-        environment = (
-            os.environ | cluster_environment() | {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m"}
-        )
+        daemons = {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m"}
         with log.open("wb") as output:
             return subprocess.Popen(
                 command,
                 cwd=self._directory,
-                env=environment,
+                env=os.environ | cluster_environment(self.scratch) | daemons,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

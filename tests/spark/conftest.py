@@ -30,7 +30,6 @@ SETTINGS = {
     "spark.sql.shuffle.partitions": "3",
     "spark.default.parallelism": "3",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
-    "spark.executorEnv.PYTHONPATH": cluster_environment()["PYTHONPATH"],
 }
 
 
@@ -96,21 +95,20 @@ class Sessions:
 
 
 @pytest.fixture(scope="session")
-def spark_environment() -> Iterator[None]:
-    """Loopback, this interpreter and quick JVMs for everything that Spark starts from here."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster_environment().items():
+def spark_cluster(
+    session_owned: SessionOwned, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StandaloneCluster]:
+    """The cluster of the whole session: three hosts of one core. Tests that harm it take `standalone`.
+
+    As long as it lives, the environment of this process makes Spark drivers ready for it.
+    """
+    with (
+        StandaloneCluster(tmp_path_factory.mktemp("cluster")) as cluster,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in cluster_environment(cluster.scratch).items():
             patch.setenv(name, value)
         patch.delenv("SPARK_HOME", raising=False)
-        yield
-
-
-@pytest.fixture(scope="session")
-def spark_cluster(
-    spark_environment: None, session_owned: SessionOwned, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StandaloneCluster]:
-    """The cluster of the whole session: three hosts of one core. Tests that harm it take `standalone`."""
-    with StandaloneCluster(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.start_workers(HOSTS)
         session_owned.processes.update(cluster.pids)
         yield cluster
