@@ -91,8 +91,10 @@ class Session:
             self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
             self._highest = count
             return True
+        if -ahead >= WINDOW:
+            return False
         bit = 1 << -ahead
-        if -ahead >= WINDOW or self._seen & bit:
+        if self._seen & bit:
             return False
         self._seen |= bit
         return True

@@ -52,6 +52,7 @@ class Board:
         self.ended: str | None = None
         self._world: World | None = None
         self._aborted: str | None = None  # why the current world is over
+        self._over: tuple[Fence, str] | None = None  # the newest generation that is over
         self._version, self._version_reason = 0, ""
         self._slot_of: dict[WorkerId, SlotId] = {}
         self._stops: dict[WorkerId, WorkerStop] = {}
@@ -62,6 +63,8 @@ class Board:
 
     def publish(self, world: World) -> None:
         self._close_exchange()
+        if self._world is not None and self._aborted is None:
+            self._over = self._world.fence, world.reason
         self._world, self._aborted = world, None
         self.values.open(generation_scope(world.fence.generation))
         # Not its members alone: whoever watches the world before this one must hear that it is over.
@@ -71,6 +74,7 @@ class Board:
         """A fence that is not the current one's is over already."""
         if self._world is not None and self._world.fence == fence and self._aborted is None:
             self._aborted = reason
+            self._over = fence, reason
             self._close_exchange()
             self.waiters.wake_all()
 
@@ -134,9 +138,9 @@ class Board:
             return f"generation {fence.generation} was followed by {self._world.fence.generation}: {self._world.reason}"
         return self._aborted
 
-    def news(self, worker: WorkerId, fence: Fence | None) -> News:
-        aborted = None if fence is None else self.over(fence)
-        return News(self._version, self._version_reason, aborted, self.stop(worker))
+    def news(self, worker: WorkerId) -> News:
+        over, why = self._over or (None, "")
+        return News(self._version, self._version_reason, over, why, self.stop(worker))
 
     def orders(self, slot: SlotId, seen: int) -> SlotOrders:
         """Everything that `slot` was told to do after its first `seen` orders."""

@@ -71,9 +71,12 @@ class WorkerCalls:
         request = m.JoinWorld(self._worker, self._slot, fence, position, suspects, reason, planned)
         return self._client.ask(request, hold)
 
-    def watch(self, fence: Fence | None, version: int, hold: float = m.HOLD) -> m.News:
-        """News as soon as the version is not `version`, `fence` is over, or this worker is to stop."""
-        return self._client.ask(m.WatchWorker(self._worker, self._slot, fence, version), hold)
+    def watch(self, over: Fence | None, version: int, hold: float = m.HOLD) -> m.News:
+        """News as soon as the version is not `version`, a generation after `over` is over, or this worker is to stop."""
+        return self._client.ask(m.WatchWorker(self._worker, self._slot, over, version), hold)
+
+    def report(self, numbers: dict[str, Any]) -> m.Acknowledged:
+        return self._client.ask(m.Report(self._worker, self._slot, numbers))
 
     def exchange(
         self, fence: Fence, rank: int, blob: bytes, timeout: float, name: str = "mesh"

@@ -121,7 +121,7 @@ class RendezvousClient:
                 # The server forgot the session (a new one in its place): prove the key anew, once.
                 patience.renewed = True
                 self._forget(session)
-            elif response.status_code in (200, 400, 500):
+            elif response.status_code in (200, 400) or auth.REPLY_HEADER in response.headers:
                 return self._reply(request, credentials, response)
             elif response.status_code in (401, 413):
                 self._refused(response.status_code, len(body))

@@ -92,8 +92,8 @@ class Gate:
         except Refused as refused:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
-        except PeerGone:
-            return
+        except (PeerGone, asyncio.CancelledError):
+            return  # nobody hears an answer: the connection broke, or the loop ends and breaks it off
         text = codec.dumps({"v": VERSION, **reply})
         signature = auth.sign_reply(self._key, credentials, status, text).encode()
         await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])

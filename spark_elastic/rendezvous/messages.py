@@ -167,24 +167,29 @@ class JoinWorld(Request[NextWorld]):
 class News:
     """What a worker must hear at once. version: newest membership version, and its reason.
 
-    aborted: why the asked generation is over, None while it lives. stop: end, and why.
+    over: the newest generation that is over, and why. stop: end, and why.
     """
 
     version: int
     reason: str = ""
-    aborted: str | None = None
+    over: Fence | None = None
+    why: str = ""
     stop: str | None = None
 
 
 @dataclass(frozen=True)
 class WatchWorker(Request[News]):
-    """Long poll: answered when the version differs, the generation of `fence` is over, or the worker is to stop."""
+    """Long poll: answered when the version differs, a generation after `over` is over, or the worker is to stop.
+
+    Asked by what was heard last, not by the world that the worker is in: a world that begins while the question is
+    open cannot be missed.
+    """
 
     path = "/v1/worker/watch"
     reply = News
     worker: WorkerId
     slot: SlotId
-    fence: Fence | None
+    over: Fence | None
     version: int
 
 
@@ -194,6 +199,17 @@ class Blobs:
 
     blobs: tuple[bytes, ...] | None = None
     missing: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report(Request[Acknowledged]):
+    """Progress for people: a few numbers by name. Some may be lost."""
+
+    path = "/v1/worker/report"
+    reply = Acknowledged
+    worker: WorkerId
+    slot: SlotId
+    numbers: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -282,6 +298,6 @@ class GetValues(Request[Values]):
 
 REQUESTS: tuple[type[Request[Any]], ...] = (
     RegisterSlot, Beat, Started, Exited, WatchSlot, LogLines,
-    JoinWorld, WatchWorker, Exchange, Formed, Failed, Done,
+    JoinWorld, WatchWorker, Report, Exchange, Formed, Failed, Done,
     SetValues, GetValues,
 )  # fmt: skip

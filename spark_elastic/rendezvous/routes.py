@@ -27,8 +27,8 @@ R = TypeVar("R")
 class Routes:
     """Handlers of all requests over one board.
 
-    admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output. No callable
-    may block.
+    admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output; on_report:
+    their progress. No callable may block.
     """
 
     def __init__(
@@ -38,12 +38,14 @@ class Routes:
         clock: Clock,
         on_logs: Callable[[m.LogLines], None],
         admit: Callable[[dict[str, Any]], str | None],
+        on_report: Callable[[m.Report], None],
     ) -> None:
         self._board = board
         self._post = post
         self._clock = clock
         self._on_logs = on_logs
         self._admit = admit
+        self._on_report = on_report
         self._presence = Presence(post, clock)
 
     def handlers(self) -> Mapping[type[m.Request[Any]], Handler]:
@@ -56,6 +58,7 @@ class Routes:
             m.WatchSlot: self._watch_slot,
             m.JoinWorld: self._join,
             m.WatchWorker: self._watch_worker,
+            m.Report: self._simple(self._report),
             m.Exchange: self._exchange,
             m.Formed: self._simple(self._formed),
             m.Failed: self._simple(self._failed),
@@ -148,12 +151,16 @@ class Routes:
         self._hear(request.worker, request.slot)
 
         def news() -> m.News | None:
-            now = self._board.news(request.worker, request.fence)
-            quiet = now.version == request.version and now.aborted is None and now.stop is None
+            now = self._board.news(request.worker)
+            quiet = now.version == request.version and now.over == request.over and now.stop is None
             return None if quiet else now
 
         reply = await self._hold(call, (request.slot, request.worker), request.worker, news)
-        return reply or self._board.news(request.worker, request.fence)
+        return reply or self._board.news(request.worker)
+
+    def _report(self, request: m.Report) -> m.Acknowledged:
+        self._on_report(request)
+        return m.Acknowledged(self._board.stop(request.worker))
 
     async def _exchange(self, call: Call) -> m.Blobs:
         request = call.message

@@ -18,9 +18,13 @@ from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
 from spark_elastic.rendezvous.board import Board
 from spark_elastic.rendezvous.gate import Gate
 from spark_elastic.rendezvous.logs import LogPump
-from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import Routes
 from spark_elastic.rendezvous.serving import Bind, Serving, listen
+
+
+def _unread(report: Report) -> None:
+    """Progress that nobody follows."""
 
 
 def _everyone(facts: dict[str, Any]) -> str | None:
@@ -32,12 +36,14 @@ class Hooks:
     """Where the server hands things on.
 
     post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
-    called in the event loop and must not block. on_logs: takes workers' output, in a thread of its own.
+    called in the event loop and must not block; on_report, which takes workers' progress, too. on_logs: takes workers'
+    output, in a thread of its own.
     """
 
     post: Callable[[DriverEvent], None]
     on_logs: Callable[[LogLines], None]
     admit: Callable[[dict[str, Any]], str | None] = _everyone
+    on_report: Callable[[Report], None] = _unread
 
 
 class RendezvousServer:
@@ -54,7 +60,7 @@ class RendezvousServer:
             )
         self._board = Board(attempt)
         self._logs = LogPump(hooks.on_logs)
-        routes = Routes(self._board, hooks.post, clock, self._logs.put, hooks.admit)
+        routes = Routes(self._board, hooks.post, clock, self._logs.put, hooks.admit, hooks.on_report)
         self._gate = Gate(key, attempt, routes.handlers())
         self._serving: Serving | None = None
         self._port = 0

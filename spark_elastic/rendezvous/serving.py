@@ -191,11 +191,10 @@ def _bury(loop: asyncio.AbstractEventLoop, life: _Life) -> None:
 async def _break_off(life: _Life) -> None:
     for server in life.servers:
         server.close()
-    # Tasks before transports: a task that sees its transport break would take its peer for lost.
+    for connection in list(life.server_state.connections):
+        connection.transport.abort()
+    # In the same breath: a request that saw its transport break before this would take its peer for lost.
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for connection in list(life.server_state.connections):
-        connection.transport.abort()
-    await asyncio.sleep(0)  # where the aborted transports close

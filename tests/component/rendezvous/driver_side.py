@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -88,6 +89,20 @@ class Driver:
         self._threads.append(thread)
         thread.start()
         return future
+
+    def in_loop(self, look: Callable[[], R]) -> R:
+        """What `look` sees in the server's event loop thread."""
+        seen: queue.Queue[R] = queue.Queue()
+        self.server._tell(lambda: seen.put(look()))
+        return seen.get(timeout=PATIENCE)
+
+    def until_polls(self, number: int) -> None:
+        """Returns when the server holds that many long polls open."""
+        waiters = self.server._board.waiters
+        deadline = time.monotonic() + PATIENCE
+        while (held := self.in_loop(lambda: sum(map(len, waiters._by_topic.values())))) != number:
+            assert time.monotonic() < deadline, f"{held} long polls are open, not {number}"
+            time.sleep(0.002)
 
     def close(self) -> None:
         for client in self._clients:

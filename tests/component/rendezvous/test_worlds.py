@@ -61,34 +61,36 @@ def test_a_world_that_was_left_or_is_over_is_not_handed_out(driver: Driver) -> N
 def test_a_watch_hears_of_the_version(driver: Driver) -> None:
     worker = driver.client().worker(A, "1-0")
     driver.server.publish(world(1, A))
-    fence = Fence(ATTEMPT, 1)
-    assert worker.watch(fence, 0, hold=0.05) == News(0)
-    waiting = driver.aside(lambda: worker.watch(fence, 0))
+    assert worker.watch(None, 0, hold=0.05) == News(0)
+    waiting = driver.aside(lambda: worker.watch(None, 0))
     driver.server.announce(1, "3-0.1 is warm")
     assert waiting.result(PATIENCE) == News(1, "3-0.1 is warm")
     # Level-triggered: one that has not heard hears at once.
-    assert worker.watch(fence, 0) == News(1, "3-0.1 is warm")
-    assert worker.watch(fence, 1, hold=0.05) == News(1, "3-0.1 is warm")
+    assert worker.watch(None, 0) == News(1, "3-0.1 is warm")
+    assert worker.watch(None, 1, hold=0.05) == News(1, "3-0.1 is warm")
 
 
 def test_a_watch_hears_of_the_abort_of_its_generation(driver: Driver) -> None:
     worker = driver.client().worker(A, "1-0")
     driver.server.publish(world(4, A, B))
-    waiting = driver.aside(lambda: worker.watch(Fence(ATTEMPT, 4), 0))
+    waiting = driver.aside(lambda: worker.watch(None, 0))
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
-    assert waiting.result(PATIENCE).aborted == "2-0.1 was lost"
+    assert waiting.result(PATIENCE) == News(0, over=Fence(ATTEMPT, 4), why="2-0.1 was lost")
+    # Heard once, it is not told again; the next world's end is.
+    waiting = driver.aside(lambda: worker.watch(Fence(ATTEMPT, 4), 0))
+    driver.server.publish(world(5, A))
+    driver.server.abort(Fence(ATTEMPT, 5), "2-0.1 is back")
+    assert waiting.result(PATIENCE).over == Fence(ATTEMPT, 5)
 
 
-def test_a_watch_of_an_older_generation_learns_who_followed(driver: Driver) -> None:
+def test_a_watch_hears_that_another_generation_followed(driver: Driver) -> None:
     worker = driver.client().worker(A, "1-0")
     driver.server.publish(world(1, A, B))
-    waiting = driver.aside(lambda: worker.watch(Fence(ATTEMPT, 1), 0))
+    waiting = driver.aside(lambda: worker.watch(None, 0))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
-    aborted = waiting.result(PATIENCE).aborted
-    assert aborted is not None
-    assert "2" in aborted
-    assert "1-0.1 was silent" in aborted
+    news = waiting.result(PATIENCE)
+    assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
 
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:

@@ -1,0 +1,234 @@
+"""P6: whoever does not prove the job's key, or speaks otherwise than the wire does, gets nothing; the job goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from spark_elastic.protocol import events
+from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.connection import Connection
+from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
+from spark_elastic.rendezvous.messages import REQUESTS, VERSION, Acknowledged, Beat
+from spark_elastic.rendezvous.serving import Bind, Serving, listen
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, read_all
+
+BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "worker": "", "state": ""}})
+
+
+class Stranger:
+    """Speaks raw HTTP to the server; with `key` it can sign."""
+
+    def __init__(self, port: int, key: bytes = KEY) -> None:
+        self._port = port
+        self._key = key
+        self._count = 0
+
+    def send(self, text: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE) as connection:
+            try:
+                connection.sendall(text)
+                return read_all(connection)
+            except (ConnectionResetError, BrokenPipeError):
+                return b""  # refused without reading what we sent
+
+    def request(
+        self,
+        path: str,
+        body: bytes,
+        header: str | None,
+        method: str = "POST",
+        more: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Status and body."""
+        headers = {"host": "x", "content-length": str(len(body)), "connection": "close", **(more or {})}
+        if header is not None:
+            headers["authorization"] = header
+        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
+        return _parse(self.send(head.encode("latin-1") + b"\r\n" + body))
+
+    def session(self) -> str:
+        credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
+        status, body = self.request(auth.HELLO, b"", credentials.header())
+        assert status == 200
+        return str(json.loads(body)["session"])
+
+    def signed(self, path: str, body: bytes, session: str | None = None, count: int | None = None) -> str:
+        self._count += 1
+        number = self._count if count is None else count
+        return auth.sign_request(self._key, path, session or self.session(), number, body).header()
+
+
+def _parse(answer: bytes) -> tuple[int, bytes]:
+    if not answer:
+        return 0, b""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), body
+
+
+@pytest.fixture
+def stranger(driver: Driver) -> Iterator[Stranger]:
+    """After whatever it did, an honest slot is still answered and nothing of the stranger's became an event."""
+    yield Stranger(driver.port)
+    assert driver.events.empty()
+    assert driver.client().slot("9-0").beat().stop is None
+    assert driver.heard(events.SlotBeat).slot == "9-0"
+
+
+def test_what_is_well_signed_is_let_in(driver: Driver) -> None:
+    """The requests below fail for what they say they fail for."""
+    honest = Stranger(driver.port)
+    status, _ = honest.request(Beat.path, BEAT.encode(), honest.signed(Beat.path, BEAT.encode()))
+    assert status == 200
+    assert driver.heard(events.SlotBeat).slot == "1-0"
+
+
+def test_no_path_answers_the_unsigned(stranger: Stranger) -> None:
+    for path in (auth.HELLO, "/", "/docs", "/v1", *(request.path for request in REQUESTS)):
+        for method in ("GET", "POST", "PUT", "OPTIONS"):
+            assert stranger.request(path, BEAT.encode(), None, method) == (401, b""), (method, path)
+
+
+def test_a_forged_signature_is_refused(stranger: Stranger) -> None:
+    body, session = BEAT.encode(), stranger.session()
+    good = stranger.signed(Beat.path, body, session)
+    forged = [
+        Stranger(stranger._port, b"guess").signed(Beat.path, body, session),
+        good[:-1] + ("0" if good[-1] != "0" else "1"),
+        good.replace("Elastic", "Basic"),
+        f"Elastic {session}.5",
+        f"Elastic {session}.-5.{'0' * 64}",
+        f"Elastic {session}.²5.{'0' * 64}",
+        stranger.signed("/v1/slot/exited", body, session),
+        stranger.signed(Beat.path, body + b" ", session),
+        stranger.signed(Beat.path, body, auth.new_id()),
+    ]
+    for header in forged:
+        assert stranger.request(Beat.path, body, header) == (401, b""), header
+    header = stranger.signed(Beat.path, body, session)
+    assert stranger.request(Beat.path + "?slot=2", body, header)[0] == 401
+    assert stranger.request(Beat.path, body, header, "PUT")[0] == 401
+
+
+def test_a_forged_hello_is_refused(stranger: Stranger) -> None:
+    credentials = auth.sign_request(b"guess", auth.HELLO, auth.new_id(), 0, b"")
+    assert stranger.request(auth.HELLO, b"", credentials.header()) == (401, b"")
+
+
+def test_a_recorded_request_cannot_be_played_again(driver: Driver) -> None:
+    thief = Stranger(driver.port)
+    body, session = BEAT.encode(), thief.session()
+    recorded = [thief.signed(Beat.path, body, session, count) for count in (1, 2, 3)]
+    for header in recorded:
+        assert thief.request(Beat.path, body, header)[0] == 200
+        driver.heard(events.SlotBeat)
+    for header in reversed(recorded):
+        assert thief.request(Beat.path, body, header) == (401, b"")
+    assert driver.events.empty()
+
+
+def test_a_replayed_hello_is_worth_nothing(stranger: Stranger) -> None:
+    """It names a session, and whoever lacks the key cannot use it."""
+    hello = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"").header()
+    first = stranger.request(auth.HELLO, b"", hello)
+    assert stranger.request(auth.HELLO, b"", hello) == first
+    session = str(json.loads(first[1])["session"])
+    thief = Stranger(stranger._port, b"guess")
+    assert thief.request(Beat.path, BEAT.encode(), thief.signed(Beat.path, BEAT.encode(), session))[0] == 401
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger) -> None:
+    limit = GateLimits().body
+    header = stranger.signed(Beat.path, b"")
+    status, body = stranger.request(Beat.path, b"", header, more={"content-length": str(limit + 1)})
+    assert (status, body) == (413, b"")
+    # Without the key not even the size is looked at.
+    status, _ = stranger.request(Beat.path, b"", None, more={"content-length": str(limit + 1)})
+    assert status == 401
+
+
+def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
+    header = stranger.signed(Beat.path, b"")
+    head = f"POST {Beat.path} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
+    # Refused while we send: either the 413 arrives or the reset that follows it.
+    assert _parse(stranger.send(head.encode() + chunk * 12))[0] in (0, 413)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{" * 100_000,
+        b"[" * 100_000,
+        b'{"v": 1, "attempt": 7, "message": {"slot": NaN}}',
+        b'{"v": 1, "attempt": 7, "message": {"slot": 5}}',
+        b'{"v": 1, "attempt": 7, "message": {}}',
+        b'{"v": 1, "attempt": 7, "message": {"slot": "1-0", "more": 1}}',
+        b'{"v": 1, "attempt": true, "message": {"slot": "1-0"}}',
+        b'{"v": 1, "attempt": 7, "hold": "long", "message": {"slot": "1-0"}}',
+    ],
+    ids=lambda body: repr(body[:48]),
+)
+def test_a_garbled_body_gets_a_sentence(stranger: Stranger, body: bytes) -> None:
+    status, answer = stranger.request(Beat.path, body, stranger.signed(Beat.path, body))
+    assert status == 400
+    assert json.loads(answer)["error"].startswith(f"Request {Beat.path} was refused: ")
+
+
+def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None:
+    body = BEAT.replace(f'"v": {VERSION}', '"v": 99').encode()
+    status, answer = stranger.request(Beat.path, body, stranger.signed(Beat.path, body))
+    assert status == 400
+    assert f"speaks version 99 and the driver speaks {VERSION}" in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\r\n" * 50 + b"\0" * 20000]
+)
+def test_noise_that_is_no_http_is_hung_up_on(stranger: Stranger, noise: bytes) -> None:
+    assert _parse(stranger.send(noise + b"\r\n\r\n"))[0] in (0, 400)
+
+
+class _Quick(Connection):
+    head_seconds = 0.1
+
+
+@pytest.fixture
+def impatient() -> Iterator[int]:
+    """The port of a server that gives heads and bodies a tenth of a second."""
+
+    async def beat(call: Call) -> object:
+        return Acknowledged()
+
+    gate = Gate(KEY, ATTEMPT, {Beat: beat}, GateLimits(body_seconds=0.1))
+    listener = listen(Bind())
+    serving = Serving(gate, listener, _Quick)
+    serving.start()
+    yield listener.getsockname()[1]
+    serving.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/slot/be", b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\n"])
+def test_a_head_that_does_not_come_is_not_waited_for(impatient: int, said: bytes) -> None:
+    """Without a deadline the read would last until the test's own timeout."""
+    assert _parse(Stranger(impatient).send(said)) == (0, b"")
+
+
+def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(impatient: int) -> None:
+    with socket.create_connection(("127.0.0.1", impatient), timeout=PATIENCE) as connection:
+        connection.sendall(b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\nPOST")
+        assert _parse(read_all(connection))[0] == 401
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(impatient: int) -> None:
+    stranger = Stranger(impatient)
+    header = stranger.signed(Beat.path, b"")
+    status, _ = stranger.request(Beat.path, b"{", header, more={"content-length": "100"})
+    assert status == 408
+    assert stranger.request("/", b"", None)[0] == 401

@@ -1,0 +1,96 @@
+"""A process that dies is noticed by its open request, one that merely dials again is not."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from spark_elastic.protocol import events
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
+
+PROGRAM = """
+import sys
+from spark_elastic.clock import SystemClock
+from spark_elastic.rendezvous.client import RendezvousClient
+client = RendezvousClient(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), SystemClock())
+print("ready", flush=True)
+print(eval(sys.argv[4], {"slot": client.slot("1-0"), "worker": client.worker("1-0.1", "1-0")}))
+"""
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def process(driver: Driver) -> Iterator[Start]:
+    """Starts a client process that evaluates a call; returns once it is about to."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(call: str) -> subprocess.Popen[str]:
+        arguments = [driver.server.address, KEY.hex(), str(ATTEMPT), call]
+        child = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
+        )
+        started.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) -> None:
+    child = process("worker.join(None, None)")
+    driver.heard(events.WorkerJoins)
+    child.send_signal(signal.SIGKILL)
+    lost = driver.heard(events.ConnectionLost)
+    assert (lost.slot, lost.worker) == ("1-0", "1-0.1")
+    driver.client().worker("1-0.1", "1-0").join(None, None, hold=0.0)
+    back = driver.heard(events.ConnectionBack)
+    assert (back.slot, back.worker) == ("1-0", "1-0.1")
+
+
+def test_a_killed_worker_is_noticed_by_its_watch(driver: Driver, process: Start) -> None:
+    child = process("worker.watch(None, 0)")
+    driver.until_polls(1)
+    child.kill()
+    assert driver.heard(events.ConnectionLost).worker == "1-0.1"
+
+
+def test_a_killed_slot_task_is_noticed_and_comes_back(driver: Driver, process: Start) -> None:
+    child = process("(slot.beat(), slot.watch(0))")
+    driver.heard(events.SlotBeat)
+    driver.until_polls(1)
+    child.kill()
+    lost = driver.heard(events.ConnectionLost)
+    assert (lost.slot, lost.worker) == ("1-0", None)
+    driver.client().slot("1-0").beat()
+    back = driver.heard(events.ConnectionBack)
+    assert (back.slot, back.worker) == ("1-0", None)
+
+
+def test_one_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:
+    first, second = driver.client(), driver.client()
+    driver.aside(lambda: first.slot("1-0").watch(0))
+    waiting = driver.aside(lambda: second.slot("1-0").watch(0))
+    driver.until_polls(2)
+    first.close()
+    driver.until_polls(1)
+    driver.server.release_slot("1-0", "enough")
+    assert waiting.result(PATIENCE).release == "enough"
+    with pytest.raises(queue.Empty):
+        driver.events.get_nowait()
+
+
+def test_a_poll_that_ends_in_time_is_no_loss(driver: Driver) -> None:
+    client = driver.client()
+    client.slot("1-0").watch(0, hold=0.05)
+    client.worker("1-0.1", "1-0").watch(None, 0, hold=0.05)
+    client.close()
+    assert driver.events.empty()

@@ -1,0 +1,122 @@
+"""Reaching the driver: proxies, IPv6, addresses that cannot be bound, and drivers that do not answer."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.serving import Bind
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
+
+HOOKS = Hooks(lambda event: None, lambda lines: None)
+
+
+@pytest.fixture
+def deaf() -> Iterator[socket.socket]:
+    """Accepts connections (the kernel does) and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def _server(bind: Bind) -> RendezvousServer:
+    return RendezvousServer(KEY, ATTEMPT, HOOKS, SystemClock(), bind)
+
+
+def test_a_proxy_of_the_environment_is_ignored(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert driver.client().slot("1-0").beat().stop is None
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="the kernel has no IPv6")
+def test_ipv6() -> None:
+    driver = start_driver(Bind("::1"))
+    try:
+        assert driver.server.address.startswith("[::1]:")
+        assert driver.client().slot("1-0").beat().stop is None
+    finally:
+        driver.close()
+
+
+def test_only_the_given_address_is_bound(driver: Driver) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", driver.port), timeout=5)
+
+
+def test_the_advertised_address_is_what_clients_dial() -> None:
+    driver = start_driver(Bind("0.0.0.0", advertise="localhost"))
+    try:
+        assert driver.server.address == f"localhost:{driver.port}"
+        assert driver.client().slot("1-0").beat().stop is None
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_every_interface_needs_an_address_to_advertise(host: str) -> None:
+    with pytest.raises(InvalidInput, match="set advertise_address"):
+        _server(Bind(host))
+
+
+def test_an_address_that_cannot_be_bound_is_named(deaf: socket.socket) -> None:
+    port = deaf.getsockname()[1]
+    with pytest.raises(InvalidInput, match=rf"127\.0\.0\.1 port {port} .*driver_port"):
+        _server(Bind("127.0.0.1", port)).start()
+    with pytest.raises(InvalidInput, match=r"192\.0\.2\.1 .*bind_address"):
+        _server(Bind("192.0.2.1")).start()
+
+
+def test_a_driver_that_is_gone_is_named_by_host_and_port() -> None:
+    with socket.socket() as unlistened:
+        unlistened.bind(("127.0.0.1", 0))
+        _assert_unreachable(f"127.0.0.1:{unlistened.getsockname()[1]}")
+
+
+def test_a_driver_that_never_answers_is_named_by_host_and_port(deaf: socket.socket) -> None:
+    _assert_unreachable(f"127.0.0.1:{deaf.getsockname()[1]}")
+
+
+def test_a_host_that_has_no_address_is_named() -> None:
+    _assert_unreachable("no-such-host.invalid:5")
+
+
+def _assert_unreachable(address: str) -> None:
+    clock = SystemClock()
+    client = RendezvousClient(address, KEY, ATTEMPT, clock, timeout=0.6)
+    began = clock.now()
+    try:
+        with pytest.raises(DriverUnreachable, match=f"{address} does not answer"):
+            client.slot("1-0").watch(0)
+    finally:
+        client.close()
+    # The default is 30 s for a request and its hold together; here 0.6 s, and what a busy machine adds.
+    assert clock.now() - began < 10
+
+
+def test_the_wait_for_an_answer_is_bounded_with_the_hold_of_a_poll() -> None:
+    client = RendezvousClient("127.0.0.1:1", KEY, ATTEMPT, SystemClock())
+    assert client.bounded(1000.0) == 20.0
+    client.close()
+
+
+def test_a_driver_of_another_job_is_told_apart(driver: Driver) -> None:
+    with pytest.raises(Unauthorized, match="does not accept this job's key"):
+        driver.client(key=b"another key").slot("1-0").beat()
+    assert driver.events.empty()

@@ -1,0 +1,57 @@
+"""The event loop dies; port, board and open requests survive it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+
+import pytest
+
+from spark_elastic.protocol import events
+from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
+
+
+def _kill_loop(driver: Driver) -> None:
+    """Returns when another loop has taken the place of the killed one."""
+    serving = driver.server._serving
+    assert serving is not None
+    dead = serving._loop
+    assert dead is not None
+    dead.call_soon_threadsafe(dead.stop)
+    deadline = time.monotonic() + PATIENCE
+    while serving._loop in (dead, None):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    address = driver.server.address
+    driver.server.publish(world(3, "1-0.1"))
+    client = driver.client()
+    worker = client.worker("1-0.1", "1-0")
+    watching = driver.aside(lambda: worker.watch(None, 0))
+    driver.until_polls(1)
+    with caplog.at_level(logging.WARNING):
+        kill = driver.aside(lambda: _kill_loop(driver))
+        # Said while nobody may be serving: it must not be lost.
+        driver.server.announce(5, "a newcomer")
+        kill.result(PATIENCE)
+        assert watching.result(PATIENCE).version == 5
+    assert "starts again on the same port" in caplog.text
+    assert driver.server.address == address
+    # What was known is known still, and a break on the driver's side is no loss of the worker.
+    assert worker.join(None, None).world == world(3, "1-0.1")
+    with pytest.raises(queue.Empty):
+        driver.events.get_nowait()
+
+
+def test_it_survives_being_killed_again_and_again(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    slot = driver.client().slot("1-0")
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(3):
+            slot.beat()
+            driver.heard(events.SlotBeat)
+            _kill_loop(driver)
+    slot.beat()
+    driver.heard(events.SlotBeat)

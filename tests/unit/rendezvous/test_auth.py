@@ -1,0 +1,117 @@
+"""Signatures cover everything, counts are used once, and sessions are bounded without opening a door to replays."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_elastic.rendezvous import auth
+
+KEY = b"k" * 32
+
+
+def test_a_header_comes_back_as_it_was() -> None:
+    credentials = auth.sign_request(KEY, "/p", auth.new_id(), 17, b"body")
+    assert auth.parse(credentials.header()) == credentials
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Elastic ",
+        "Elastic a.1.b",
+        "Bearer x",
+        f"Elastic {'a' * 32}.1e3.{'b' * 64}",
+        f"Elastic {'a' * 32}.{'1' * 16}.{'b' * 64}",
+    ],
+)
+def test_other_headers_are_no_credentials(header: str) -> None:
+    assert auth.parse(header) is None
+
+
+def test_a_request_signature_covers_key_path_session_count_and_body() -> None:
+    credentials = auth.sign_request(KEY, "/p", "s" * 32, 3, b"body")
+    assert auth.request_is_genuine(KEY, "/p", credentials, b"body")
+    assert not auth.request_is_genuine(b"x" * 32, "/p", credentials, b"body")
+    assert not auth.request_is_genuine(KEY, "/q", credentials, b"body")
+    assert not auth.request_is_genuine(KEY, "/p", credentials, b"bodY")
+    for change in ({"session": "t" * 32}, {"count": 4}, {"signature": "é" * 64}):
+        changed = dataclasses.replace(credentials, **change)  # type: ignore[arg-type]
+        assert not auth.request_is_genuine(KEY, "/p", changed, b"body")
+
+
+def test_a_reply_signature_covers_its_request_status_and_body() -> None:
+    credentials = auth.sign_request(KEY, "/p", "s" * 32, 3, b"")
+    signature = auth.sign_reply(KEY, credentials, 200, b"yes")
+    assert auth.reply_is_genuine(KEY, credentials, 200, b"yes", signature)
+    other = dataclasses.replace(credentials, count=4)
+    assert not auth.reply_is_genuine(KEY, other, 200, b"yes", signature)
+    assert not auth.reply_is_genuine(KEY, credentials, 400, b"yes", signature)
+    assert not auth.reply_is_genuine(KEY, credentials, 200, b"no", signature)
+    # A signature made for one purpose proves nothing in the other.
+    assert signature != auth.sign_request(KEY, "/p", "s" * 32, 3, b"").signature
+
+
+@given(st.lists(st.integers(1, 60), max_size=200))
+def test_a_count_is_used_once_in_whatever_order(counts: list[int]) -> None:
+    session, used = auth.Session(), set[int]()
+    for count in counts:
+        assert session.take(count) == (count not in used)
+        used.add(count)
+
+
+def test_overtaking_within_the_window_is_fine_and_beyond_it_refused() -> None:
+    session = auth.Session()
+    assert session.take(auth.WINDOW + 10)
+    assert session.take(11)
+    assert not session.take(11)
+    assert not session.take(10), "too old to tell whether it was used"
+    assert session.take(10**14)
+    assert not session.take(auth.WINDOW + 10)
+    assert not session.take(0)
+
+
+def _take(sessions: auth.Sessions, session: str, count: int) -> bool:
+    return sessions.take(auth.Credentials(session, count, "0" * 64))
+
+
+def test_a_repeated_hello_opens_one_session() -> None:
+    sessions = auth.Sessions()
+    session = sessions.open("nonce")
+    assert sessions.open("nonce") == session
+    assert _take(sessions, session, 1)
+    assert sessions.open("nonce") != session, "a used session is never handed out again"
+
+
+def test_replayed_hellos_crowd_out_no_session_in_use() -> None:
+    sessions = auth.Sessions(most_unused=2, most_used=100)
+    mine = sessions.open("mine")
+    assert _take(sessions, mine, 1)
+    opened = [sessions.open(str(n)) for n in range(5)]
+    assert [sessions.known(session) for session in opened] == [False, False, False, True, True]
+    assert sessions.known(mine)
+    assert not _take(sessions, mine, 1)
+    assert _take(sessions, mine, 2)
+
+
+def test_the_session_unused_for_longest_is_forgotten_and_stays_unknown() -> None:
+    sessions = auth.Sessions(most_used=2)
+    a, b, c = (sessions.open(name) for name in "abc")
+    assert _take(sessions, a, 1)
+    assert _take(sessions, b, 1)
+    assert _take(sessions, a, 2)
+    assert _take(sessions, c, 1)
+    assert not _take(sessions, b, 1), "a replay into a forgotten session"
+    assert _take(sessions, a, 3)
+
+
+def test_ids_are_not_repeated() -> None:
+    random.seed(0)  # whatever the seed
+    first = auth.new_id()
+    random.seed(0)
+    assert auth.new_id() != first

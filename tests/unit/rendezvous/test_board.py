@@ -1,0 +1,51 @@
+"""What is told to whom, without a server around it."""
+
+from __future__ import annotations
+
+from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.rendezvous.board import Board
+from spark_elastic.rendezvous.messages import SlotOrders, WorkerStop
+
+
+def _world(generation: int, *workers: str) -> World:
+    members = tuple(Member(w, w[:-2], "h", rank, 0, 1, 0, 1, None) for rank, w in enumerate(workers))
+    return World(Fence(1, generation), members, None, "why")
+
+
+def test_r10_an_older_abort_is_ignored() -> None:
+    board = Board(1)
+    board.publish(_world(1, "1-0.1"))
+    board.publish(_world(2, "1-0.1"))
+    board.abort(Fence(1, 1), "late")
+    assert board.over(Fence(1, 2)) is None
+    assert board.next_world("1-0.1", Fence(1, 1)) == _world(2, "1-0.1")
+
+
+def test_the_first_reason_of_an_abort_stays() -> None:
+    board = Board(1)
+    board.publish(_world(1, "1-0.1"))
+    board.abort(Fence(1, 1), "first")
+    board.abort(Fence(1, 1), "second")
+    assert board.over(Fence(1, 1)) == "first"
+
+
+def test_the_end_is_over_everything() -> None:
+    board = Board(1)
+    board.publish(_world(1, "1-0.1"))
+    board.end("done")
+    board.end("done again")
+    assert board.over(Fence(1, 1)) == "done"
+    assert board.stop("1-0.1") == "done"
+    assert board.orders("1-0", 0) == SlotOrders(0, (), "done")
+
+
+def test_an_order_finds_its_slot_by_what_was_learnt_or_by_the_workers_id() -> None:
+    board = Board(1)
+    board.place("odd", "7-2")
+    board.stop_worker("odd", "a", kill=False)
+    board.stop_worker("7-2.4", "b", kill=True)
+    orders = (WorkerStop("odd", "a", False), WorkerStop("7-2.4", "b", True))
+    assert board.orders("7-2", 0) == SlotOrders(2, orders)
+    assert board.orders("7-2", 1) == SlotOrders(2, orders[1:])
+    assert board.orders("7-2", 2) == SlotOrders(2)
+    assert board.orders("7-3", 0) == SlotOrders(0)

@@ -1,0 +1,59 @@
+"""Scopes, keys and their bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.errors import InvalidInput, StaleGeneration
+from spark_elastic.rendezvous.kv import Bounds, KeyValues, generation_scope
+
+
+def test_scopes_do_not_see_each_other() -> None:
+    store = KeyValues()
+    store.set("a", "k", b"1")
+    store.set("b", "k", b"2")
+    assert store.get("a", ["k", "l"]) == (b"1", None)
+    assert store.missing("b", ["l", "k", "m"]) == ["l", "m"]
+    store.close("a")
+    assert store.get("a", ["k"]) == (None,)
+    store.close("a")
+
+
+def test_a_generation_takes_values_only_while_it_is_open() -> None:
+    store, scope = KeyValues(), generation_scope(3)
+    with pytest.raises(StaleGeneration):
+        store.set(scope, "k", b"1")
+    store.open(scope)
+    store.set(scope, "k", b"1")
+    store.set("tuning", "k", b"2")
+    assert store.close_generations() == [scope]
+    with pytest.raises(StaleGeneration):
+        store.get(scope, ["k"])
+    assert store.get("tuning", ["k"]) == (b"2",)
+
+
+def test_reading_an_unknown_scope_makes_none() -> None:
+    store = KeyValues(Bounds(scopes=1))
+    assert store.get("a", ["k"]) == (None,)
+    store.set("b", "k", b"1")
+    with pytest.raises(InvalidInput, match="scopes"):
+        store.set("c", "k", b"1")
+
+
+@pytest.mark.parametrize(
+    "bounds", [Bounds(value_bytes=3), Bounds(key_bytes=0), Bounds(total_bytes=3), Bounds(keys=0)]
+)
+def test_every_bound_holds(bounds: Bounds) -> None:
+    store = KeyValues(bounds)
+    with pytest.raises(InvalidInput):
+        store.set("a", "k", b"1234")
+    assert store.get("a", ["k"]) == (None,)
+
+
+def test_room_that_is_given_back_can_be_used_again() -> None:
+    store = KeyValues(Bounds(total_bytes=4, keys=1))
+    for _ in range(3):
+        store.set("a", "k", b"1234")
+        store.set("a", "k", b"12")
+        store.set("a", "k", b"4321")
+        store.close("a")
