@@ -29,8 +29,9 @@ from spark_elastic.errors import (
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.types import Limits, World
-from spark_elastic.rendezvous.messages import LogLines
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.messages import LogLines, Report
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.serving import Bind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -88,7 +89,7 @@ class Site:
 
     bind: str = "127.0.0.1"
     advertise: str | None = None
-    admit: Callable[[Mapping[str, Any]], str | None] = field(default=lambda facts: None)
+    admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
 
 
 @dataclass
@@ -112,6 +113,10 @@ class _Audience:
     def lines(self, lines: LogLines) -> None:
         for line in lines.lines:
             self.narrator.log(self.ranks.get(lines.worker), line)
+
+    def report(self, report: Report) -> None:
+        if self.ranks.get(report.worker) == 0:
+            self.narrator.progress(report.numbers)
 
 
 def launch(
@@ -177,18 +182,9 @@ def supervise(
     journal = Journal()
     key = secrets.token_bytes(32)
     inbox: Inbox = Inbox()
-    server = RendezvousServer(
-        key,
-        FIRST_ATTEMPT,
-        inbox.put,
-        clock,
-        on_logs=audience.lines,
-        on_progress=narrator.progress,
-        admit=site.admit,
-        host=site.bind,
-        port=config.driver_port,
-        advertise=site.advertise,
-    )
+    hooks = Hooks(inbox.put, audience.lines, site.admit, audience.report)
+    bind = Bind(site.bind, config.driver_port, site.advertise)
+    server = RendezvousServer(key, FIRST_ATTEMPT, hooks, clock, bind)
     effects = Effects(server, launcher, audience)
     loop = DriverLoop(driver_machine.initial(limits, FIRST_ATTEMPT), inbox, effects.carry_out, clock, journal)
     try:

@@ -72,7 +72,7 @@ class WorkerCalls:
         return self._client.ask(request, hold)
 
     def watch(self, over: Fence | None, version: int, hold: float = m.HOLD) -> m.News:
-        """News as soon as the version is not `version`, a generation after `over` is over, or this worker is to stop."""
+        """News once the version is not `version`, a generation after `over` is over, or this worker is to stop."""
         return self._client.ask(m.WatchWorker(self._worker, self._slot, over, version), hold)
 
     def report(self, numbers: dict[str, Any]) -> m.Acknowledged:

@@ -15,7 +15,8 @@ from typing import Any
 from spark_elastic.clock import Clock
 from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.events import AbortHeard, DriverSilent, StopHeard
-from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.protocol.types import Fence
+from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.worker.loop import Identity, WorkerLoop
 
 LAST_WORDS = 2.0  # seconds that a stopped main thread gets to end by itself
@@ -27,11 +28,11 @@ class Control:
     """Two daemon threads: `watch` for the driver's word, `report` for progress. `start` and `close` frame the run."""
 
     def __init__(
-        self, me: Identity, loop: WorkerLoop, client: RendezvousClient, clock: Clock, driver_timeout: float
+        self, me: Identity, loop: WorkerLoop, driver: WorkerCalls, clock: Clock, driver_timeout: float
     ):
         self._me = me
         self._loop = loop
-        self._client = client
+        self._driver = driver
         self._clock = clock
         self._driver_timeout = driver_timeout
         self._version = 0
@@ -59,16 +60,16 @@ class Control:
             numbers, self._latest = self._latest, None
             if numbers is not None:
                 try:
-                    self._client.progress(self._me.worker, numbers)
+                    self._driver.report(dict(numbers))
                 except ElasticError:
                     continue  # progress is for people; the watch thread is who minds the driver's absence
 
     def _watch(self) -> None:
         heard = self._clock.now()
-        aborted = 0  # newest generation that is known to be over
+        over: Fence | None = None  # the newest generation that is known to be over
         while not self._closing.is_set():
             try:
-                news = self._client.watch(self._me.worker, aborted, self._version)
+                news = self._driver.watch(over, self._version)
             except ElasticError:
                 silence = self._clock.now() - heard
                 if silence > self._driver_timeout:
@@ -79,9 +80,9 @@ class Control:
                 continue
             heard = self._clock.now()
             self._version = max(self._version, news.version)
-            if news.aborted is not None:
-                aborted = news.aborted.generation
-                self._loop.hear(AbortHeard(heard, news.aborted, news.reason))
+            if news.over is not None and news.over != over:
+                over = news.over
+                self._loop.hear(AbortHeard(heard, over, news.why))
             if news.stop is not None:
                 self._leave(self._loop.hear(StopHeard(heard, news.stop)), news.stop)
                 return

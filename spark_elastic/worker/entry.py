@@ -21,6 +21,7 @@ import cloudpickle
 
 from elastic_collectives import Endpoint
 from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.control import Control
 from spark_elastic.worker.loop import Identity, WorkerLoop, fingerprint
@@ -73,10 +74,11 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
     clock = SystemClock()
     with RendezvousClient(header.address, bytes.fromhex(header.key), header.attempt, clock) as client:
+        driver = client.worker(me.worker, me.slot)
         if program is None:
-            client.failed(me.worker, None, None, *failure)
+            driver.failed(None, None, *failure)
             return 1
-        return _work(me, program, client, header, clock)
+        return _work(me, program, driver, header, clock)
 
 
 def die_with_parent(parent: int) -> None:
@@ -100,10 +102,10 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     return program, ("", "")
 
 
-def _work(me: Identity, program: Program, client: RendezvousClient, header: Header, clock: Clock) -> int:
+def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, clock: Clock) -> int:
     with Endpoint(bytes.fromhex(header.key), host=header.bind, port_range=header.port_range) as endpoint:
-        loop = WorkerLoop(me, program, client, endpoint, clock, header.collective_timeout)
-        control = Control(me, loop, client, clock, header.driver_timeout)
+        loop = WorkerLoop(me, program, driver, endpoint, clock, header.collective_timeout)
+        control = Control(me, loop, driver, clock, header.driver_timeout)
         control.start()
         try:
             return loop.run()

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 from spark_elastic.clock import Clock
-from spark_elastic.errors import ElasticError, StaleGeneration
+from spark_elastic.errors import ElasticError, PeersMissing, StaleGeneration
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World
-from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import Stop
+from spark_elastic.rendezvous.calls import WorkerCalls
+from spark_elastic.rendezvous.messages import NextWorld
 from spark_elastic.worker.context import Current, set_current
 from spark_elastic.worker.program import Completed, Program, Session
 
@@ -39,14 +39,14 @@ class WorkerLoop:
         self,
         me: Identity,
         program: Program,
-        client: RendezvousClient,
+        driver: WorkerCalls,
         endpoint: Endpoint,
         clock: Clock,
         collective_timeout: float,
     ) -> None:
         self._me = me
         self._program = program
-        self._client = client
+        self._driver = driver
         self._endpoint = endpoint
         self._clock = clock
         self._timeout = collective_timeout
@@ -104,25 +104,29 @@ class WorkerLoop:
             case do.CloseGroup():
                 self._close_group()
             case do.ReportFailure():
-                self._client.failed(
-                    self._me.worker, command.fence, command.position, command.fingerprint, command.traceback
-                )
-            case do.ReportDone():
-                return self._answer(
-                    self._client.done(self._me.worker, command.fence, command.position, command.result)
-                )
+                self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
+            case do.ReportDone(_, fence, position, result):
+                return self._ask(lambda: self._driver.done(fence, position, result))
             case do.Exit():
                 pass
         return None
 
     def _join(self, command: do.Join) -> on.WorkerEvent:
         set_current(Current(self._me.worker))
-        return self._answer(self._client.join(self._me.worker, self._me.slot, command))
+        fence, position, suspects = command.fence, command.position, command.suspects
+        return self._ask(
+            lambda: self._driver.join(fence, position, suspects, command.reason, command.planned)
+        )
 
-    def _answer(self, answer: World | Stop) -> on.WorkerEvent:
-        if isinstance(answer, World):
-            return on.GotWorld(self._clock.now(), answer)
-        return on.StopHeard(self._clock.now(), answer.reason)
+    def _ask(self, question: Callable[[], NextWorld]) -> on.WorkerEvent:
+        """Repeat a long poll until it brings a world or the end."""
+        answer = question()
+        while answer.wait:
+            answer = question()
+        now = self._clock.now()
+        if answer.world is not None:
+            return on.GotWorld(now, answer.world)
+        return on.StopHeard(now, answer.stop or "")
 
     def _form(self, world: World) -> on.WorkerEvent:
         member = world.member(self._me.worker)
@@ -133,17 +137,20 @@ class WorkerLoop:
                 member.rank,
                 world.size,
                 (world.fence.attempt, world.fence.generation),
-                lambda blob: self._client.exchange(self._me.worker, world.fence, member.rank, blob),
+                lambda blob: self._driver.exchange(world.fence, member.rank, blob, self._timeout),
                 timeout=self._timeout,
             )
-        except (CollectiveError, StaleGeneration) as error:
+        except (CollectiveError, StaleGeneration, PeersMissing) as error:
             return self._broke(world.fence, error)
         with self._lock:
             self._group, self._world = group, world
             aborted = self._aborted is not None and self._aborted >= world.fence
         if aborted:
             group.abort("the driver ended this generation while it was formed")
-        self._client.formed(self._me.worker, world.fence)
+        try:
+            self._driver.formed(world.fence)
+        except StaleGeneration as error:
+            return self._broke(world.fence, error)
         set_current(Current(self._me.worker, world, group, self._program.position()))
         return on.Formed(self._clock.now(), world.fence)
 

@@ -44,6 +44,7 @@ class SlotAgent:
     def __init__(self, plan: SlotPlan, client: RendezvousClient, clock: Clock) -> None:
         self._plan = plan
         self._client = client
+        self._driver = client.slot(plan.slot)
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -62,9 +63,7 @@ class SlotAgent:
         Raises:
             DriverUnreachable: the driver did not answer the registration.
         """
-        answer = self._client.register(
-            self._plan.slot, self._plan.host, self._plan.job, dict(self._plan.facts)
-        )
+        answer = self._driver.register(self._plan.host, self._plan.job, dict(self._plan.facts))
         if not answer.accepted:
             return answer.reason
         self._spare = self._spawn()
@@ -93,7 +92,7 @@ class SlotAgent:
         worker = f"{self._plan.slot}.{self._started}"
         child = self._spare if self._spare is not None else self._spawn()
         self._active, self._spare = child, None
-        self._client.started(self._plan.slot, worker)
+        self._driver.started(worker)
         child.activate(worker)
 
     def _exited(self, child: Child, code: int) -> str | None:
@@ -101,7 +100,7 @@ class SlotAgent:
             self._spare = None  # the worker's next crash starts from cold: no loop of crashing spares
         elif child is self._active:
             assert child.worker is not None
-            self._client.exited(child.worker, code, _how(code))
+            self._driver.exited(child.worker, code, _how(code))
             self._promote()
         child.close()
         return None
@@ -156,7 +155,7 @@ class SlotAgent:
         heard = self._clock.now()
         while not self._closing.is_set():
             try:
-                orders = self._client.slot_watch(self._plan.slot, seen)
+                orders = self._driver.watch(seen)
             except ElasticError as error:
                 if self._closing.is_set():
                     return
@@ -176,7 +175,7 @@ class SlotAgent:
             if child is None or child.worker is None:
                 continue
             try:
-                self._client.beat(self._plan.slot, child.worker, child.state())
+                self._driver.beat(child.worker, child.state())
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
 
@@ -192,7 +191,7 @@ class SlotAgent:
                 batch.setdefault(worker, []).append(line)
             for worker, lines in batch.items():
                 try:
-                    self._client.logs(self._plan.slot, worker, lines)
+                    self._driver.logs(worker, None, tuple(lines))
                 except ElasticError:
                     continue  # lines are for people; losing some must not hurt training
 

@@ -15,7 +15,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 
@@ -50,6 +50,7 @@ class Driver:
     server: RendezvousServer
     events: queue.Queue[DriverEvent]
     logs: queue.Queue[LogLines]
+    reports: queue.Queue[Report]
     _clients: list[RendezvousClient] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -113,14 +114,15 @@ class Driver:
 
 
 def start_driver(
-    bind: Bind | None = None, admit: Callable[[dict[str, Any]], str | None] | None = None
+    bind: Bind | None = None, admit: Callable[[dict[str, Any]], str | None] = lambda facts: None
 ) -> Driver:
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
-    hooks = Hooks(events.put, logs.put, admit) if admit else Hooks(events.put, logs.put)
+    reports: queue.Queue[Report] = queue.Queue()
+    hooks = Hooks(events.put, logs.put, admit, reports.put)
     server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind)
     server.start()
-    return Driver(server, events, logs)
+    return Driver(server, events, logs, reports)
 
 
 def read_all(connection: socket.socket) -> bytes:

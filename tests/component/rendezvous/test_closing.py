@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
     client = driver.client()
     worker = client.worker("1-0.1", "1-0")
     driver.server.publish(world(1, "2-0.1"))
-    waits = [
+    waits: list[Future[Any]] = [
         driver.aside(lambda: worker.join(None, None)),
         driver.aside(lambda: worker.watch(None, 0)),
         driver.aside(lambda: client.slot("1-0").watch(0)),

@@ -70,27 +70,37 @@ def test_a_watch_hears_of_the_version(driver: Driver) -> None:
     assert worker.watch(None, 1, hold=0.05) == News(1, "3-0.1 is warm")
 
 
-def test_a_watch_hears_of_the_abort_of_its_generation(driver: Driver) -> None:
+def test_a_watch_hears_of_an_abort_once(driver: Driver) -> None:
     worker = driver.client().worker(A, "1-0")
     driver.server.publish(world(4, A, B))
     waiting = driver.aside(lambda: worker.watch(None, 0))
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
-    assert waiting.result(PATIENCE) == News(0, over=Fence(ATTEMPT, 4), why="2-0.1 was lost")
-    # Heard once, it is not told again; the next world's end is.
-    waiting = driver.aside(lambda: worker.watch(Fence(ATTEMPT, 4), 0))
-    driver.server.publish(world(5, A))
-    driver.server.abort(Fence(ATTEMPT, 5), "2-0.1 is back")
-    assert waiting.result(PATIENCE).over == Fence(ATTEMPT, 5)
+    news = waiting.result(PATIENCE)
+    assert (news.over, news.why) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
+    # Asked by what was heard last: it waits for the next one, and hears again after a lost reply.
+    waiting = driver.aside(lambda: worker.watch(news.over, 0))
+    assert worker.watch(None, 0) == news
+    driver.until_polls(1)
+    assert not waiting.done()
+    driver.server.announce(1, "3-0.1 is warm")
+    assert waiting.result(PATIENCE).version == 1
 
 
-def test_a_watch_hears_that_another_generation_followed(driver: Driver) -> None:
+def test_a_watch_hears_that_its_world_was_followed(driver: Driver) -> None:
     worker = driver.client().worker(A, "1-0")
     driver.server.publish(world(1, A, B))
     waiting = driver.aside(lambda: worker.watch(None, 0))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
     news = waiting.result(PATIENCE)
     assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
+
+
+def test_progress_is_handed_on(driver: Driver) -> None:
+    worker = driver.client().worker(A, "1-0")
+    worker.report({"loss": 0.5, "step": 3})
+    report = driver.reports.get(timeout=PATIENCE)
+    assert (report.worker, report.numbers) == (A, {"loss": 0.5, "step": 3})
 
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:

@@ -40,8 +40,11 @@ def test_a_request_signature_covers_key_path_session_count_and_body() -> None:
     assert not auth.request_is_genuine(b"x" * 32, "/p", credentials, b"body")
     assert not auth.request_is_genuine(KEY, "/q", credentials, b"body")
     assert not auth.request_is_genuine(KEY, "/p", credentials, b"bodY")
-    for change in ({"session": "t" * 32}, {"count": 4}, {"signature": "é" * 64}):
-        changed = dataclasses.replace(credentials, **change)  # type: ignore[arg-type]
+    for changed in (
+        dataclasses.replace(credentials, session="t" * 32),
+        dataclasses.replace(credentials, count=4),
+        dataclasses.replace(credentials, signature="é" * 64),
+    ):
         assert not auth.request_is_genuine(KEY, "/p", changed, b"body")
 
 

@@ -89,13 +89,13 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
         (Beat, {"slot": "a", "rank": 1}, "Beat has no field 'rank'"),
         (
             WatchWorker,
-            {"worker": "", "slot": "", "fence": None, "version": True},
+            {"worker": "", "slot": "", "over": None, "version": True},
             "version must be int, not bool",
         ),
         (
             WatchWorker,
-            {"worker": "", "slot": "", "fence": {"attempt": 1}, "version": 1},
-            "fence lacks generation",
+            {"worker": "", "slot": "", "over": {"attempt": 1}, "version": 1},
+            "over lacks generation",
         ),
         (Position, {"epoch": 1, "phase": 9, "step": 0}, "phase must be one of"),
         (Blobs, {"blobs": "x"}, "blobs must be a list"),
