@@ -33,6 +33,18 @@ SETTINGS = {
 }
 
 
+# The first test of a session starts five JVMs, on a busy machine too.
+TIMEOUT = 240
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests beside this file that set no timeout of their own get one that bears the start of a cluster."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
+
+
 class Sessions:
     """The one Spark session that a process can have; asked for with other settings, it is made anew."""
 
