@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
 from spark_elastic.rendezvous.kv import KeyValues, generation_scope
-from spark_elastic.rendezvous.messages import News, SlotOrders, WorkerStop
+from spark_elastic.rendezvous.messages import News, NextWorld, SlotOrders, WorkerStop
 
 
 class Waiters:
@@ -51,6 +51,7 @@ class Board:
         self.waiters = Waiters()
         self.ended: str | None = None
         self._world: World | None = None
+        self._next = NextWorld()  # how its members are told of it
         self._aborted: str | None = None  # why the current world is over
         self._over: tuple[Fence, str] | None = None  # the newest generation that is over
         self._version, self._version_reason = 0, ""
@@ -65,7 +66,7 @@ class Board:
         self._close_exchange()
         if self._world is not None and self._aborted is None:
             self._over = self._world.fence, world.reason
-        self._world, self._aborted = world, None
+        self._world, self._aborted, self._next = world, None, NextWorld(world)
         self.values.open(generation_scope(world.fence.generation))
         # Not its members alone: whoever watches the world before this one must hear that it is over.
         self.waiters.wake_all()
@@ -118,12 +119,15 @@ class Board:
         order = self._stops.get(worker)
         return self.ended if order is None else order.reason
 
-    def next_world(self, worker: WorkerId, left: Fence | None) -> World | None:
-        """The living world that has `worker` as a member and is newer than the one it left."""
+    def next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
+        """The living world that has `worker` as a member and is newer than the one it left.
+
+        One object for all members, so that it is encoded once.
+        """
         world = self._world
         if world is None or self._aborted is not None or world.member(worker) is None:
             return None
-        return world if left is None or left < world.fence else None
+        return self._next if left is None or left < world.fence else None
 
     def current(self, fence: Fence) -> World | None:
         return self._world if self._world is not None and self._world.fence == fence else None

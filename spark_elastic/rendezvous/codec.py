@@ -24,9 +24,17 @@ class Garbled(ValueError):
     """Not what the wire speaks; the message says where."""
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(name)  # NaN and infinities are not JSON
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
 def dumps(value: object) -> bytes:
     """One line of JSON in UTF-8."""
-    return json.dumps(plain(value), separators=(",", ":"), ensure_ascii=False).encode()
+    return _ENCODER.encode(plain(value)).encode()
 
 
 def loads(body: bytes) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def loads(body: bytes) -> dict[str, Any]:
         Garbled: it is no JSON object.
     """
     try:
-        value = json.loads(body, parse_constant=_no_constant)
+        value = _DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
         raise Garbled(f"the body is not JSON ({type(error).__name__})") from None
     if not isinstance(value, dict):
@@ -66,10 +74,6 @@ def read(cls: type[T], value: object) -> T:
         Garbled: a field is missing, unknown or of another type.
     """
     return typing.cast(T, _reader(typing.cast(Hashable, cls))(value, cls.__name__))
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)  # NaN and infinities are not JSON
 
 
 @functools.cache

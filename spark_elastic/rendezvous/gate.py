@@ -74,6 +74,7 @@ class Gate:
         self._handlers = {cls.path: (cls, handler) for cls, handler in handlers.items()}
         self._limits = limits or GateLimits()
         self._sessions = auth.Sessions()
+        self._last: tuple[object, bytes] = (None, b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,17 +85,16 @@ class Gate:
             if not auth.request_is_genuine(self._key, scope["path"], credentials, body):
                 raise Refused(401)
             if scope["path"] == auth.HELLO:
-                status, reply = 200, {"session": self._sessions.open(credentials.session)}
+                status, text = 200, _text("session", self._sessions.open(credentials.session))
             elif not self._sessions.take(credentials):
                 raise Refused(401)
             else:
-                status, reply = await self._answer(scope["path"], body, receive)
+                status, text = await self._answer(scope["path"], body, receive)
         except Refused as refused:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
         except (PeerGone, asyncio.CancelledError):
             return  # nobody hears an answer: the connection broke, or the loop ends and breaks it off
-        text = codec.dumps({"v": VERSION, **reply})
         signature = auth.sign_reply(self._key, credentials, status, text).encode()
         await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])
 
@@ -134,25 +134,33 @@ class Gate:
         except TimeoutError:
             raise Refused(408) from None
 
-    async def _answer(self, path: str, body: bytes, receive: Receive) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, path: str, body: bytes, receive: Receive) -> tuple[int, bytes]:
         """Status and reply to a genuine request; only defects of ours end in 500."""
         cls, handler = self._handlers[path]
         try:
             envelope = codec.loads(body)
             if (stale := self._stale(envelope)) is not None:
-                return 200, {"stale": stale}
+                return 200, _text("stale", stale)
             message = codec.read(cls, envelope.get("message"))
             call = Call(message, receive, self._hold(envelope))
-            return 200, {"reply": await handler(call)}
+            return 200, self._encode(await handler(call))
         except StaleGeneration as stale_error:
-            return 200, {"stale": str(stale_error)}
+            return 200, _text("stale", str(stale_error))
         except (codec.Garbled, InvalidInput) as error:
-            return 400, {"error": f"Request {path} was refused: {error}."}
+            return 400, _text("error", f"Request {path} was refused: {error}.")
         except PeerGone:
             raise
         except Exception as error:
             log.exception("answering %s failed", path)
-            return 500, {"error": f"The driver failed to answer {path}: {error!r}."}
+            return 500, _text("error", f"The driver failed to answer {path}: {error!r}.")
+
+    def _encode(self, reply: object) -> bytes:
+        """The same reply to many (a new world to its members) is put into words once."""
+        last, text = self._last
+        if reply is not last:
+            text = _text("reply", reply)
+            self._last = reply, text
+        return text
 
     def _hold(self, envelope: dict[str, Any]) -> float:
         asked = envelope.get("hold", HOLD)
@@ -173,6 +181,10 @@ class Gate:
         return (
             f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
         )
+
+
+def _text(kind: str, value: object) -> bytes:
+    return codec.dumps({"v": VERSION, kind: value})
 
 
 async def _send(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:

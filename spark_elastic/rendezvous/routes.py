@@ -136,8 +136,7 @@ class Routes:
 
         def told() -> m.NextWorld | None:
             stop = self._board.stop(peer[1])
-            world = self._board.next_world(peer[1], left) if stop is None else None
-            return None if stop is None and world is None else m.NextWorld(world, stop)
+            return self._board.next_world(peer[1], left) if stop is None else m.NextWorld(stop=stop)
 
         reply = told()
         if reply is None:

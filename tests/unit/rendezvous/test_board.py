@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.rendezvous.board import Board
-from spark_elastic.rendezvous.messages import SlotOrders, WorkerStop
+from spark_elastic.rendezvous.messages import NextWorld, SlotOrders, WorkerStop
 
 
 def _world(generation: int, *workers: str) -> World:
@@ -18,7 +18,7 @@ def test_r10_an_older_abort_is_ignored() -> None:
     board.publish(_world(2, "1-0.1"))
     board.abort(Fence(1, 1), "late")
     assert board.over(Fence(1, 2)) is None
-    assert board.next_world("1-0.1", Fence(1, 1)) == _world(2, "1-0.1")
+    assert board.next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1"))
 
 
 def test_the_first_reason_of_an_abort_stays() -> None:
