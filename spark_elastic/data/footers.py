@@ -1,0 +1,49 @@
+"""The footers of Parquet files: rows and row groups of each file, read once, by the driver.
+
+Owns what a footer says of row groups. Knows nothing of columns or of Spark. Any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_elastic.data.manifest import DataFile, RowGroup
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+_FIRST_READ = 64 << 10  # one read gets nearly every footer
+_TRAILER = 8  # the footer's length and the magic word
+
+
+def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[DataFile, ...], tuple[RowGroup, ...]]:
+    """The files that have rows, in the order of `names`, and their row groups; StoreError where one is no Parquet."""
+    files: list[DataFile] = []
+    groups: list[RowGroup] = []
+    for name in names:
+        footer = _footer(store, name)
+        try:
+            metadata = pq.read_metadata(pa.BufferReader(footer))
+        except pa.ArrowException as error:
+            raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
+        found = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        with_rows = [(index, group) for index, group in enumerate(found) if group.num_rows]
+        if with_rows:
+            groups += [
+                RowGroup(len(files), index, group.num_rows, group.total_byte_size)
+                for index, group in with_rows
+            ]
+            files.append(DataFile(name, hashlib.sha256(footer).hexdigest()))
+    return tuple(files), tuple(groups)
+
+
+def _footer(store: Store, name: str) -> bytes:
+    """The footer with its trailer, which alone is enough for Arrow to read the metadata."""
+    tail = store.read_tail(name, _FIRST_READ)
+    length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
+    if length > len(tail):
+        tail = store.read_tail(name, length)
+    return tail[-length:]

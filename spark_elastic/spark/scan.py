@@ -1,0 +1,125 @@
+"""Nulls and lengths of the columns, counted by the very job that writes them.
+
+Owns how columns are prepared for arrays (vectors unpacked) and the judgement over what was counted. An aggregate of
+its own would compute the user's DataFrame twice; Spark's `observe` adds a few counters to the write. For one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.sql import Column, DataFrame, Observation, Row
+from pyspark.sql import functions as F
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.spark.schema import ColumnType
+
+_NAMED_SCALARS = 4  # so many scalar columns say which row it is
+
+
+def prepared(df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
+    """The columns of `types` alone, ML vectors (dense and sparse) as arrays."""
+    return df.select(*(_prepared(quoted(name), kind).alias(name) for name, kind in types.items()))
+
+
+def quoted(name: str) -> Column:
+    """The column of exactly that name, dots and all."""
+    return F.col("`" + name.replace("`", "``") + "`")
+
+
+def _prepared(column: Column, kind: ColumnType) -> Column:
+    if not kind.vector:
+        return column
+    # vector_to_array fails on nulls, which are to be counted.
+    return F.when(column.isNotNull(), vector_to_array(column, kind.dtype))
+
+
+class Scan:
+    """Counters that ride on one write of the columns, and what they say of it."""
+
+    def __init__(self, types: Mapping[str, ColumnType]) -> None:
+        self._types = types
+        self._observation = Observation()
+
+    def watched(self, df: DataFrame) -> DataFrame:
+        """`df` (as `prepared` gives it) with the counters; to be written once."""
+        counters = [F.count(F.lit(1)).alias("rows")]
+        for number, (name, kind) in enumerate(self._types.items()):
+            column = quoted(name)
+            counters.append(_count(_has_null(column, kind)).alias(f"nulls{number}"))
+            for level, sizes in enumerate(_sizes(column, kind.dimensions)):
+                counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
+                counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
+        return df.observe(self._observation, *counters)
+
+    def shapes(self, written: DataFrame) -> dict[str, tuple[int, ...]]:
+        """The shape of a row of each column, once it was written; InvalidInput for nulls and for ragged arrays.
+
+        `written` is the written table, from which a bad row is named.
+        """
+        counted = self._observation.get
+        for number, name in enumerate(self._types):
+            nulls = counted[f"nulls{number}"]
+            if nulls:
+                raise InvalidInput(
+                    f"The column {name!r} has nulls in {nulls} of {counted['rows']} rows: "
+                    f"fill them (df.fillna, Imputer) or drop those rows (df.dropna)."
+                )
+        return {
+            name: tuple(self._length(counted, number, level, written) for level in range(kind.dimensions))
+            for number, (name, kind) in enumerate(self._types.items())
+        }
+
+    def _length(self, counted: Mapping[str, int], number: int, level: int, written: DataFrame) -> int:
+        shortest, longest = counted[f"min{number}_{level}"], counted[f"max{number}_{level}"]
+        name = list(self._types)[number]
+        if shortest != longest:
+            row = self._row_with(written, name, level, shortest)
+            raise InvalidInput(
+                f"The arrays of column {name!r} have different lengths, {shortest} and {longest}"
+                f"{f' (at depth {level + 1})' if level else ''}: {row} has {shortest}; "
+                f"pad or cut them to one length."
+            )
+        if not longest:
+            raise InvalidInput(f"The arrays of column {name!r} are empty: leave the column out.")
+        return longest
+
+    def _row_with(self, written: DataFrame, name: str, level: int, length: int) -> str:
+        """A row that holds an array of that length, by its scalar columns or, without any, by its content."""
+        sizes = list(_sizes(quoted(name), self._types[name].dimensions))[level]
+        scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_NAMED_SCALARS]
+        shown = scalars or [name]
+        row: Row | None = (
+            written.where(F.array_contains(sizes, length)).select(*(quoted(each) for each in shown)).first()
+        )
+        if row is None:
+            return "a row"
+        values = ", ".join(f"{each}={str(row[each])[:60]}" for each in shown)
+        return f"the row with {values}"
+
+
+def _count(condition: Column) -> Column:
+    return F.count(F.when(condition, F.lit(1)))
+
+
+def _has_null(column: Column, kind: ColumnType) -> Column:
+    """Whether the row's value, or anything in it, is null; never null itself."""
+    condition, inner = column.isNull(), column
+    for level in range(kind.dimensions):
+        condition = condition | F.coalesce(F.exists(inner, lambda each: each.isNull()), F.lit(False))
+        if level + 1 < kind.dimensions:
+            inner = F.flatten(inner)
+    return condition
+
+
+def _sizes(column: Column, dimensions: int) -> Iterator[Column]:
+    """For each dimension, the array of all lengths that occur in a row."""
+    inner = column
+    for level in range(dimensions):
+        if level == 0:
+            yield F.array(F.size(inner))
+        else:
+            yield F.transform(inner, F.size)
+            if level + 1 < dimensions:
+                inner = F.flatten(inner)

@@ -1,0 +1,166 @@
+"""The Arrow reader over real Parquet files: shapes, no copies where the layout allows, bounded cache, errors."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.data import arrow_reader
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.footers import read_footers
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+COLUMNS = (
+    Column("id", "int64"),
+    Column("x", "float32", (3,)),
+    Column("m", "float64", (2, 2)),
+    Column("odd", "bool"),
+)
+
+
+def write(store: Store, name: str, first: int, rows: int, group: int) -> str:
+    ids = np.arange(first, first + rows)
+    table = pa.table(
+        {
+            "id": ids,
+            "x": pa.array([[i, i + 0.5, -i] for i in ids], pa.list_(pa.float32())),
+            "m": pa.array([[[i, 1], [2, 3]] for i in ids], pa.list_(pa.list_(pa.float64()))),
+            "odd": ids % 2 == 1,
+        }
+    )
+    Path(store.path("")).mkdir(exist_ok=True)
+    pq.write_table(table, store.path(name), row_group_size=group)
+    return name
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def manifest(store: Store) -> Manifest:
+    names = [
+        write(store, "a.parquet", 0, 25, 10),
+        write(store, "b.parquet", 25, 0, 10),
+        write(store, "c.parquet", 25, 20, 10),
+    ]
+    return Manifest(COLUMNS, *read_footers(store, names), fingerprint="")
+
+
+def test_footers_give_row_groups_and_leave_empty_files_out(manifest: Manifest) -> None:
+    assert manifest.group_rows == (10, 10, 5, 10, 10)
+    assert [file.name for file in manifest.files] == ["a.parquet", "c.parquet"]
+    assert [group.index for group in manifest.row_groups] == [0, 1, 2, 0, 1]
+
+
+def test_a_long_footer_is_read_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write(store, "a.parquet", 0, 50, 1)
+    whole = read_footers(store, [name])
+    monkeypatch.setattr("spark_elastic.data.footers._FIRST_READ", 16)
+    assert read_footers(store, [name]) == whole
+
+
+def test_what_is_no_parquet_is_named(store: Store) -> None:
+    store.write_bytes("x.parquet", b"PAR1 this is none of it PAR1")
+    with pytest.raises(StoreError, match=r"'x\.parquet'.*no Parquet file"):
+        read_footers(store, ["x.parquet"])
+
+
+def test_arrays_have_the_manifest_s_shapes(store: Store, manifest: Manifest) -> None:
+    with ArrowReader(store, manifest) as reader:
+        decoded = reader.fetch(3)
+        ids = np.arange(25, 35)
+        assert np.array_equal(decoded["id"], ids)
+        assert np.array_equal(decoded["x"], np.stack([ids, ids + 0.5, -ids], axis=1).astype("float32"))
+        assert np.array_equal(decoded["m"][:, 0, 0], ids)
+        assert np.array_equal(decoded["odd"], ids % 2 == 1)
+        assert {name: array.dtype.name for name, array in decoded.items()} == {
+            c.name: c.dtype for c in COLUMNS
+        }
+        assert {name: array.shape for name, array in decoded.items()} == {
+            c.name: (10, *c.shape) for c in COLUMNS
+        }
+        assert not any(array.flags.writeable for array in decoded.values())
+
+
+def test_numbers_are_views_of_arrow_s_memory(store: Store, manifest: Manifest) -> None:
+    with ArrowReader(store, manifest) as reader:
+        decoded = reader.fetch(0)
+        assert not any(decoded[name].flags.owndata for name in ("id", "x", "m"))
+        before = pa.total_allocated_bytes()
+        del decoded
+        reader.close()
+        assert pa.total_allocated_bytes() < before
+
+
+def test_columns_can_be_chosen(store: Store, manifest: Manifest) -> None:
+    with ArrowReader(store, manifest, ["odd", "id"]) as reader:
+        assert list(reader.fetch(0)) == ["odd", "id"]
+    with pytest.raises(InvalidInput, match="no column 'z'"):
+        ArrowReader(store, manifest, ["z"])
+
+
+def test_the_cache_is_bounded_in_bytes(store: Store, manifest: Manifest) -> None:
+    group = manifest.decoded_bytes_per_group()
+    with ArrowReader(store, manifest, cache_bytes=2 * group) as reader:
+        first, second = reader.fetch(0), reader.fetch(1)
+        assert reader.fetch(0) is first
+        reader.fetch(3)
+        assert reader.fetch(0) is first
+        assert reader.fetch(1) is not second
+    with ArrowReader(store, manifest, cache_bytes=0) as reader:
+        assert reader.fetch(0) is reader.fetch(0)
+
+
+def test_open_files_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow_reader, "OPEN_FILES", 2)
+    names = [write(store, f"{n}.parquet", n * 5, 5, 5) for n in range(6)]
+    manifest = Manifest(COLUMNS, *read_footers(store, names), fingerprint="")
+    with ArrowReader(store, manifest, cache_bytes=0) as reader:
+        for group in (0, 1, 2, 3, 4, 5, 0, 5):
+            assert reader.fetch(group)["id"][0] == group * 5
+            assert len(reader._files) <= 2
+
+
+def test_many_threads_may_fetch(store: Store, manifest: Manifest) -> None:
+    wrong: list[int] = []
+    with ArrowReader(store, manifest, cache_bytes=manifest.decoded_bytes_per_group()) as reader:
+
+        def fetch_all() -> None:
+            for group in [0, 1, 2, 3, 4] * 10:
+                if reader.fetch(group)["id"][0] != (0, 10, 20, 25, 35)[group]:
+                    wrong.append(group)
+
+        threads = [threading.Thread(target=fetch_all) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_a_file_that_is_gone_or_changed_is_named(store: Store, manifest: Manifest) -> None:
+    with ArrowReader(store, manifest) as reader:
+        store.delete("c.parquet")
+        with pytest.raises(StoreError, match=r"row group 0 of 'c\.parquet'"):
+            reader.fetch(3)
+        write(store, "a.parquet", 0, 25, 7)
+        with pytest.raises(StoreError, match="not the 10 rows"):
+            reader.fetch(0)
+
+
+def test_a_closed_reader_says_so(store: Store, manifest: Manifest) -> None:
+    reader = ArrowReader(store, manifest)
+    reader.fetch(0)
+    reader.close()
+    reader.close()
+    with pytest.raises(StoreError, match="closed"):
+        reader.fetch(0)

@@ -1,0 +1,173 @@
+"""The loader over a real reader and over one that stalls or fails: rows, bounds, ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.footers import read_footers
+from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.reader import Decoded
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+COLUMNS = (Column("id", "int64"), Column("x", "float32", (2,)))
+PLAN = DataPlan((10, 10, 10, 7), global_batch=8, seed=5, lanes=3)
+
+
+class Rows:
+    """A reader that holds its rows in memory; `gate` closed makes it stall, `broken` makes it fail."""
+
+    def __init__(self, plan: DataPlan = PLAN) -> None:
+        self.plan = plan
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken: Exception | None = None
+        self.fetched = 0
+
+    def fetch(self, group: int) -> Decoded:
+        assert self.gate.wait(20)
+        if self.broken is not None:
+            raise self.broken
+        self.fetched += 1
+        ids = np.arange(self.plan.row_groups[group]) + self.plan.group_offsets[group]
+        return {"id": ids, "x": np.stack([ids, -ids], axis=1).astype("float32")}
+
+    def close(self) -> None:
+        self.gate.set()
+
+
+def everything(loader: StepLoader, epoch: int, size: int) -> list[StepRows]:
+    found = []
+    for rank in range(size):
+        with loader.steps(epoch, 0, rank, size) as stream:
+            found += list(stream)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3, 11])
+def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None:
+    store = Store.open(str(tmp_path))
+    ids = np.arange(37)
+    table = pa.table({"id": ids, "x": pa.array([[i, -i] for i in ids], pa.list_(pa.float32()))})
+    pq.write_table(table, store.path("a.parquet"), row_group_size=10)
+    manifest = Manifest(COLUMNS, *read_footers(store, ["a.parquet"]), fingerprint="")
+    plan = DataPlan(manifest.group_rows, 8, 5, 3)
+    with ArrowReader(store, manifest) as reader:
+        found = everything(StepLoader(plan, reader, reader.columns), 2, size)
+    assert sorted(row for rows in found for row in rows.row_ids.tolist()) == list(range(37))
+    for rows in found:
+        assert np.array_equal(rows.columns["id"], rows.row_ids)
+        assert np.array_equal(rows.columns["x"], np.stack([rows.row_ids, -rows.row_ids], axis=1))
+        assert rows.columns["x"].flags.writeable
+        assert rows.planned == plan.step_size(rows.step)
+
+
+def test_a_rank_without_rows_gets_empty_arrays() -> None:
+    found = everything(StepLoader(PLAN, Rows(), COLUMNS), 0, 9)
+    empty = [rows for rows in found if not len(rows)]
+    assert empty
+    for rows in empty:
+        assert rows.columns["x"].shape == (0, 2)
+        assert rows.columns["x"].dtype == np.float32
+        assert rows.row_ids.shape == (0,)
+        assert rows.planned > 0
+
+
+def test_a_stream_begins_where_it_is_told() -> None:
+    with StepLoader(PLAN, Rows(), COLUMNS).steps(0, 3, 0, 1) as stream:
+        assert [rows.step for rows in stream] == list(range(3, PLAN.steps))
+    with StepLoader(PLAN, Rows(), COLUMNS).steps(0, PLAN.steps, 0, 1) as stream:
+        assert list(stream) == []
+
+
+def test_a_resize_in_mid_epoch_loses_and_doubles_nothing() -> None:
+    loader, seen = StepLoader(PLAN, Rows(), COLUMNS), []
+    for rank in range(3):
+        with loader.steps(0, 0, rank, 3) as stream:
+            seen += [row for _ in range(2) for row in next(stream).row_ids.tolist()]
+    for rank in range(2):
+        with loader.steps(0, 2, rank, 2) as stream:
+            seen += [row for rows in stream for row in rows.row_ids.tolist()]
+    assert sorted(seen) == list(range(37))
+
+
+def test_the_order_of_the_epoch_outlives_a_stream() -> None:
+    loader = StepLoader(PLAN, Rows(), COLUMNS)
+    with loader.steps(0, 0, 0, 2) as first:
+        next(first)
+    with loader.steps(0, 1, 0, 1) as second:
+        assert second._order is first._order
+    with loader.steps(1, 0, 0, 1) as third:
+        assert third._order is not first._order
+
+
+def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
+    row_bytes = 8 + 8 + 8
+    for prefetch, most in [
+        (Prefetch(steps=2), 2),
+        (Prefetch(steps=100, bytes=3 * 8 * row_bytes), 3),
+        (Prefetch(steps=100, bytes=1), 1),
+    ]:
+        with StepLoader(PLAN, Rows(), COLUMNS, prefetch).steps(0, 0, 0, 1) as stream:
+            with stream._changed:
+                assert stream._changed.wait_for(lambda s=stream, m=most: len(s._ready) == m, 10)
+                assert not stream._changed.wait_for(lambda s=stream, m=most: len(s._ready) > m, 0.1)
+            assert len(list(stream)) == PLAN.steps
+
+
+def test_a_reader_s_error_comes_after_the_steps_that_were_read() -> None:
+    reader = Rows()
+    loader = StepLoader(PLAN, reader, COLUMNS, Prefetch(steps=1))
+    with loader.steps(0, 0, 0, 1) as stream:
+        with stream._changed:
+            assert stream._changed.wait_for(lambda: len(stream._ready) == 1, 10)
+        reader.broken = StoreError("the disk is gone")
+        assert next(stream).step == 0
+        with pytest.raises(StoreError, match="the disk is gone"):
+            list(stream)
+
+
+def test_p5_a_reader_that_stalls_is_an_error_with_the_step() -> None:
+    reader = Rows()
+    reader.gate.clear()
+    with StepLoader(PLAN, reader, COLUMNS, Prefetch(deadline=0.05)).steps(4, 2, 0, 1) as stream:
+        with pytest.raises(StoreError, match="step 2 of epoch 4 were not read within"):
+            next(stream)
+        reader.gate.set()
+
+
+def test_close_frees_a_waiting_consumer_and_ends_the_thread() -> None:
+    reader = Rows()
+    reader.gate.clear()
+    stream = StepLoader(PLAN, reader, COLUMNS).steps(0, 0, 0, 1)
+    said: list[str] = []
+
+    def consume() -> None:
+        try:
+            next(stream)
+        except StoreError as error:
+            said.append(str(error))
+            reader.gate.set()
+
+    with stream:
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        stream.close()
+        consumer.join(10)
+    assert said == ["This stream of steps is closed: ask the loader for a new one."]
+    assert not stream._thread.is_alive()
+
+
+def test_close_in_the_middle_of_an_epoch_leaves_no_thread() -> None:
+    with StepLoader(PLAN, Rows(), COLUMNS, Prefetch(steps=1)).steps(0, 0, 0, 1) as stream:
+        next(stream)
+    assert not stream._thread.is_alive()

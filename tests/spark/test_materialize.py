@@ -1,0 +1,151 @@
+"""DataFrames to data sets on real Spark: shapes, exact row groups, reuse, and one sentence for each bad column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(f"file://{tmp_path}/store")
+
+
+def materialize(df: DataFrame, columns: list[str], store: Store, rows: int | None = None) -> Manifest:
+    from spark_elastic.spark.materialize import materialize as write
+
+    return write(df, columns, store, rows_per_group=rows)
+
+
+def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
+    with ArrowReader(store, manifest) as reader:
+        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
+        return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
+
+
+def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: Store) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    rows = [
+        (
+            i,
+            i / 4,
+            i % 2 == 0,
+            Vectors.dense([i, 1.0, 2.0]) if i % 2 else Vectors.sparse(3, {0: float(i)}),
+            [[float(i), 1.0], [2.0, 3.0], [4.0, 5.0]],
+            [i, -i],
+        )
+        for i in range(25)
+    ]
+    df = spark.createDataFrame(rows, ["id", "a.b c", "odd", "v", "m", "k"])
+    manifest = materialize(df, df.columns, store, rows=10)
+    assert manifest.columns == (
+        Column("id", "int64"),
+        Column("a.b c", "float64"),
+        Column("odd", "bool"),
+        Column("v", "float32", (3,)),
+        Column("m", "float64", (3, 2)),
+        Column("k", "int64", (2,)),
+    )
+    found = read(store, manifest)
+    order = np.argsort(found["id"])
+    ids = np.arange(25)
+    assert np.array_equal(found["id"][order], ids)
+    assert np.array_equal(found["a.b c"][order], ids / 4)
+    assert np.array_equal(found["odd"][order], ids % 2 == 0)
+    assert np.array_equal(
+        found["v"][order], np.stack([ids, ids % 2, 2 * (ids % 2)], axis=1).astype("float32")
+    )
+    assert np.array_equal(found["m"][order][:, 0, 0], ids)
+    assert np.array_equal(found["m"][order][:, 2], np.tile([4.0, 5.0], (25, 1)))
+    assert np.array_equal(found["k"][order], np.stack([ids, -ids], axis=1))
+
+
+def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store) -> None:
+    df = spark.range(0, 1050, 1, 2).selectExpr("id", "cast(id as float) x", "'text' as unused")
+    manifest = materialize(df, ["x", "id"], store, rows=100)
+    assert manifest.group_rows == (100, 100, 100, 100, 100, 25) * 2
+    assert [column.name for column in manifest.columns] == ["x", "id"]
+    assert materialize(df, ["x", "id"], store, rows=100) == manifest
+    assert materialize(df, ["x", "id"], store, rows=200).fingerprint != manifest.fingerprint
+    assert materialize(df.where("id > 3"), ["x", "id"], store, rows=100).rows == 1046
+
+    # The same rows written again are the same data set to a run; files that are gone are not reused.
+    store.delete(manifest.files[0].name)
+    again = materialize(df, ["x", "id"], store, rows=100)
+    assert again.fingerprint == manifest.fingerprint
+    assert again.files != manifest.files
+    assert again.hash == manifest.hash
+    assert np.array_equal(np.sort(read(store, again)["id"]), np.arange(1050))
+
+
+def test_a_table_that_was_overwritten_is_not_reused(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
+    table = f"file://{tmp_path}/table"
+    spark.range(10).write.parquet(table)
+    first = materialize(spark.read.parquet(table), ["id"], store)
+    assert materialize(spark.read.parquet(table), ["id"], store) == first
+    spark.range(5, 15).write.mode("overwrite").parquet(table)
+    second = materialize(spark.read.parquet(table), ["id"], store)
+    assert sorted(read(store, second)["id"]) == list(range(5, 15))
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        (
+            "select id, if(id in (3, 4), null, cast(id as double)) as x from range(20)",
+            r"column 'x' has nulls in 2 of 20 rows",
+        ),
+        (
+            "select id, if(id = 3, array(1.0d, null), array(1.0d, 2.0d)) as x from range(20)",
+            r"column 'x' has nulls in 1 of 20 rows",
+        ),
+        (
+            "select id, if(id = 7, array(1, 2), array(1, 2, 3)) as x from range(20)",
+            r"column 'x' have different lengths, 2 and 3: the row with id=7 has 2",
+        ),
+        (
+            "select id, if(id = 7, array(array(1), array(2)), array(array(1, 2), array(2, 3))) as x from range(20)",
+            r"'x' have different lengths, 1 and 2 \(at depth 2\): the row with id=7 has 1",
+        ),
+        ("select id, cast(id as double) as x from range(0)", "has no rows"),
+        ("select id, cast(array() as array<int>) as x from range(3)", "arrays of column 'x' are empty"),
+        ("select id, 'a' as x from range(3)", "column 'x' is string"),
+    ],
+)
+def test_bad_columns_get_one_sentence(spark: SparkSession, store: Store, query: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says) as raised:
+        materialize(spark.sql(query), ["id", "x"], store)
+    assert "\n" not in str(raised.value)
+    assert not list(Path(store.path("")).rglob("*.parquet")), "what was refused is cleaned away"
+
+
+def test_a_null_vector_is_named(spark: SparkSession, store: Store) -> None:
+    from pyspark.ml.linalg import Vectors, VectorUDT
+    from pyspark.sql.types import StructField, StructType
+
+    schema = StructType([StructField("v", VectorUDT())])
+    df = spark.createDataFrame([(Vectors.dense([1.0]),), (None,)], schema)
+    with pytest.raises(InvalidInput, match="column 'v' has nulls in 1 of 2 rows"):
+        materialize(df, ["v"], store)
+
+
+def test_an_unwritable_store_is_one_sentence(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreError, match="Cannot write"):
+        materialize(spark.range(3).toDF("id"), ["id"], Store.open(str(tmp_path / "file" / "store")))

@@ -1,0 +1,129 @@
+"""The store on a real folder and in memory: names, whole writes, sentences."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "file":
+        yield Store.open(f"file://{tmp_path}/jobs")
+        return
+    yield Store.open(f"memory://{tmp_path.name}")
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_objects_by_name(store: Store) -> None:
+    assert store.list() == []
+    store.write_bytes("a/b/one", b"1")
+    store.write_bytes("a/b/two", b"22")
+    store.write_bytes("a/three", b"333")
+    assert store.read_bytes("a/b/two") == b"22"
+    assert store.read_tail("a/three", 2) == b"33"
+    assert store.read_tail("a/three", 9) == b"333"
+    assert store.list("a") == ["a/b", "a/three"]
+    assert store.list("a/b") == ["a/b/one", "a/b/two"]
+    assert store.exists("a/three")
+    store.write_bytes("a/three", b"anew")
+    assert store.read_bytes("a/three") == b"anew"
+    store.delete("a/three")
+    store.delete("a/three")
+    assert not store.exists("a/three")
+    store.remove_tree("a")
+    store.remove_tree("a")
+    assert not store.exists("a/b/one")
+
+
+def test_urls(tmp_path: Path) -> None:
+    for given in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/"):
+        store = Store.open(given)
+        assert store.url == f"file://{tmp_path}"
+        assert store.join("a", "b") == f"file://{tmp_path}/a/b"
+        assert store.path("a/b") == f"{tmp_path}/a/b"
+        assert store.is_local
+
+
+def test_a_probe_leaves_nothing(store: Store) -> None:
+    store.probe()
+    assert store.list() == []
+
+
+def test_a_store_travels(store: Store) -> None:
+    store.write_bytes("x", b"1")
+    assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
+
+
+def test_a_missing_object_is_named(store: Store) -> None:
+    with pytest.raises(StoreError, match="has no 'nothing/here'"):
+        store.read_bytes("nothing/here")
+
+
+@pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b"])
+def test_names_stay_inside(store: Store, name: str) -> None:
+    with pytest.raises(InvalidInput, match="no name inside a store"):
+        store.write_bytes(name, b"")
+
+
+def test_the_root_is_not_removed(store: Store) -> None:
+    with pytest.raises(InvalidInput, match="root"):
+        store.remove_tree("")
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "says"), [("", InvalidInput, "empty"), ("nowhere://x", StoreError, "cannot be opened")]
+)
+def test_wrong_urls(url: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        Store.open(url)
+
+
+def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="Cannot write 'probe-"):
+        Store.open(str(tmp_path / "file")).probe()
+
+
+def test_a_failed_write_leaves_the_old_object_and_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(str(tmp_path))
+    store.write_bytes("x", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left"):
+        store.write_bytes("x", b"new")
+    assert store.read_bytes("x") == b"old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    store, size = Store.open(str(tmp_path)), 1 << 20
+    store.write_bytes("x", bytes(size))
+    done = threading.Event()
+
+    def rewrite() -> None:
+        for value in range(1, 30):
+            store.write_bytes("x", bytes([value]) * size)
+        done.set()
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    while not done.is_set():
+        data = store.read_bytes("x")
+        assert len(data) == size
+        assert data.count(data[:1]) == size
+    writer.join()

@@ -1,0 +1,46 @@
+"""Columns are judged from the schema alone: no session, no job."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import ArrayType, DecimalType, FloatType, LongType, StringType, StructType
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.spark.schema import ColumnType, check_columns, column_type
+
+SCHEMA = (
+    StructType()
+    .add("x", ArrayType(ArrayType(FloatType())))
+    .add("v", VectorUDT())
+    .add("y", LongType())
+    .add("name", StringType())
+    .add("price", DecimalType(10, 2))
+    .add("tags", ArrayType(StringType()))
+)
+
+
+def test_good_columns_pass() -> None:
+    check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y", extra_cols=["y"])
+    assert column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
+    assert column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "weight", "says"),
+    [
+        ([], ["y"], None, "feature_cols is empty"),
+        (["z"], ["y"], None, r"no feature column 'z': the DataFrame has the columns \['x', 'v', 'y'"),
+        (["x"], ["label"], None, "no label column 'label'"),
+        (["x"], ["y"], "w", "no sample weight column 'w'"),
+        (["x"], ["y"], "v", "sample weight column 'v' is vector: it must be one number"),
+        (["name"], ["y"], None, "feature column 'name' is string.*StringIndexer"),
+        (["tags"], ["y"], None, "feature column 'tags' is array<string>.*StringIndexer"),
+        (["price"], ["y"], None, r"'price' is decimal\(10,2\).*cast it to double"),
+    ],
+)
+def test_bad_columns_are_one_sentence(
+    features: list[str], labels: list[str], weight: str | None, says: str
+) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_columns(SCHEMA, features, labels, weight)
