@@ -1,0 +1,171 @@
+"""Seeded plans of what goes wrong and when: values that a simulation (or a test on real processes) plays."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+
+from spark_elastic.protocol.types import Limits, Phase, Position
+
+
+class Kind(Enum):
+    KILL_WORKER = "kill the training process"
+    KILL_SLOT = "kill the slot task"
+    KILL_HOST = "kill the host"
+    STOP_WORKER = "SIGSTOP the training process"
+    CUT_HOST = "cut the host off driver and peers"
+    SLOW_HOST = "slow the host down"
+    ADD_HOST = "a host joins"
+    DRAIN_HOST = "drain the host"
+    DRAIN_WORKER = "drain the worker"
+    RAISE = "user code raises once"
+    POISON = "user code raises at one row, always"
+    HICCUP = "the driver's server loses all connections"
+
+
+class Moment(Enum):
+    """What a fault waits for, beside the time."""
+
+    TIME = "time"
+    FORMING = "forming"
+    SYNCING = "syncing"
+    FORWARD = "forward"
+    EXCHANGE = "exchange"  # some have contributed
+    COMPLETE = "complete"  # some have the result, nobody applied it
+    APPLIED = "applied"  # some have applied, others not
+    REGROUPING = "regrouping"
+    CLOSING = "closing"  # some are done
+    WARMING = "warming"  # a newcomer starts
+
+
+class Share(Enum):
+    """How many of those that it could hit."""
+
+    ONE = "one"
+    TWO = "two"
+    ALL_BUT_ONE = "all but one"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` strikes `share` of the targets, beginning at number `target`, `after` seconds after the `nth` such
+    moment. duration: of what passes again, in seconds. silent: without a broken connection (power loss)."""
+
+    kind: Kind
+    moment: Moment = Moment.TIME
+    nth: int = 1
+    after: float = 0.0
+    target: int = 0
+    share: Share = Share.ONE
+    duration: float = 1.0
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """A job and its misfortunes. steps: of an epoch; rows: of a step. replace_after: seconds after which another host
+    comes for a lost one, None for never."""
+
+    seed: int
+    limits: Limits
+    hosts: int
+    slots_per_host: int
+    epochs: int = 1
+    steps: int = 10
+    rows: int = 96
+    faults: tuple[Fault, ...] = field(default=())
+    replace_after: float | None = 1.0
+    duplicates: float = 0.02  # probability that a message comes twice
+
+    def successor(self, position: Position) -> Position:
+        """The position one step on; the end is CLOSE of the last epoch."""
+        if position.phase is Phase.CLOSE:
+            return position
+        if position.step + 1 < self.steps:
+            return Position(position.epoch, Phase.TRAIN, position.step + 1)
+        if position.epoch + 1 < self.epochs:
+            return Position(position.epoch + 1, Phase.TRAIN, 0)
+        return Position(position.epoch, Phase.CLOSE, 0)
+
+    def positions(self) -> list[Position]:
+        """All steps, in order."""
+        return [
+            Position(epoch, Phase.TRAIN, step) for epoch in range(self.epochs) for step in range(self.steps)
+        ]
+
+    def expected(self) -> dict[Position, tuple[int, ...]]:
+        """Rows of every step."""
+        return {position: self.rows_of(position) for position in self.positions()}
+
+    def rows_of(self, position: Position) -> tuple[int, ...]:
+        first = position.step * self.rows
+        return tuple(range(first, first + self.rows))
+
+
+def random_plan(seed: int) -> FaultPlan:
+    """A plan with up to 64 workers and up to six faults."""
+    rng = random.Random(seed)
+    most = rng.choice((1, 2, 2, 3, 3, 4, 4, 6, 8, 8, 12, 16, 24, 64))
+    wanted = rng.randint(max(1, most // 2), most)
+    per_host = rng.choice((1, 1, 2, 4))
+    hosts = max(1, -(-wanted // per_host) + rng.choice((-1, 0, 0, 0, 1)))
+    limits = Limits(
+        num_workers=wanted,
+        min_workers=rng.randint(1, max(1, min(wanted, 1 + wanted // 2, hosts * per_host))),
+        max_workers=most,
+        gather_timeout=2.0,
+        start_timeout=40.0,
+        lease=2.0,
+        reconnect_grace=1.0,
+        regroup_timeout=6.0,
+        failure_budget=1000,
+        max_global_batch=rng.choice((None, None, None, 96)),
+    )
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    return FaultPlan(
+        seed=seed,
+        limits=limits,
+        hosts=hosts,
+        slots_per_host=per_host,
+        epochs=rng.choice((1, 1, 2)),
+        steps=rng.randint(4, 8) if most > 16 else rng.randint(5, 20),
+        faults=tuple(_random_fault(rng) for _ in range(count)),
+        replace_after=rng.choice((0.2, 1.0, 3.0, 3.0, None)),
+        duplicates=rng.choice((0.0, 0.02, 0.2)),
+    )
+
+
+KINDS = (
+    (Kind.KILL_WORKER, 6),
+    (Kind.KILL_SLOT, 3),
+    (Kind.KILL_HOST, 3),
+    (Kind.STOP_WORKER, 3),
+    (Kind.CUT_HOST, 3),
+    (Kind.SLOW_HOST, 1),
+    (Kind.ADD_HOST, 3),
+    (Kind.DRAIN_HOST, 2),
+    (Kind.DRAIN_WORKER, 2),
+    (Kind.RAISE, 2),
+    (Kind.POISON, 1),
+    (Kind.HICCUP, 2),
+)
+
+
+def _random_fault(rng: random.Random) -> Fault:
+    kinds, weights = zip(*KINDS, strict=True)
+    moment = rng.choice((Moment.TIME, *Moment))
+    timed = moment is Moment.TIME
+    return Fault(
+        kind=rng.choices(kinds, weights)[0],
+        moment=moment,
+        nth=1 if timed else rng.choice((1, 1, 2, 3, 5)),
+        after=rng.uniform(0.0, 4.0)
+        if timed
+        else rng.choice((0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1))),
+        target=rng.choice((0, 0, 1, rng.randrange(64))),
+        share=rng.choices(tuple(Share), (12, 3, 1, 1))[0],
+        duration=rng.choice((0.02, 0.3, 0.8, 1.5, 4.0, 12.0)),
+        silent=rng.random() < 0.3,
+    )

@@ -1,0 +1,215 @@
+"""Simulated hosts, slot tasks and training processes. Each process runs the real worker machine.
+
+What they do happens at simulated times; a stopped process freezes what is due until it is continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol import worker_machine
+from spark_elastic.protocol.types import Position, World
+from spark_elastic.testing.fault_plan import Moment
+
+if TYPE_CHECKING:
+    from spark_elastic.testing.simulated_group import SimGroup
+    from spark_elastic.testing.simulation import Simulation
+
+BEAT_EVERY = 0.5
+PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
+DRIVER_TIMEOUT = 10.0  # R12
+REPEAT = 3.0  # seconds after which an unanswered question is asked again
+EMPTY_CHAIN = (0, 0)
+
+
+@dataclass
+class SimHost:
+    """cut: since when it is off the network. pending: what it will say once it is back."""
+
+    name: str
+    capacity: int
+    alive: bool = True
+    cut: bool = False
+    slowness: float = 1.0
+    slots: list[SimSlot] = field(default_factory=list)
+    pending: list[Callable[[], None]] = field(default_factory=list)
+
+    def room(self) -> int:
+        return self.capacity - sum(slot.alive for slot in self.slots) if self.alive else 0
+
+
+class SimSlot:
+    """One attempt of a slot task with its training process."""
+
+    def __init__(self, sim: Simulation, name: str, job: int, host: SimHost) -> None:
+        self.sim, self.name, self.job, self.host = sim, name, job, host
+        self.alive = True
+        self.started = 0
+        self.worker: SimWorker | None = None
+        host.slots.append(self)
+        sim.desk.registers(self)
+        sim.at(0.005, self.start_worker)
+        sim.at(BEAT_EVERY, self.beat)
+
+    def start_worker(self) -> None:
+        if not self.alive or self.sim.desk.over:
+            return
+        self.started += 1
+        self.worker = SimWorker(self.sim, f"{self.name}.{self.started}", self)
+        self.sim.desk.started(self, self.worker.name)
+
+    def beat(self) -> None:
+        if self.alive:
+            worker = self.worker
+            state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
+            self.sim.desk.beats(self, worker.name if worker is not None else "", state)
+            self.sim.at(BEAT_EVERY, self.beat)
+
+    def exited(self, worker: SimWorker, code: int) -> None:
+        """Its child ended: report it, promote the spare."""
+        if self.alive and worker is self.worker:
+            self.sim.desk.exited(self, worker.name, code)
+            self.sim.at(0.01, self.start_worker)
+
+    def end(self, reason: str) -> None:
+        """The slot task is gone, and its child with it."""
+        if self.alive:
+            self.alive = False
+            if self.worker is not None:
+                self.worker.die(-9, quiet=True)
+            self.sim.job_over(self, reason)
+
+
+class SimWorker:
+    """A training process: the real machine, carried out in simulated time.
+
+    chain: its weights, as (steps applied, hash of all of them in order): one step lost, doubled or out of order
+    shows. version: newest membership version that it heard of.
+    """
+
+    def __init__(self, sim: Simulation, name: str, slot: SimSlot) -> None:
+        self.sim, self.name, self.slot = sim, name, slot
+        self.alive, self.stopped, self.connected = True, False, False
+        self.state, _ = worker_machine.initial(name, slot.name)
+        self.chain = EMPTY_CHAIN
+        self.version = 0
+        self.group: SimGroup | None = None
+        self.question: Callable[[], None] | None = None
+        self.raises = ""  # fingerprint of what user code raises next
+        self._frozen: list[Callable[[], None]] = []
+        sim.moment(Moment.WARMING)
+        self.later(sim.rng.uniform(0.02, 0.4), lambda: self.happens(on.Warm(sim.now)))
+
+    @property
+    def position(self) -> Position:
+        assert self.state.position is not None
+        return self.state.position
+
+    # ---- time
+
+    def later(self, delay: float, act: Callable[[], None]) -> None:
+        """Do it then, if still alive; once continued, if stopped."""
+        self.sim.at(delay, lambda: self._due(act))
+
+    def _due(self, act: Callable[[], None]) -> None:
+        if self.stopped and self.alive:
+            self._frozen.append(act)
+        elif self.alive:
+            act()
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def proceed(self) -> None:
+        self.stopped = False
+        frozen, self._frozen = self._frozen, []
+        for act in frozen:
+            self._due(act)
+
+    def die(self, code: int, quiet: bool = False) -> None:
+        """quiet: nobody is left to report the exit."""
+        if not self.alive:
+            return
+        self.alive = False
+        if self.group is not None:
+            self.group.died(self)
+        self.sim.desk.vanished(self)
+        if not quiet:
+            self.sim.at(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.exited(self, code))
+
+    # ---- the machine
+
+    def happens(self, event: on.WorkerEvent) -> None:
+        """Ask the machine and carry out what it says."""
+        if not self.alive:
+            return
+        self.state, commands = self.sim.worker_step(self.state, event)
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: do.WorkerCommand) -> None:
+        match command:
+            case do.Join():
+                self.ask(lambda: self.sim.desk.joins(self, command))
+            case do.Form():
+                self.question = None
+                self.group = self.sim.group(command.world)
+                self.group.form(self)
+            case do.Sync():
+                if self.group is not None:
+                    self.group.sync(self)
+            case do.Run():
+                self.train()
+            case do.AbortGroup(reason):
+                if self.group is not None:
+                    self.group.abort(self, reason)
+            case do.CloseGroup():
+                if self.group is not None:
+                    self.group.close(self)
+                    self.group = None
+            case do.ReportFailure():
+                self.sim.desk.failed(self, command)
+            case do.ReportDone():
+                self.ask(lambda: self.sim.desk.done(self, command))
+            case do.Exit(_, code):
+                self.sim.at(0.003, lambda: self.die(code))
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """A request that stays open until answered, and is repeated."""
+        self.connected = True
+        self.question = question
+        question()
+        self.later(REPEAT, lambda: self.ask(question) if self.question is question else None)
+
+    # ---- the program
+
+    def train(self) -> None:
+        if self.group is None or not self.alive:
+            return
+        fingerprint = self.raises or self.sim.poisoned(self)
+        if fingerprint:
+            self.raises = ""
+            self.later(
+                0.01,
+                lambda: self.happens(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
+            )
+        else:
+            self.group.forward(self)
+
+    def apply(self, world: World) -> None:
+        """One step, whole."""
+        position = self.position
+        self.sim.applied(self, world, position)
+        self.chain = (self.chain[0] + 1, hash((self.chain[1], position.epoch, position.step)))
+        self.happens(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
+
+    def finish(self, world: World) -> None:
+        result = f"{self.chain[0]}:{self.chain[1]}"
+        self.later(
+            self.sim.jitter(0.02), lambda: self.happens(on.Finished(self.sim.now, world.fence, result))
+        )
+        self.sim.moment(Moment.CLOSING)

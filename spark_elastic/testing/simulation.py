@@ -1,0 +1,200 @@
+"""A simulated cluster over simulated time: the real machines of driver and workers under a fault plan.
+
+`simulate(plan)` plays a job to its end and checks the invariants after every step and the history at the end. A
+plan and its seed give the same run each time. One thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import driver_machine, worker_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.invariants import History, Violation
+from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.testing.desk import Desk, Step
+from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment
+from spark_elastic.testing.simulated_group import SimGroup
+from spark_elastic.testing.simulated_hosts import EMPTY_CHAIN, SimHost, SimSlot, SimWorker
+from spark_elastic.testing.strikes import Strikes
+
+WorkerStep = Callable[[worker_machine.WorkerState, on.WorkerEvent], worker_machine.Answer]
+DEADLINE = 600.0  # simulated seconds in which every plan must end
+AFTERWARDS = 30.0  # simulated seconds in which everybody must be gone after the end
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a plan. seconds: simulated. struck: the faults that found their moment."""
+
+    end: do.End
+    worlds: tuple[World, ...]
+    seconds: float
+    struck: tuple[Fault, ...]
+    story: str
+
+
+def simulate(
+    plan: FaultPlan,
+    driver_step: Step = driver_machine.step,
+    worker_step: WorkerStep = worker_machine.step,
+) -> Report:
+    """Play the plan. driver_step, worker_step: the machines, or wrappers that break a rule.
+
+    Raises:
+        Violation: an invariant or the history is broken, or nothing ends; its message holds seed and story.
+    """
+    sim = Simulation(plan, driver_step, worker_step)
+    try:
+        return sim.run()
+    except Violation as error:
+        raise Violation(f"seed {plan.seed}: {error}\nplan: {plan}") from error
+
+
+class Simulation:
+    """The event queue, the hosts, and what the program did."""
+
+    def __init__(self, plan: FaultPlan, driver_step: Step, worker_step: WorkerStep) -> None:
+        self.plan = plan
+        self.worker_step = worker_step
+        self.rng = random.Random(plan.seed)
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.silent = False  # deaths that happen now break no connection
+        self.hosts: list[SimHost] = []
+        self.slots: dict[str, SimSlot] = {}
+        self.released: dict[str, str] = {}
+        self._jobs: list[int] = []  # that wait for room
+        self._attempts: dict[int, int] = {}
+        self._groups: dict[int, SimGroup] = {}
+        self._history = History()
+        self.desk = Desk(self, driver_step)
+        self._strikes = Strikes(self)
+
+    def run(self) -> Report:
+        for _ in range(self.plan.hosts):
+            self.add_host()
+        self.desk.open()
+        self._strikes.arm()
+        self._play_until(lambda: self.desk.over, DEADLINE, "the job did not end")
+        seconds = self.now
+        self._judge()
+        self._play_until(self._all_gone, self.now + AFTERWARDS, "still there after the end")
+        assert self.desk.end is not None
+        return Report(
+            self.desk.end,
+            tuple(self.desk.worlds),
+            seconds,
+            tuple(self._strikes.struck),
+            self.desk.story.text(),
+        )
+
+    # ---- time
+
+    def at(self, delay: float, act: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + delay, self._count, act))
+
+    def jitter(self, typical: float) -> float:
+        return typical * self.rng.uniform(0.5, 1.5)
+
+    def moment(self, moment: Moment) -> None:
+        self._strikes.notice(moment)
+
+    def _play_until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        while not done():
+            if not self._queue or self._queue[0][0] > deadline:
+                waiting = ", ".join(f"{w.name} {w.state.stage.value}" for w in self.workers() if w.alive)
+                raise Violation(f"{what} by {deadline:g} s (alive: {waiting})\n{self.desk.story.text()}")
+            self.now, _, act = heapq.heappop(self._queue)
+            act()
+
+    def _all_gone(self) -> bool:
+        return not any(slot.alive and not slot.host.cut for slot in self.slots.values())
+
+    # ---- the cluster
+
+    def add_host(self) -> None:
+        self.hosts.append(SimHost(f"h{len(self.hosts) + 1}", self.plan.slots_per_host))
+        self.at(0.01, self._schedule)
+
+    def launch(self, job: int, delay: float) -> None:
+        self.at(delay + 0.02, lambda: self._queue_job(job))
+
+    def _queue_job(self, job: int) -> None:
+        self._jobs.append(job)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        while self._jobs and not self.desk.over:
+            host = max(self.hosts, key=lambda h: 0 if h.cut else h.room())
+            if host.cut or host.room() <= 0:
+                return
+            job = self._jobs.pop(0)
+            attempt = self._attempts.get(job, -1) + 1
+            self._attempts[job] = attempt
+            name = f"{job}-{attempt}"
+            self.slots[name] = SimSlot(self, name, job, host)
+
+    def job_over(self, slot: SimSlot, reason: str) -> None:
+        self.at(self.rng.uniform(0.02, 0.5), lambda: self.desk.post(on.SlotJobEnded(0, slot.job, reason)))
+        self.at(0.6, self._schedule)
+
+    def workers(self) -> list[SimWorker]:
+        """All training processes that live."""
+        return [s.worker for s in self.slots.values() if s.worker is not None and s.worker.alive]
+
+    def worker(self, name: str) -> SimWorker | None:
+        slot = self.slots.get(name.rpartition(".")[0])
+        worker = slot.worker if slot is not None else None
+        return worker if worker is not None and worker.name == name else None
+
+    def group(self, world: World) -> SimGroup:
+        number = world.fence.generation
+        if number not in self._groups:
+            self._groups[number] = SimGroup(self, world)
+        return self._groups[number]
+
+    # ---- the program
+
+    def poisoned(self, worker: SimWorker) -> str:
+        """What user code raises on this worker's share of its step, "" for nothing."""
+        return self._strikes.poisoned(worker)
+
+    def applied(self, worker: SimWorker, world: World, position: Position) -> None:
+        if position.phase is Phase.TRAIN:
+            self._history.applied(world.fence.generation, position, self._rows(world, position))
+
+    def _rows(self, world: World, position: Position) -> tuple[int, ...]:
+        """The union of the ranks' shares (PROTOCOL, "The data plan, exactly")."""
+        rows = self.plan.rows_of(position)
+        count, size = len(rows), world.size
+        shares = (rows[count * rank // size : count * (rank + 1) // size] for rank in range(size))
+        return tuple(row for share in shares for row in share)
+
+    def _judge(self) -> None:
+        """P1 and P4 at the end of a job that ended well."""
+        end = self.desk.end
+        assert end is not None
+        if end.outcome is not do.Outcome.SUCCESS:
+            return
+        try:
+            self._history.check(self.plan.expected())
+        except Violation as error:
+            raise Violation(f"{error}\n{self.desk.story.text()}") from error
+        chain = EMPTY_CHAIN
+        for position in self.plan.positions():
+            chain = (chain[0] + 1, hash((chain[1], position.epoch, position.step)))
+        wrong = [result for result in end.results if result not in ("null", f"{chain[0]}:{chain[1]}")]
+        if wrong or end.results[0] == "null":
+            raise Violation(
+                f"the final weights are not those of the plan: {end.results}\n{self.desk.story.text()}"
+            )
+
+
+__all__ = ["Kind", "Report", "Simulation", "simulate"]
