@@ -31,6 +31,8 @@ from spark_elastic.rendezvous.wire import Wire, WireBroken, WireClosed
 
 R = TypeVar("R")
 
+HOLD_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
+LEAST_SECONDS = 0.05  # an attempt that begins gets at least so long
 ANSWER_SECONDS = 10.0  # how long one attempt waits for an answer, beyond the hold of a long poll
 PAUSES = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
 
@@ -93,24 +95,29 @@ class RendezvousClient:
     # ---- asking
 
     def ask(self, request: Request[R], hold: float = 0.0) -> R:
-        """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD.
+        """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD and 2/3 of `timeout`.
 
         Raises:
-            DriverUnreachable: no answer within `timeout` (beyond `hold`); names host:port.
+            DriverUnreachable: no answer within `timeout`; names host:port.
             Unauthorized: one side does not prove the job's key.
             StaleGeneration: the request belongs to an attempt or generation that is over.
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
-        hold = self.bounded(hold)
-        body = self._envelope(request, hold)
-        patience = _Patience(self._clock.now() + hold + self._timeout)
+        patience = _Patience(self._clock.now() + self._timeout)
         while True:
+            left = patience.deadline - self._clock.now()
+            # Short enough for a driver that went silent to be noticed in time, at a second try too.
+            held = max(0.0, min(hold, HOLD, left * HOLD_SHARE))
+            body = self._envelope(request, held)
             try:
                 session = self._session or self._say_hello(patience)
                 credentials = auth.sign_request(self._key, request.path, session.name, session.next(), body)
                 response = self._wire.post(
-                    request.path, _headers(credentials), body, self._silence(patience, hold)
+                    request.path,
+                    _headers(credentials),
+                    body,
+                    max(LEAST_SECONDS, min(held + ANSWER_SECONDS, left)),
                 )
             except WireClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
@@ -127,10 +134,6 @@ class RendezvousClient:
                 self._refused(response.status_code, len(body))
             else:
                 self._pause(patience, WireBroken(f"HTTP status {response.status_code}"))
-
-    def bounded(self, hold: float) -> float:
-        """A hold that leaves time to notice within `timeout` that nobody answers."""
-        return max(0.0, min(hold, HOLD, self._timeout * 2 / 3))
 
     def close(self) -> None:
         """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
@@ -155,7 +158,10 @@ class RendezvousClient:
             if self._session is not None:
                 return self._session
             credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
-            response = self._wire.post(auth.HELLO, _headers(credentials), b"", self._silence(patience, 0.0))
+            left = patience.deadline - self._clock.now()
+            response = self._wire.post(
+                auth.HELLO, _headers(credentials), b"", max(LEAST_SECONDS, min(ANSWER_SECONDS, left))
+            )
             if response.status_code == 401:
                 self._refused(401, 0)
             if response.status_code != 200:
@@ -167,10 +173,6 @@ class RendezvousClient:
         with self._hello:
             if self._session is session:
                 self._session = None
-
-    def _silence(self, patience: _Patience, hold: float) -> float:
-        left = patience.deadline - self._clock.now()
-        return max(0.05, min(hold + min(ANSWER_SECONDS, self._timeout / 2), left))
 
     def _pause(self, patience: _Patience, error: WireBroken) -> None:
         """Before the next try; raises when there is no time for one."""

@@ -22,6 +22,8 @@ from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import Routes
 from spark_elastic.rendezvous.serving import Bind, Serving, listen
 
+LEAST_KEY_BYTES = 16
+
 
 def _unread(report: Report) -> None:
     """Progress that nobody follows."""
@@ -52,6 +54,10 @@ class RendezvousServer:
     def __init__(
         self, key: bytes, attempt: int, hooks: Hooks, clock: Clock, bind: Bind | None = None
     ) -> None:
+        if len(key) < LEAST_KEY_BYTES:
+            raise InvalidInput(
+                f"The job's key has {len(key)} bytes; it needs {LEAST_KEY_BYTES} random ones at least."
+            )
         self._bind = bind or Bind()
         if self._bind.advertise is None and _is_wildcard(self._bind.host):
             raise InvalidInput(
@@ -94,7 +100,7 @@ class RendezvousServer:
     @property
     def address(self) -> str:
         """What clients dial: "host:port", or "[host]:port" for IPv6."""
-        host = self._bind.advertise or self._bind.host
+        host = (self._bind.advertise or self._bind.host).strip("[]")
         return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
 
     def publish(self, world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
-from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
 
 HOOKS = Hooks(lambda event: None, lambda lines: None)
 
@@ -106,14 +107,33 @@ def _assert_unreachable(address: str) -> None:
             client.slot("1-0").watch(0)
     finally:
         client.close()
-    # The default is 30 s for a request and its hold together; here 0.6 s, and what a busy machine adds.
+    # By default 30 s, the hold of a poll included; here 0.6 s, and what a busy machine adds.
     assert clock.now() - began < 10
 
 
-def test_the_wait_for_an_answer_is_bounded_with_the_hold_of_a_poll() -> None:
-    client = RendezvousClient("127.0.0.1:1", KEY, ATTEMPT, SystemClock())
-    assert client.bounded(1000.0) == 20.0
-    client.close()
+def hang(until: threading.Event) -> None:
+    until.wait(PATIENCE)
+
+
+def test_a_driver_that_falls_silent_is_named_and_heard_again_when_it_wakes(driver: Driver) -> None:
+    """Its loop hangs while a poll is open; the hold of the poll is no reason to wait longer than `timeout`."""
+    wake = threading.Event()
+    slot = driver.client(timeout=0.6).slot("1-0")
+    assert slot.watch(0, hold=20.0).release is None, (
+        "an idle poll ends in time, though asked to be held for long"
+    )
+    driver.server._tell(lambda: hang(wake))
+    try:
+        with pytest.raises(DriverUnreachable, match=f"{driver.server.address} does not answer"):
+            slot.watch(0, hold=20.0)
+    finally:
+        wake.set()
+    assert driver.client().slot("1-0").beat().stop is None
+
+
+def test_a_key_that_could_be_guessed_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="16"):
+        RendezvousServer(b"short", ATTEMPT, HOOKS, SystemClock())
 
 
 def test_a_driver_of_another_job_is_told_apart(driver: Driver) -> None:
