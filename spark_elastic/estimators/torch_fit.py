@@ -1,0 +1,148 @@
+"""One fit: from a DataFrame and a checked request to a fitted model.
+
+Owns the order: columns, store, hosts, data, training, model; each part lives elsewhere. The module and optimizer of
+the request are only read: what is trained are copies. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.fitted_model import ElasticTorchModel
+from spark_elastic.estimators.history import FitSummary, WorldRecord
+from spark_elastic.estimators.persistence import pack
+from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.validation import Request
+from spark_elastic.launch import LaunchResult, launch
+from spark_elastic.observe.progress import Progress
+from spark_elastic.protocol.types import Limits
+from spark_elastic.spark.materialize import materialize
+from spark_elastic.spark.preflight import preflight
+from spark_elastic.spark.schema import check_columns
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame
+
+FRAMEWORKS = ("torch",)
+
+
+def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
+    """Train on `df`; everything that can be seen to be wrong without a Spark job is said before the first one."""
+    check_columns(df.schema, request.feature_cols, request.label_cols, request.sample_weight_col)
+    clock = SystemClock()
+    started = clock.now()
+    sc = df.sparkSession.sparkContext
+    run_id = request.run_id or uuid.uuid4().hex[:12]
+    with _opened(request, sc) as store:
+        payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
+        preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
+        with _data(df, request, store, run_id) as (data, manifest):
+            inputs = _inputs(request, manifest)
+            task = _task(request, store, data, manifest, run_id)
+            with closing(
+                Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
+            ) as progress:
+                result = launch(
+                    df.sparkSession, task, _limits(request), request.config, run_id, FRAMEWORKS, progress
+                )
+        trained = json.loads(result.results[0])
+        model = _trained_model(request, store, trained)
+    summary = _summary(run_id, trained, result, manifest, clock.now() - started)
+    return ElasticTorchModel(Predictor(pack(model), inputs), summary)
+
+
+@contextmanager
+def _opened(request: Request, sc: SparkContext) -> Iterator[Store]:
+    """The request's store; without one, a folder of this machine for as long as the fit takes."""
+    if request.store is not None:
+        yield Store.open(request.store)
+    elif str(sc.master).startswith("local"):
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
+            yield Store.open(folder)
+    else:
+        raise InvalidInput(
+            f"store is missing: the executors of {sc.master} may be on other machines, so give a path or url that "
+            "all of them share."
+        )
+
+
+@contextmanager
+def _data(df: DataFrame, request: Request, store: Store, run_id: str) -> Iterator[tuple[Store, Manifest]]:
+    """The columns in the store: for all fits to come (`keep_data`), or in a folder of this run until it is over."""
+    names = [*request.feature_cols, *request.label_cols, *filter(None, [request.sample_weight_col])]
+    if request.keep_data:
+        yield store, materialize(df, names, store)
+        return
+    own = f"runs/{run_id}/rows"
+    data = replace(store, url=store.join(own), root=store.path(own))
+    try:
+        yield data, materialize(df, names, data)
+    finally:
+        store.remove_tree(own)
+
+
+def _limits(request: Request) -> Limits:
+    config = request.config
+    return Limits(
+        num_workers=request.num_workers,
+        min_workers=request.min_workers,
+        max_workers=request.max_workers,
+        gather_timeout=config.gather_timeout,
+        start_timeout=config.start_timeout,
+        lease=config.lease,
+        failure_budget=config.failure_budget,
+        failure_window=config.failure_window,
+        reset_limit=config.reset_limit,
+        max_global_batch=request.global_batch,
+    )
+
+
+def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
+    """The feature columns as the model sees them."""
+    columns = [manifest.column(name) for name in request.feature_cols]
+    shapes = request.input_shapes or [column.shape for column in columns]
+    for column, shape in zip(columns, shapes, strict=True):
+        if math.prod(shape) != math.prod(column.shape):
+            raise InvalidInput(
+                f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
+                "numbers."
+            )
+    return tuple(replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True))
+
+
+def _summary(
+    run_id: str, trained: dict[str, Any], result: LaunchResult, manifest: Manifest, seconds: float
+) -> FitSummary:
+    return FitSummary(
+        run_id=run_id,
+        epochs=tuple(trained["history"]),
+        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in result.worlds),
+        seconds=seconds,
+        data_rows=manifest.rows,
+        digest=trained["digest"],
+    )
+
+
+def _task(request: Request, store: Store, data: Store, manifest: Manifest, run_id: str) -> object:
+    from spark_elastic.torch.train_task import TorchTrainTask
+
+    return TorchTrainTask()
+
+
+def _trained_model(request: Request, store: Store, trained: dict[str, Any]) -> torch.nn.Module:
+    raise AssertionError

@@ -1,0 +1,133 @@
+"""The fitted model as a Transformer: predictions as the module's own, saved and loaded as Spark ML does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from pyspark.errors import AnalysisException
+from pyspark.ml import PipelineModel
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import types as T
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.fitted_model import ElasticTorchModel
+from spark_elastic.estimators.history import FitSummary, WorldRecord
+from spark_elastic.estimators.persistence import pack
+from spark_elastic.estimators.predictor import Predictor
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+SUMMARY = FitSummary(
+    "run", ({"epoch": 0, "loss": 1.5, "rows": 7},), (WorldRecord(0.0, 3, "start"),), 2.0, 7, "ab"
+)
+ROWS = 40
+
+
+def fitted(module: torch.nn.Module, *columns: Column) -> ElasticTorchModel:
+    return ElasticTorchModel(Predictor(pack(module), columns), SUMMARY)
+
+
+def linear(width: int) -> tuple[torch.nn.Module, ElasticTorchModel]:
+    module = torch.nn.Linear(2, width)
+    return module, fitted(module, Column("x", "float32", (2,)))
+
+
+def table(spark: SparkSession) -> DataFrame:
+    values = np.random.default_rng(3).normal(size=(ROWS, 2)).astype("float32")
+    rows = [
+        (i, v.tolist(), Vectors.sparse(2, {0: float(v[0]), 1: float(v[1])})) for i, v in enumerate(values)
+    ]
+    schema = T.StructType(
+        [
+            T.StructField("id", T.IntegerType()),
+            T.StructField("x", T.ArrayType(T.FloatType())),
+            T.StructField("v", VectorUDT()),
+        ]
+    )
+    return spark.createDataFrame(rows, schema)
+
+
+def expected(module: torch.nn.Module, rows: list[T.Row]) -> np.ndarray:
+    with torch.no_grad():
+        return module(torch.tensor([row.x for row in rows])).numpy()
+
+
+def test_one_number_is_a_double_and_other_columns_stay(spark: SparkSession) -> None:
+    module, model = linear(1)
+    out = model.transform(table(spark))
+    assert out.schema["prediction"].dataType == T.DoubleType()
+    assert out.columns == ["id", "x", "v", "prediction"]
+    rows = out.orderBy("id").collect()
+    assert [row.id for row in rows] == list(range(ROWS))
+    np.testing.assert_allclose(
+        [row.prediction for row in rows], expected(module, rows)[:, 0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_several_numbers_are_an_array_and_vectors_go_in_as_arrays_do(spark: SparkSession) -> None:
+    module = torch.nn.Linear(2, 3)
+    model = fitted(module, Column("v", "float32", (2,))).setOutputCol("scores")
+    rows = model.transform(table(spark)).collect()
+    np.testing.assert_allclose([row.scores for row in rows], expected(module, rows), rtol=1e-5, atol=1e-6)
+
+
+def test_several_inputs_and_shapes_reach_the_module(spark: SparkSession) -> None:
+    class Two(torch.nn.Module):
+        def forward(self, image: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            return image[:, 0, 1] + number
+
+    model = fitted(Two(), Column("x", "float32", (1, 2)), Column("id", "int32", ()))
+    rows = model.transform(table(spark)).collect()
+    assert [row.prediction for row in rows] == pytest.approx([row.x[1] + row.id for row in rows], rel=1e-6)
+
+
+def test_an_empty_table_has_no_predictions(spark: SparkSession) -> None:
+    assert linear(2)[1].transform(table(spark).where("id < 0")).collect() == []
+
+
+def test_a_table_that_does_not_fit_is_told_before_any_job(spark: SparkSession) -> None:
+    with pytest.raises(InvalidInput, match="'x' is not in the table"):
+        linear(1)[1].transform(table(spark).drop("x"))
+    with pytest.raises(InvalidInput, match="has a column 'prediction' already"):
+        linear(1)[1].transform(table(spark).withColumnRenamed("id", "prediction"))
+
+
+def test_saved_and_loaded_it_is_the_same(spark: SparkSession, tmp_path: Path) -> None:
+    module, model = linear(2)
+    model.setOutputCol("scores")
+    path = str(tmp_path / "model")
+    model.save(path)
+    with pytest.raises(AnalysisException, match="already exists"):
+        model.save(path)
+    model.write().overwrite().save(path)
+    back = ElasticTorchModel.load(path)
+    assert back.uid == model.uid
+    assert back.summary == SUMMARY
+    assert back.history == [{"epoch": 0, "loss": 1.5, "rows": 7}]
+    assert all(torch.equal(a, b) for a, b in zip(back.model.parameters(), module.parameters(), strict=True))
+    df = table(spark)
+    assert back.transform(df).collect() == model.transform(df).collect()
+
+
+def test_a_pipeline_can_hold_it(spark: SparkSession, tmp_path: Path) -> None:
+    _, model = linear(1)
+    PipelineModel([model]).write().overwrite().save(str(tmp_path / "pipeline"))
+    back = PipelineModel.load(str(tmp_path / "pipeline"))
+    df = table(spark)
+    assert back.transform(df).collect() == model.transform(df).collect()
+
+
+def test_the_module_handed_out_is_a_copy() -> None:
+    _, model = linear(1)
+    with torch.no_grad():
+        model.model.weight.zero_()
+    assert model.getModel().weight.abs().sum() > 0
+    assert not model.getModel().training
