@@ -80,8 +80,8 @@ class RendezvousServer:
         listener = listen(self._bind)
         self._port = listener.getsockname()[1]
         self._serving = Serving(self._gate, listener)
-        self._logs.start()
         self._serving.start()
+        self._logs.start()
 
     def close(self) -> None:
         """Answer every open request with the end, and stop; the port is free afterwards."""

@@ -7,9 +7,13 @@ import socket
 from collections.abc import Iterator, Mapping
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import Unauthorized
 from spark_elastic.protocol import events
 from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.connection import Connection
 from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, Acknowledged, Beat
@@ -138,6 +142,35 @@ def test_a_replayed_hello_is_worth_nothing(stranger: Stranger) -> None:
     session = str(json.loads(first[1])["session"])
     thief = Stranger(stranger._port, b"guess")
     assert thief.request(Beat.path, BEAT.encode(), thief.signed(Beat.path, BEAT.encode(), session))[0] == 401
+
+
+def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: Driver) -> None:
+    client = driver.client()
+    client.slot("1-0").beat()
+    forgotten = auth.Sessions()
+    driver.in_loop(lambda: setattr(driver.server._gate, "_sessions", forgotten))
+    client.slot("1-0").beat()
+    assert [driver.heard(events.SlotBeat).slot for _ in range(2)] == ["1-0"] * 2
+
+
+def test_a_reply_without_the_key_is_not_believed() -> None:
+    """Somebody else answers at the driver's address."""
+
+    async def impostor(scope: Scope, receive: Receive, send: Send) -> None:
+        body = json.dumps({"v": VERSION, "session": "0" * 32}).encode()
+        headers = [(auth.REPLY_HEADER.encode(), b"0" * 64), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    listener = listen(Bind())
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    serving = Serving(impostor, listener)
+    serving.start()
+    client = RendezvousClient(address, KEY, ATTEMPT, SystemClock())
+    with pytest.raises(Unauthorized, match="does not hold this job's key"):
+        client.slot("1-0").beat()
+    client.close()
+    serving.close()
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger) -> None:
