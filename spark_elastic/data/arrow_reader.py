@@ -79,7 +79,7 @@ class ArrowReader:
         if self._closed:
             raise StoreError("The reader is closed: open a new one.")
         entry = self._manifest.row_groups[group]
-        name = self._manifest.files[entry.file].name
+        name = self._manifest.files[entry.file]
         try:
             file = self._open(entry.file, name)
             table = file.read_row_group(

@@ -5,13 +5,12 @@ Owns what a footer says of row groups. Knows nothing of columns or of Spark. Any
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.manifest import DataFile, RowGroup
+from spark_elastic.data.manifest import RowGroup
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
@@ -19,14 +18,13 @@ _FIRST_READ = 64 << 10  # one read gets nearly every footer
 _TRAILER = 8  # the footer's length and the magic word
 
 
-def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[DataFile, ...], tuple[RowGroup, ...]]:
+def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
     """The files that have rows, in the order of `names`, and their row groups; StoreError where one is no Parquet."""
-    files: list[DataFile] = []
+    files: list[str] = []
     groups: list[RowGroup] = []
     for name in names:
-        footer = _footer(store, name)
         try:
-            metadata = pq.read_metadata(pa.BufferReader(footer))
+            metadata = pq.read_metadata(pa.BufferReader(_footer(store, name)))
         except pa.ArrowException as error:
             raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
         found = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -36,7 +34,7 @@ def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[DataFile, ..
                 RowGroup(len(files), index, group.num_rows, group.total_byte_size)
                 for index, group in with_rows
             ]
-            files.append(DataFile(name, hashlib.sha256(footer).hexdigest()))
+            files.append(name)
     return tuple(files), tuple(groups)
 
 

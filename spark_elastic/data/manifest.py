@@ -37,14 +37,6 @@ class Column:
 
 
 @dataclass(frozen=True)
-class DataFile:
-    """A Parquet file: its name in the store and the SHA-256 of its footer (sizes, offsets, statistics)."""
-
-    name: str
-    footer: str
-
-
-@dataclass(frozen=True)
 class RowGroup:
     """A row group: the number of its file, its index there, its rows, and its encoded bytes before compression."""
 
@@ -56,12 +48,16 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A data set. `fingerprint` says what it was made from, `hash` what it holds."""
+    """A data set: names of Parquet files in the store, and their row groups in the order of the table's rows.
+
+    `fingerprint` says what it was made from, `content` is a digest of all values and where they are.
+    """
 
     columns: tuple[Column, ...]
-    files: tuple[DataFile, ...]
+    files: tuple[str, ...]
     row_groups: tuple[RowGroup, ...]
     fingerprint: str
+    content: str
 
     @cached_property
     def rows(self) -> int:
@@ -75,12 +71,12 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """The content's address. File names are not in it: the same rows written again have the same hash."""
+        """The content's address: no names, no encodings, so that equal rows written again have it too."""
         content = {
             "version": VERSION,
             "columns": [asdict(column) for column in self.columns],
-            "footers": [file.footer for file in self.files],
-            "row_groups": [asdict(group) for group in self.row_groups],
+            "row_groups": self.group_rows,
+            "content": self.content,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -113,9 +109,10 @@ class Manifest:
                 )
             manifest = cls(
                 tuple(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in content["columns"]),
-                tuple(DataFile(**file) for file in content["files"]),
+                tuple(content["files"]),
                 tuple(RowGroup(**group) for group in content["row_groups"]),
                 content["fingerprint"],
+                content["content"],
             )
             expected = content["hash"]
         except (ValueError, TypeError, KeyError) as error:

@@ -8,7 +8,7 @@ runs only to name the row of an error. Runs in the caller's thread.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.sql import DataFrame
@@ -19,14 +19,14 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.fingerprint import fingerprint
 from spark_elastic.spark.scan import Scan, prepared
-from spark_elastic.spark.schema import column_type
+from spark_elastic.spark.schema import ColumnType, column_type
 
 ROW_GROUP_BYTES = 4 << 20
 ROWS_PER_GROUP = 10_000
 _UNBOUNDED_BYTES = 256 << 20
 _FOLDER = "data"
-# What the file system calls s3 is s3a to Spark; other names are the same.
-_SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs", "abfs": "abfss", "az": "abfss"}
+# Where Spark knows a file system by another name.
+_SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class _Groups:
             "parquet.block.size": str(self.bytes),
             # Numbers that hardly repeat: a dictionary costs time at both ends and saves nothing.
             "parquet.enable.dictionary": "false",
+            # The user's session may say otherwise.
+            "compression": "snappy",
+            "maxRecordsPerFile": "0",
         }
 
 
@@ -62,13 +65,7 @@ def materialize(
     names = list(dict.fromkeys(columns))
     if not names:
         raise InvalidInput(f"No columns to write: name some of {df.columns}.")
-    if row_group_bytes < 1 or (rows_per_group is not None and rows_per_group < 1):
-        raise InvalidInput("rows_per_group and row_group_bytes must be at least 1.")
-    groups = (
-        _Groups(ROWS_PER_GROUP, row_group_bytes)
-        if rows_per_group is None
-        else _Groups(rows_per_group, _UNBOUNDED_BYTES)
-    )
+    groups = _cut(rows_per_group, row_group_bytes)
     types = {name: column_type(df.schema, name) for name in names}
     made_from = fingerprint(df, names, groups.options())
     published = f"{_FOLDER}/{made_from}/manifest.json"
@@ -78,15 +75,7 @@ def materialize(
     store.probe()
     folder = f"{_FOLDER}/{made_from}/{uuid.uuid4().hex}"
     try:
-        scan = Scan(types)
-        _write(scan.watched(prepared(df, types)), _spark_url(store, folder), groups)
-        files, row_groups = read_footers(store, _parquet_files(store, folder))
-        if not row_groups:
-            raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
-        written = df.sparkSession.read.parquet(_spark_url(store, folder))
-        shapes = scan.shapes(written)
-        described = tuple(Column(name, types[name].dtype, shapes[name]) for name in names)
-        manifest = Manifest(described, files, row_groups, made_from)
+        manifest = _written(df, types, groups, store, folder, made_from)
         manifest.save(store, published)
     except BaseException:
         store.remove_tree(folder)
@@ -94,8 +83,29 @@ def materialize(
     return manifest
 
 
-def _write(df: DataFrame, url: str, groups: _Groups) -> None:
-    df.write.options(**groups.options()).mode("error").parquet(url)
+def _cut(rows_per_group: int | None, row_group_bytes: int) -> _Groups:
+    for setting, value in (("rows_per_group", rows_per_group), ("row_group_bytes", row_group_bytes)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
+    if rows_per_group is None:
+        return _Groups(ROWS_PER_GROUP, row_group_bytes)
+    return _Groups(rows_per_group, _UNBOUNDED_BYTES)
+
+
+def _written(
+    df: DataFrame, types: Mapping[str, ColumnType], groups: _Groups, store: Store, folder: str, made_from: str
+) -> Manifest:
+    """Write the columns into a folder and describe what is there; nothing of it is known to anyone yet."""
+    scan, url = Scan(types), _spark_url(store, folder)
+    scan.watched(prepared(df, types)).write.options(**groups.options()).mode("error").parquet(url)
+    files, row_groups = read_footers(
+        store, [name for name in store.list(folder) if name.endswith(".parquet")]
+    )
+    if not row_groups:
+        raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
+    shapes = scan.shapes(df.sparkSession.read.parquet(url))
+    columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
+    return Manifest(columns, files, row_groups, made_from, scan.content())
 
 
 def _reusable(store: Store, published: str) -> Manifest | None:
@@ -107,13 +117,9 @@ def _reusable(store: Store, published: str) -> Manifest | None:
     except StoreError:
         # Of another version, or damaged: it is written anew, under the same name.
         return None
-    folders = {file.name.rpartition("/")[0] for file in manifest.files}
+    folders = {name.rpartition("/")[0] for name in manifest.files}
     there = {name for folder in folders for name in store.list(folder)}
-    return manifest if all(file.name in there for file in manifest.files) else None
-
-
-def _parquet_files(store: Store, folder: str) -> list[str]:
-    return [name for name in store.list(folder) if name.endswith(".parquet")]
+    return manifest if there.issuperset(manifest.files) else None
 
 
 def _spark_url(store: Store, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Nulls and lengths of the columns, counted by the very job that writes them.
+"""Nulls, lengths and a digest of the columns, from the very job that writes them.
 
 Owns how columns are prepared for arrays (vectors unpacked) and the judgement over what was counted. An aggregate of
 its own would compute the user's DataFrame twice; Spark's `observe` adds a few counters to the write. For one thread.
@@ -44,7 +44,9 @@ class Scan:
 
     def watched(self, df: DataFrame) -> DataFrame:
         """`df` (as `prepared` gives it) with the counters; to be written once."""
-        counters = [F.count(F.lit(1)).alias("rows")]
+        # The id is the row's partition and place, hence its file and place: the digest knows the order of rows.
+        placed = F.xxhash64(F.monotonically_increasing_id(), *(quoted(name) for name in self._types))
+        counters = [F.count(F.lit(1)).alias("rows"), F.bit_xor(placed).alias("content")]
         for number, (name, kind) in enumerate(self._types.items()):
             column = quoted(name)
             counters.append(_count(_has_null(column, kind)).alias(f"nulls{number}"))
@@ -52,6 +54,10 @@ class Scan:
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
         return df.observe(self._observation, *counters)
+
+    def content(self) -> str:
+        """A digest of every value and its place, once they were written: 16 hex digits, for equality, not for trust."""
+        return f"{self._observation.get['content'] & (1 << 64) - 1:016x}"
 
     def shapes(self, written: DataFrame) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, once it was written; InvalidInput for nulls and for ragged arrays.

@@ -84,11 +84,13 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
     assert materialize(df.where("id > 3"), ["x", "id"], store, rows=100).rows == 1046
 
     # The same rows written again are the same data set to a run; files that are gone are not reused.
-    store.delete(manifest.files[0].name)
+    store.delete(manifest.files[0])
     again = materialize(df, ["x", "id"], store, rows=100)
     assert again.fingerprint == manifest.fingerprint
     assert again.files != manifest.files
     assert again.hash == manifest.hash
+    moved = materialize(df.selectExpr("x", "1049 - id as id"), ["x", "id"], store, rows=100)
+    assert moved.hash != manifest.hash
     assert np.array_equal(np.sort(read(store, again)["id"]), np.arange(1050))
 
 

@@ -52,12 +52,12 @@ def manifest(store: Store) -> Manifest:
         write(store, "b.parquet", 25, 0, 10),
         write(store, "c.parquet", 25, 20, 10),
     ]
-    return Manifest(COLUMNS, *read_footers(store, names), fingerprint="")
+    return Manifest(COLUMNS, *read_footers(store, names), fingerprint="", content="")
 
 
 def test_footers_give_row_groups_and_leave_empty_files_out(manifest: Manifest) -> None:
     assert manifest.group_rows == (10, 10, 5, 10, 10)
-    assert [file.name for file in manifest.files] == ["a.parquet", "c.parquet"]
+    assert manifest.files == ("a.parquet", "c.parquet")
     assert [group.index for group in manifest.row_groups] == [0, 1, 2, 0, 1]
 
 
@@ -123,7 +123,7 @@ def test_the_cache_is_bounded_in_bytes(store: Store, manifest: Manifest) -> None
 def test_open_files_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_reader, "OPEN_FILES", 2)
     names = [write(store, f"{n}.parquet", n * 5, 5, 5) for n in range(6)]
-    manifest = Manifest(COLUMNS, *read_footers(store, names), fingerprint="")
+    manifest = Manifest(COLUMNS, *read_footers(store, names), fingerprint="", content="")
     with ArrowReader(store, manifest, cache_bytes=0) as reader:
         for group in (0, 1, 2, 3, 4, 5, 0, 5):
             assert reader.fetch(group)["id"][0] == group * 5

@@ -59,7 +59,7 @@ def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None
     ids = np.arange(37)
     table = pa.table({"id": ids, "x": pa.array([[i, -i] for i in ids], pa.list_(pa.float32()))})
     pq.write_table(table, store.path("a.parquet"), row_group_size=10)
-    manifest = Manifest(COLUMNS, *read_footers(store, ["a.parquet"]), fingerprint="")
+    manifest = Manifest(COLUMNS, *read_footers(store, ["a.parquet"]), fingerprint="", content="")
     plan = DataPlan(manifest.group_rows, 8, 5, 3)
     with ArrowReader(store, manifest) as reader:
         found = everything(StepLoader(plan, reader, reader.columns), 2, size)
