@@ -1,7 +1,7 @@
 """The requests of a slot and of a worker as typed calls, over anything that can ask.
 
-Long polls come once (`join`, `watch`) or repeated until an answer or a deadline (`..._until`, `exchange`). Errors as
-`RendezvousClient.ask` has them. Without state of their own; any thread.
+Long polls come once (`join`, `watch`, `done`) but for `exchange`, which repeats until its answer or deadline. Errors
+as `RendezvousClient.ask` has them. Without state of their own; any thread.
 """
 
 from __future__ import annotations

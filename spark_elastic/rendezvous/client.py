@@ -7,7 +7,6 @@ answers.
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from dataclasses import dataclass
@@ -42,10 +41,13 @@ class _Session:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._counts = itertools.count(1)
+        self._lock = threading.Lock()
+        self._count = 0
 
     def next(self) -> int:
-        return next(self._counts)  # atomic under the GIL and, in C, without it
+        with self._lock:
+            self._count += 1
+            return self._count
 
 
 @dataclass
@@ -113,12 +115,7 @@ class RendezvousClient:
             try:
                 session = self._session or self._say_hello(patience)
                 credentials = auth.sign_request(self._key, request.path, session.name, session.next(), body)
-                response = self._wire.post(
-                    request.path,
-                    _headers(credentials),
-                    body,
-                    max(LEAST_SECONDS, min(held + ANSWER_SECONDS, left)),
-                )
+                response = self._post(request.path, credentials, body, min(held + ANSWER_SECONDS, left))
             except WireClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
             except WireBroken as error:
@@ -159,15 +156,17 @@ class RendezvousClient:
                 return self._session
             credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
             left = patience.deadline - self._clock.now()
-            response = self._wire.post(
-                auth.HELLO, _headers(credentials), b"", max(LEAST_SECONDS, min(ANSWER_SECONDS, left))
-            )
+            response = self._post(auth.HELLO, credentials, b"", min(ANSWER_SECONDS, left))
             if response.status_code == 401:
                 self._refused(401, 0)
             if response.status_code != 200:
                 raise WireBroken(f"HTTP status {response.status_code}")
             self._session = _Session(str(self._verified(credentials, response)["session"]))
             return self._session
+
+    def _post(self, path: str, credentials: auth.Credentials, body: bytes, seconds: float) -> httpx.Response:
+        headers = {"authorization": credentials.header()}
+        return self._wire.post(path, headers, body, max(LEAST_SECONDS, seconds))
 
     def _forget(self, session: _Session) -> None:
         with self._hello:
@@ -207,7 +206,3 @@ class RendezvousClient:
         if status == 413:
             raise InvalidInput(f"The driver refuses a request of {size} bytes as too large.")
         raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")
-
-
-def _headers(credentials: auth.Credentials) -> dict[str, str]:
-    return {"authorization": credentials.header()}
