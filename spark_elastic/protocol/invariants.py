@@ -133,7 +133,7 @@ class DriverInvariants:
         self._check_seniority(world, old)
         self._check_source(world)
         if old is not None:
-            self._check_old_is_over(old, before, after)
+            self._check_old_is_over(old, before)
 
     def _check_seniority(self, world: World, old: World | None) -> None:
         ranks = {m.worker: m.rank for m in old.members} if old is not None else {}
@@ -156,11 +156,13 @@ class DriverInvariants:
             near = len(positions) == 2 and self._successor(positions[0]) == positions[1]
             self._require(near, f"survivors more than one step apart: {positions}")
 
-    def _check_old_is_over(self, old: World, before: DriverState, after: DriverState) -> None:
+    def _check_old_is_over(self, old: World, before: DriverState) -> None:
         if old.fence.generation in self._aborted:
             return
-        living = [m.worker for m in old.members if m.worker in after.workers]
-        inside = [w for w in living if w in before.workers and not before.workers[w].came]
+        lost = [m.worker for m in old.members if m.worker not in before.workers]
+        self._require(not lost, f"world {old.fence.generation} lost {lost} and was never aborted")
+        inside = [m.worker for m in old.members if not before.workers[m.worker].came]
+        # The last of them came with this very event.
         self._require(len(inside) <= 1, f"two worlds open: {inside} have not left {old.fence.generation}")
 
     def _check_state(self, state: DriverState) -> None:
@@ -185,7 +187,6 @@ class History:
 
     def __init__(self) -> None:
         self._applied: dict[Position, dict[int, tuple[int, ...]]] = {}
-        self._closed: dict[int, int] = {}
 
     def applied(self, generation: int, position: Position, rows: tuple[int, ...]) -> None:
         """A rank applied a step whose exchange summed over `rows`. All ranks of a generation must agree on them."""

@@ -22,6 +22,7 @@ class Kind(Enum):
     RAISE = "user code raises once"
     POISON = "user code raises at one row, always"
     HICCUP = "the driver's server loses all connections"
+    SPECULATE = "the cluster starts a second attempt of a slot job"
 
 
 class Moment(Enum):
@@ -66,7 +67,8 @@ class Fault:
 @dataclass(frozen=True)
 class FaultPlan:
     """A job and its misfortunes. steps: of an epoch; rows: of a step. replace_after: seconds after which another host
-    comes for a lost one, None for never."""
+    comes for a lost one, None for never. retries: the cluster itself starts a failed slot task again.
+    """
 
     seed: int
     limits: Limits
@@ -77,6 +79,7 @@ class FaultPlan:
     rows: int = 96
     faults: tuple[Fault, ...] = field(default=())
     replace_after: float | None = 1.0
+    retries: bool = False
     duplicates: float = 0.02  # probability that a message comes twice
 
     def successor(self, position: Position) -> Position:
@@ -105,7 +108,7 @@ class FaultPlan:
 
 
 def random_plan(seed: int) -> FaultPlan:
-    """A plan with up to 64 workers and up to six faults."""
+    """A plan with up to 64 workers and up to a dozen faults."""
     rng = random.Random(seed)
     most = rng.choice((1, 2, 2, 3, 3, 4, 4, 6, 8, 8, 12, 16, 24, 64))
     wanted = rng.randint(max(1, most // 2), most)
@@ -123,7 +126,7 @@ def random_plan(seed: int) -> FaultPlan:
         failure_budget=1000,
         max_global_batch=rng.choice((None, None, None, 96)),
     )
-    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 12))
     return FaultPlan(
         seed=seed,
         limits=limits,
@@ -133,6 +136,7 @@ def random_plan(seed: int) -> FaultPlan:
         steps=rng.randint(4, 8) if most > 16 else rng.randint(5, 20),
         faults=tuple(_random_fault(rng) for _ in range(count)),
         replace_after=rng.choice((0.2, 1.0, 3.0, 3.0, None)),
+        retries=rng.random() < 0.3,
         duplicates=rng.choice((0.0, 0.02, 0.2)),
     )
 
@@ -150,6 +154,7 @@ KINDS = (
     (Kind.RAISE, 2),
     (Kind.POISON, 1),
     (Kind.HICCUP, 2),
+    (Kind.SPECULATE, 2),
 )
 
 

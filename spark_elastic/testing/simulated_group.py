@@ -111,9 +111,7 @@ class SimGroup:
         """Everybody is there: each gets the result in its own time, unless its end breaks before."""
         self.epoch += 1
         for worker in tuple(self.inside.values()):
-            worker.later(
-                self.sim.rng.uniform(0.0002, slowest), lambda w=worker: self._deliver(w, what, finish)
-            )
+            worker.later(self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish))
 
     def _deliver(self, worker: SimWorker, what: Doing, finish: Callable[[SimWorker], None]) -> None:
         if self.doing.get(worker.name) is what and worker.name not in self.broken:

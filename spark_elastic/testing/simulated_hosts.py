@@ -75,13 +75,13 @@ class SimSlot:
             self.sim.desk.exited(self, worker.name, code)
             self.sim.at(0.01, self.start_worker)
 
-    def end(self, reason: str) -> None:
-        """The slot task is gone, and its child with it."""
+    def end(self, reason: str, failed: bool = False) -> None:
+        """The slot task is gone, and its child with it. failed: it did not return."""
         if self.alive:
             self.alive = False
             if self.worker is not None:
                 self.worker.die(-9, quiet=True)
-            self.sim.job_over(self, reason)
+            self.sim.attempt_over(self, reason, failed)
 
 
 class SimWorker:

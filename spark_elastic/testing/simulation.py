@@ -141,8 +141,26 @@ class Simulation:
             name = f"{job}-{attempt}"
             self.slots[name] = SimSlot(self, name, job, host)
 
-    def job_over(self, slot: SimSlot, reason: str) -> None:
-        self.at(self.rng.uniform(0.02, 0.5), lambda: self.desk.post(on.SlotJobEnded(0, slot.job, reason)))
+    def second_attempt(self, job: int) -> None:
+        """Speculation, or a retry: the cluster runs a slot job once more (R14)."""
+        self._jobs.append(job)
+        self._schedule()
+
+    def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
+        """An attempt of a slot job is gone. As Spark has it: one that returned ends the job and its other attempts,
+        one that failed leaves them alone or, with retries, is followed by another."""
+        rivals = [s for s in self.slots.values() if s.job == slot.job and s.alive]
+        if failed and rivals:
+            return
+        if failed and self.plan.retries:
+            self.at(0.1, lambda: self.second_attempt(slot.job))
+            return
+        for rival in rivals:
+            rival.alive = False
+            if rival.worker is not None:
+                rival.worker.die(-9, quiet=True)
+        ended = on.SlotJobEnded(0, slot.job, reason)
+        self.at(self.rng.uniform(0.02, 0.5), lambda: self.desk.post(ended))
         self.at(0.6, self._schedule)
 
     def workers(self) -> list[SimWorker]:

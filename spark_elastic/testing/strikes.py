@@ -67,6 +67,9 @@ class Strikes:
             case Kind.HICCUP:
                 for host in self._living():
                     self._cut(host, fault.duration)
+            case Kind.SPECULATE:
+                for worker in _choose(self._in_order(), fault):
+                    self.sim.second_attempt(worker.slot.job)
             case Kind.POISON:
                 self._poison = (fault.target % self.sim.plan.steps, fault.nth * 17 % self.sim.plan.rows)
             case kind if kind in OF_WORKERS:
@@ -121,7 +124,7 @@ class Strikes:
         for slot in slots:
             if slot.alive:
                 self.sim.desk.lost(slot)
-                slot.end("the slot task was killed")
+                slot.end("the slot task was killed", failed=True)
         self.sim.silent = False
 
     def _kill_host(self, host: SimHost, fault: Fault) -> None:
