@@ -27,6 +27,8 @@ _EXPORTS = {
     "DriverUnreachable": "spark_elastic.errors",
     "ElasticConfig": "spark_elastic.config",
     "ElasticError": "spark_elastic.errors",
+    "ElasticTorchEstimator": "spark_elastic.estimators.torch_estimator",
+    "ElasticTorchModel": "spark_elastic.estimators.fitted_model",
     "FailureBudgetExceeded": "spark_elastic.errors",
     "InvalidInput": "spark_elastic.errors",
     "JobCancelled": "spark_elastic.errors",
@@ -60,12 +62,16 @@ if TYPE_CHECKING:
         Unauthorized,
         WorkerFailed,
     )
+    from spark_elastic.estimators.fitted_model import ElasticTorchModel
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 __all__ = [
     "ConnectionClosed",
     "DriverUnreachable",
     "ElasticConfig",
     "ElasticError",
+    "ElasticTorchEstimator",
+    "ElasticTorchModel",
     "FailureBudgetExceeded",
     "InvalidInput",
     "JobCancelled",

@@ -18,6 +18,8 @@ PUBLIC = {
     "DriverUnreachable": "errors",
     "ElasticConfig": "config",
     "ElasticError": "errors",
+    "ElasticTorchEstimator": "estimators.torch_estimator",
+    "ElasticTorchModel": "estimators.fitted_model",
     "FailureBudgetExceeded": "errors",
     "InvalidInput": "errors",
     "JobCancelled": "errors",
