@@ -44,7 +44,6 @@ class CountingProgram:
         return Position(0, Phase.TRAIN, self._step)
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:
-        heard = session.membership_version()
         self._step = self._step or 0
         self._sizes.append(group.size)
         while self._step < self._steps:
@@ -56,9 +55,11 @@ class CountingProgram:
             self._step += 1
             session.tell(Position(0, Phase.TRAIN, self._step))
             session.report({"step": self._step, "world": group.size})
-            if versions.max() > heard:
+            if versions.max() > world.version:
                 return Stopped("the membership changes")
-        return Completed(json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank}))
+        return Completed(
+            json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank})
+        )
 
     def close(self) -> None:
         """Nothing to free."""

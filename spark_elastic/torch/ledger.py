@@ -1,0 +1,69 @@
+"""The ledger (R2): before a rank contributes to a step it writes which rows it used, after the apply that it applied.
+
+One file of JSON lines per worker, each line flushed to the kernel before the call returns, so that it survives the
+death of the process. Judge it against the history of the final weights: per step, the highest generation that applied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.clock import Clock
+from spark_elastic.protocol.types import Position
+
+
+class Ledger(Protocol):
+    def write_ahead(self, generation: int, position: Position, row_ids: npt.NDArray[np.int64]) -> None: ...
+
+    def applied(self, generation: int, position: Position, world: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullLedger:
+    """Writes nothing."""
+
+    def write_ahead(self, generation: int, position: Position, row_ids: npt.NDArray[np.int64]) -> None:
+        """Nothing."""
+
+    def applied(self, generation: int, position: Position, world: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class FileLedger:
+    """A file of this process in `folder`, a local path that the judge can read."""
+
+    def __init__(self, folder: str, clock: Clock) -> None:
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}-{clock.wall():.6f}.jsonl")
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self._clock = clock
+
+    def write_ahead(self, generation: int, position: Position, row_ids: npt.NDArray[np.int64]) -> None:
+        self._line("contributes", generation, position, rows=row_ids.tolist())
+
+    def applied(self, generation: int, position: Position, world: int) -> None:
+        self._line("applied", generation, position, world=world)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _line(self, event: str, generation: int, position: Position, **more: object) -> None:
+        line = {
+            "event": event,
+            "pid": os.getpid(),
+            "wall": self._clock.wall(),
+            "generation": generation,
+            "epoch": position.epoch,
+            "step": position.step,
+            **more,
+        }
+        self._file.write(json.dumps(line).encode() + b"\n")

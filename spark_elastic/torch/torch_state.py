@@ -1,0 +1,172 @@
+"""The state of a training run in one process, and how a newcomer or laggard takes it over.
+
+Tensors travel as raw bytes into staging; they are verified by checksum and then swapped in together with the
+position (R5), so that a sync that breaks leaves the old state whole. The rest of the state is pickled: it comes from
+an authenticated peer of the mesh only. Main thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import StoreError
+from spark_elastic.protocol.types import START, Position
+from spark_elastic.torch.snapshot import rng_state, set_rng_state
+
+ALIGN = 64  # bytes; every tensor begins aligned in the staging memory
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Place:
+    """Stands for a tensor in the pickled rest."""
+
+    def __init__(self, tensor: torch.Tensor, offset: int) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self.offset, self.nbytes = offset, tensor.numel() * tensor.element_size()
+
+
+class TorchState:
+    """Model, optimizer, learning-rate schedulers, extra values by name, random generators, and the position.
+
+    Everything it holds is part of what a joiner receives; `extras` must pickle.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedulers: Sequence[Any] = (),
+        **extras: Any,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.schedulers = list(schedulers)
+        self.extras = extras
+        self.position: Position = START
+
+    def capture(self) -> dict[str, Any]:
+        """References to all there is, not copies."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "extras": self.extras,
+            "rng": rng_state(),
+            "position": self.position,
+        }
+
+    def load(self, captured: dict[str, Any]) -> None:
+        """Make the captured state this one's; parameters keep their identity."""
+        self.model.load_state_dict(captured["model"])
+        self.optimizer.load_state_dict(captured["optimizer"])
+        for scheduler, state in zip(self.schedulers, captured["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        self.extras = captured["extras"]
+        set_rng_state(captured["rng"])
+        self.position = captured["position"]
+
+    def sync(self, group: Group, source: int, receivers: Sequence[int]) -> Position:
+        """Hand the state of rank `source` to `receivers`; collective over the whole group.
+
+        Raises:
+            CollectiveError: the group broke; the state is as it was.
+            StoreError: what arrived is not what was sent; the state is as it was.
+        """
+        sends = group.rank == source
+        rest, staging = _pack(self.capture()) if sends else (np.empty(0, np.uint8), np.empty(0, np.uint8))
+        head = np.array([rest.nbytes, staging.nbytes, _crc(rest), _crc(staging)], np.int64)
+        group.broadcast(head, source)
+        if not sends:
+            rest, staging = np.empty(int(head[0]), np.uint8), np.empty(int(head[1]), np.uint8)
+        group.broadcast(rest, source)
+        group.broadcast(staging, source)
+        if not sends and group.rank in receivers:
+            if (_crc(rest), _crc(staging)) != (int(head[2]), int(head[3])):
+                raise StoreError(
+                    "the state that arrived is not the one that was sent; it was not taken over."
+                )
+            self.load(_unpack(rest, staging))
+        return self.position
+
+    def digest(self) -> str:
+        """SHA-256 over all weights, buffers and optimizer tensors: equal on every replica (P4)."""
+        hasher = hashlib.sha256()
+        captured = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        for name, tensor in _tensors(captured, ""):
+            hasher.update(name.encode())
+            hasher.update(memoryview(_bytes_of(tensor)))
+        return hasher.hexdigest()
+
+
+def _pack(captured: dict[str, Any]) -> tuple[Bytes, Bytes]:
+    """(pickled rest with places for tensors, the tensors' bytes)."""
+    tensors: list[tuple[_Place, torch.Tensor]] = []
+    end = 0
+
+    def place(tensor: torch.Tensor) -> _Place:
+        nonlocal end
+        held = _Place(tensor, end)
+        tensors.append((held, tensor))
+        end = -(-(end + held.nbytes) // ALIGN) * ALIGN
+        return held
+
+    rest = pickle.dumps(_map(captured, torch.Tensor, place))
+    staging = np.zeros(end, np.uint8)
+    for held, tensor in tensors:
+        staging[held.offset : held.offset + held.nbytes] = _bytes_of(tensor)
+    return np.frombuffer(rest, np.uint8).copy(), staging
+
+
+def _unpack(rest: Bytes, staging: Bytes) -> dict[str, Any]:
+    memory = torch.from_numpy(staging)
+
+    def tensor(held: _Place) -> torch.Tensor:
+        flat = memory[held.offset : held.offset + held.nbytes]
+        return flat.view(held.dtype).view(held.shape).clone()
+
+    captured: dict[str, Any] = _map(pickle.loads(rest.tobytes()), _Place, tensor)
+    return captured
+
+
+def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with every `kind` changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        mapped = copy.copy(value)  # keeps OrderedDict and its metadata
+        for key in value:
+            mapped[key] = _map(value[key], kind, change)
+        return mapped
+    if type(value) in (list, tuple):
+        return type(value)(_map(item, kind, change) for item in value)
+    return value
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key in value:
+            yield from _tensors(value[key], f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{index}")
+
+
+def _crc(data: Bytes) -> int:
+    return zlib.crc32(memoryview(data))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    return dense.view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)

@@ -1,0 +1,204 @@
+"""What the estimator's workers run: epochs over a materialised data set, step by step, from any position on.
+
+A `worker.program.Program`, shipped by cloudpickle with the user's model, optimizer and loss inside. Knows no Spark.
+All methods are called from the worker's main thread.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.torch.columns import Columns
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.ledger import FileLedger, Ledger, NullLedger
+from spark_elastic.torch.loss import RowLoss
+from spark_elastic.torch.torch_state import TorchState
+from spark_elastic.torch.trailer import Verdict
+from spark_elastic.torch.training import Clipping, StepTaker
+from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+
+CHANGE = "the membership changes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """Everything about a training but the user's objects.
+
+    data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
+    features: as the model sees them. batch_size: most rows of one forward pass. ledger: folder, None for no ledger.
+    """
+
+    data: Store
+    manifest: Manifest
+    plan: DataPlan
+    store: Store
+    result: str
+    features: tuple[Column, ...]
+    labels: tuple[str, ...]
+    weight: str | None
+    batch_size: int
+    epochs: int
+    seed: int
+    clipping: Clipping
+    ledger: str | None = None
+
+
+class TorchTrainTask:
+    """optimizer: over the model's parameters (pickled together with it), or a function that makes one."""
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+        loss: Callable[..., torch.Tensor],
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._begun = False
+
+    def prepare(self) -> None:
+        spec = self._spec
+        torch.manual_seed(spec.seed)
+        self._model.train()
+        optimizer = self._optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(self._model.parameters())
+        self._state = TorchState(
+            self._model, optimizer, history=[], loss=0.0, divisor=0.0, rows=0, seconds=0.0, sizes=[]
+        )
+        self._exchange = GradientExchange(self._model.named_parameters())
+        self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
+        self._taker = StepTaker(
+            self._state,
+            RowLoss(self._loss, weighted=spec.weight is not None),
+            self._exchange,
+            spec.batch_size,
+            spec.clipping,
+            self._ledger,
+        )
+        used = [c.name for c in spec.features] + [*spec.labels, *([spec.weight] if spec.weight else [])]
+        columns = [spec.manifest.column(name) for name in dict.fromkeys(used)]
+        self._reader = ArrowReader(spec.data, spec.manifest, [c.name for c in columns])
+        self._loader = StepLoader(spec.plan, self._reader, columns)
+        self._columns = Columns(spec.features, spec.labels, spec.weight, self._exchange.parameters[0].dtype)
+        self._clock = SystemClock()
+
+    def position(self) -> Position | None:
+        return self._state.position if self._begun else None
+
+    def sync(self, world: World, group: Group) -> Position:
+        assert world.source is not None
+        position = self._state.sync(group, world.source, world.receivers)
+        self._begun = True
+        return position
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        self._begun = True
+        while self._state.position.epoch < self._spec.epochs:
+            if self._state.position.phase is Phase.TRAIN and not self._train(world, group, session):
+                return Stopped(CHANGE)
+            self._close_epoch(group, session)
+        return Completed(self._finish(group))
+
+    def close(self) -> None:
+        self._exchange.close()
+        self._reader.close()
+        self._ledger.close()
+
+    def _train(self, world: World, group: Group, session: Session) -> bool:
+        """The rest of an epoch's steps; False when it stopped at a boundary."""
+        here = self._state.position
+        session.tell(here)
+        if group.size not in self._state.extras["sizes"]:
+            self._state.extras["sizes"].append(group.size)
+        with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
+            for rows in steps:
+                began = self._clock.now()
+
+                def account(verdict: Verdict, began: float = began) -> Position:
+                    return self._account(verdict, self._clock.now() - began)
+
+                verdict = self._taker.take(
+                    group, self._columns.share(rows), session.membership_version(), account
+                )
+                session.tell(self._state.position)
+                self._report(group, session, verdict)
+                if verdict.version > world.version and self._state.position.phase is Phase.TRAIN:
+                    return False
+        return True
+
+    def _account(self, verdict: Verdict, seconds: float) -> Position:
+        """The epoch's sums, part of the state, and the position after the step."""
+        sums, here = self._state.extras, self._state.position
+        sums["loss"] += verdict.loss
+        sums["divisor"] += verdict.denominator or 1.0
+        sums["rows"] += verdict.rows
+        sums["seconds"] += seconds
+        if here.step + 1 == self._spec.plan.steps:
+            return Position(here.epoch, Phase.CLOSE, 0)
+        return Position(here.epoch, here.phase, here.step + 1)
+
+    def _close_epoch(self, group: Group, session: Session) -> None:
+        """R1: the barrier seals the epoch's last step; then it enters the history, identical on all ranks."""
+        group.barrier()
+        sums, here = self._state.extras, self._state.position
+        sums["history"].append(
+            {
+                "epoch": here.epoch,
+                "loss": sums["loss"] / sums["divisor"],
+                "rows": sums["rows"],
+                "steps": self._spec.plan.steps,
+                "seconds": sums["seconds"],
+                "worlds": sums["sizes"],
+            }
+        )
+        sums.update(loss=0.0, divisor=0.0, rows=0, seconds=0.0, sizes=[])
+        self._state.position = Position(here.epoch + 1, Phase.TRAIN, 0)
+        session.tell(self._state.position)
+
+    def _report(self, group: Group, session: Session, verdict: Verdict) -> None:
+        here = self._state.position
+        session.report(
+            {
+                "epoch": here.epoch,
+                "epochs": self._spec.epochs,
+                "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,
+                "steps": self._spec.plan.steps,
+                "loss": verdict.loss / (verdict.denominator or 1.0),
+                "rows": verdict.rows,
+                "world": group.size,
+            }
+        )
+
+    def _finish(self, group: Group) -> str:
+        """R15: rank 0 writes the final model; whoever is rank 0 when it is asked for holds the same one."""
+        digest = self._state.digest()
+        if group.rank == 0:
+            buffer = io.BytesIO()
+            torch.save(self._state.model.state_dict(), buffer)
+            self._spec.store.write_bytes(self._spec.result, buffer.getvalue())
+        return json.dumps(
+            {
+                "history": self._state.extras["history"],
+                "model": self._spec.result,
+                "digest": digest,
+                "rank": group.rank,
+            }
+        )

@@ -1,0 +1,173 @@
+"""One optimizer step of the whole world: forward, backward, exchange, trailer, apply (R1, R3, R6, R8).
+
+`StepTaker.take` either applies the step or leaves everything as it was and raises; nothing interrupts its apply
+section. It owns no data and no loop. Main thread only.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.protocol.types import Position
+from spark_elastic.torch.buffers import BufferExchange
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.ledger import Ledger
+from spark_elastic.torch.loss import RowLoss
+from spark_elastic.torch.snapshot import ForwardSnapshot
+from spark_elastic.torch.torch_state import TorchState
+from spark_elastic.torch.trailer import Trailer, Verdict, exchange
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """norm: most that the 2-norm of all gradients may be; value: most that one element may be. None: no limit."""
+
+    norm: float | None = None
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's rows of a step as tensors: features and labels (n_r, ...), weights (n_r,) or None.
+
+    planned: rows of the step over all ranks. row_ids: (n_r,), for the ledger.
+    """
+
+    planned: int
+    row_ids: npt.NDArray[np.int64]
+    features: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def micro_batches(self, rows: int) -> Iterator[Share]:
+        """Parts of at most `rows` rows."""
+        for first in range(0, len(self), rows):
+            part = slice(first, first + rows)
+            yield Share(
+                self.planned,
+                self.row_ids[part],
+                tuple(tensor[part] for tensor in self.features),
+                tuple(tensor[part] for tensor in self.labels),
+                None if self.weights is None else self.weights[part],
+            )
+
+
+class StepTaker:
+    """Takes steps on one state. batch_size: most rows in one forward pass."""
+
+    def __init__(
+        self,
+        state: TorchState,
+        loss: RowLoss,
+        exchange: GradientExchange,
+        batch_size: int,
+        clipping: Clipping,
+        ledger: Ledger,
+    ) -> None:
+        self._state = state
+        self._loss = loss
+        self._exchange = exchange
+        self._buffers = BufferExchange(state.model)
+        self._batch_size = batch_size
+        self._clipping = clipping
+        self._ledger = ledger
+
+    def take(self, group: Group, share: Share, version: int, after: Callable[[Verdict], Position]) -> Verdict:
+        """One step. version: newest membership version heard of. after: part of the apply section; accounts for the
+        verdict and returns the next position.
+
+        Raises:
+            CollectiveError: the exchange broke; the state is as before the step.
+        """
+        state, here = self._state, self._state.position
+        before = ForwardSnapshot(state.model)
+        try:
+            self._exchange.begin(group)
+            loss, denominator = self._backward(share)
+            self._ledger.write_ahead(group.fence[1], here, share.row_ids)
+            self._exchange.finish()
+            if group.size > 1:
+                self._buffers.send(group, len(share), share.planned)
+            verdict = exchange(
+                group,
+                Trailer(
+                    here,
+                    version,
+                    self._exchange.layout_hash,
+                    len(share),
+                    loss,
+                    denominator,
+                    self._exchange.present,
+                ),
+            )
+        except BaseException:
+            before.restore()
+            raise
+        with uninterrupted():
+            self._apply(verdict, share.planned, group.size > 1)
+            state.position = after(verdict)
+            self._ledger.applied(group.fence[1], here, group.size)
+        return verdict
+
+    def _backward(self, share: Share) -> tuple[float, float]:
+        """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
+        loss, denominator = 0.0, 0.0
+        parts = list(share.micro_batches(self._batch_size))
+        for number, part in enumerate(parts):
+            if number == len(parts) - 1:
+                self._exchange.expect_last()
+            output = self._state.model(*part.features)
+            summed = self._loss(output, part.labels, part.weights)
+            (summed.total / share.planned).backward()  # type: ignore[no-untyped-call]
+            loss += float(summed.total.detach())
+            denominator += summed.denominator
+        return loss, denominator
+
+    def _apply(self, verdict: Verdict, planned: int, shared: bool) -> None:
+        divisor = verdict.denominator or 1.0  # 0: a loss that the user wants summed
+        if divisor != planned:
+            self._exchange.scale(planned / divisor)
+        self._exchange.drop_absent(verdict.present)
+        if shared:
+            self._buffers.apply()
+        _clip(self._exchange.parameters, self._clipping)
+        self._state.optimizer.step()
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter], clipping: Clipping) -> None:
+    if clipping.value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, clipping.value)
+    if clipping.norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and its like wait until the block is through."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    former = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    handler: Any = former
+    for number, frame in held:
+        if callable(handler):
+            handler(number, frame)
