@@ -39,13 +39,11 @@ class Stage(Enum):
     STOPPED = "stopped"
 
 
-IN_A_WORLD = (Stage.FORMING, Stage.SYNCING, Stage.RUNNING, Stage.DONE)
-
-
 @dataclass(frozen=True)
 class WorkerState:
     """fence: of the last world that it took. position: of the state that it holds (R5: an old one until a new one is
-    swapped in whole); None while it holds none. aborted: newest world that is known to be over. code: of its exit."""
+    swapped in whole); None while it holds none. aborted: newest world that is known to be over. open: whether the group
+    of `fence` was not closed yet. code: of its exit."""
 
     worker: WorkerId
     slot: SlotId
@@ -54,6 +52,7 @@ class WorkerState:
     world: World | None = None
     position: Position | None = None
     aborted: Fence | None = None
+    open: bool = False
     result: str = ""
     code: int = 0
 
@@ -126,7 +125,8 @@ def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
         case on.Applied() if state.stage is Stage.RUNNING:
             return replace(state, position=event.position), ()
         case on.Boundary() if state.stage is Stage.RUNNING:
-            return _leave(state, event.reason, planned=True)
+            # The group stays open until the next world is there: a slower peer may still read this step's last bytes.
+            return _join(state, event.reason, planned=True)
         case on.GroupBroke() if state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING):
             assert state.world is not None
             members = state.world.members
@@ -160,12 +160,14 @@ def _run(state: WorkerState) -> Answer:
     return running, (Run(f"rank {_rank(state)} of {world.size}", world, state.position),)
 
 
-def _leave(
-    state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
-) -> Answer:
-    assert state.fence is not None
-    joined, commands = _join(state, reason, suspects, planned)
-    return joined, (CloseGroup(reason, state.fence), *commands)
+def _leave(state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = ()) -> Answer:
+    joined, commands = _join(replace(state, open=False), reason, suspects)
+    return joined, (*_closing(state, reason), *commands)
+
+
+def _closing(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:
+    """The command that closes the group, where one is open."""
+    return (CloseGroup(reason, state.fence),) if state.open and state.fence is not None else ()
 
 
 def _report_done(state: WorkerState) -> ReportDone:
@@ -179,7 +181,7 @@ def _abort_heard(state: WorkerState, event: on.AbortHeard) -> Answer:
         return state, ()
     known = event.fence if state.aborted is None else max(state.aborted, event.fence)
     over = replace(state, aborted=known)
-    if event.fence != state.fence or state.stage not in IN_A_WORLD:
+    if event.fence != state.fence or not state.open:
         return over, ()
     return over, (AbortGroup(event.reason, event.fence),)
 
@@ -187,17 +189,14 @@ def _abort_heard(state: WorkerState, event: on.AbortHeard) -> Answer:
 def _user_raised(state: WorkerState, event: on.UserRaised) -> Answer:
     """R13: told to the driver before the group closes, so that peers' broken connections are never the first news."""
     reason = "user code raised"
-    commands: list[WorkerCommand] = [
-        ReportFailure(reason, state.fence, state.position, event.fingerprint, event.traceback)
-    ]
-    if state.fence is not None:
-        commands.append(CloseGroup(reason, state.fence))
-    return replace(state, stage=Stage.STOPPED, code=1), (*commands, Exit(reason, 1))
+    report = ReportFailure(reason, state.fence, state.position, event.fingerprint, event.traceback)
+    stopped = replace(state, stage=Stage.STOPPED, code=1, open=False)
+    return stopped, (report, *_closing(state, reason), Exit(reason, 1))
 
 
 def _stop(state: WorkerState, reason: str, code: int) -> Answer:
     stopped = replace(state, stage=Stage.STOPPED, code=code)
-    if state.stage in IN_A_WORLD and state.fence is not None:
+    if state.open and state.fence is not None:
         return stopped, (AbortGroup(reason, state.fence), Exit(reason, code))
     return stopped, (Exit(reason, code),)
 

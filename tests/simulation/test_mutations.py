@@ -1,0 +1,147 @@
+"""The invariants can fail: machines that break one rule are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import driver_machine, worker_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.invariants import Violation
+from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
+from spark_elastic.testing.desk import Step
+from spark_elastic.testing.fault_plan import Fault, Kind, Moment
+from spark_elastic.testing.simulation import WorkerStep, simulate
+from tests.simulation.scenes import scene
+
+KILLED = Fault(Kind.KILL_WORKER, Moment.APPLIED, nth=6, target=0)
+JOINED = Fault(Kind.ADD_HOST, Moment.EXCHANGE, nth=4)
+Commands = tuple[do.DriverCommand, ...]
+
+
+def _rewriting(change: Callable[[do.DriverCommand], do.DriverCommand | None]) -> Step:
+    """A driver machine whose commands are changed or, for None, left out."""
+
+    def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+        after, commands = driver_machine.step(state, event)
+        changed = [change(command) for command in commands]
+        return after, tuple(command for command in changed if command is not None)
+
+    return step
+
+
+def _newcomer_as_source(command: do.DriverCommand) -> do.DriverCommand:
+    if isinstance(command, do.Publish) and command.world.source is not None:
+        return replace(command, world=replace(command.world, source=command.world.size - 1))
+    return command
+
+
+def _newcomers_first(command: do.DriverCommand) -> do.DriverCommand:
+    if isinstance(command, do.Publish):
+        turned = tuple(replace(m, rank=r) for r, m in enumerate(reversed(command.world.members)))
+        return replace(command, world=replace(command.world, members=turned))
+    return command
+
+
+def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
+    return None if isinstance(command, do.Abort) else command
+
+
+def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    """Forms the next world before everybody has left the last."""
+    if isinstance(event, on.WorkerJoins) and event.planned and state.absent > 1:
+        state = replace(state, absent=1)
+    return driver_machine.step(state, event)
+
+
+def _hasty_success(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    """Takes whoever stops first for done."""
+    if (
+        isinstance(event, on.WorkerJoins)
+        and event.planned
+        and event.fence is not None
+        and event.position is not None
+    ):
+        event = on.WorkerDone(event.now, event.worker, event.fence, event.position, "0:0")
+    return driver_machine.step(state, event)
+
+
+DRIVERS: dict[str, tuple[Step, Fault]] = {
+    "a newcomer is the source": (_rewriting(_newcomer_as_source), JOINED),
+    "newcomers come first": (_rewriting(_newcomers_first), JOINED),
+    "a broken world is not aborted": (_rewriting(_without_aborts), KILLED),
+    "two worlds are open": (_impatient, JOINED),
+    "the end comes early": (_hasty_success, JOINED),
+}
+
+
+@pytest.mark.parametrize("rule", DRIVERS)
+def test_a_driver_that_breaks_a_rule_is_caught(rule: str) -> None:
+    step, fault = DRIVERS[rule]
+    plan = scene(fault, hosts=3, num_workers=3)
+    simulate(plan)
+    with pytest.raises(Violation):
+        simulate(plan, driver_step=step)
+
+
+def _without_sync(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    """Trains on with whatever state it has."""
+    after, commands = worker_machine.step(state, event)
+    if after.stage is Stage.SYNCING and after.world is not None:
+        position = after.world.position
+        return worker_machine.step(after, on.Synced(event.now, after.world.fence, position))  # type: ignore[arg-type]
+    return after, commands
+
+
+def _claims_early(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    """R5 broken: takes the new position before the new state is there."""
+    after, commands = worker_machine.step(state, event)
+    if isinstance(event, on.Formed) and after.stage is Stage.SYNCING and after.world is not None:
+        after = replace(after, position=after.world.position)
+    return after, commands
+
+
+def _deaf(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    """Loses one applied step from its report."""
+    if isinstance(event, on.Applied) and event.position.step == 5 and event.fence.generation == 1:
+        return state, ()
+    return worker_machine.step(state, event)
+
+
+WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
+    "a newcomer trains without state": (_without_sync, (JOINED,)),
+    "a position before its state": (
+        _claims_early,
+        (KILLED, Fault(Kind.KILL_WORKER, Moment.SYNCING, nth=2, target=0)),
+    ),
+    "a step that is not counted": (_deaf, ()),
+}
+
+
+@pytest.mark.parametrize("rule", WORKERS)
+def test_a_worker_that_breaks_a_rule_is_caught(rule: str) -> None:
+    step, faults = WORKERS[rule]
+    assert any(_caught(step, seed, faults) for seed in range(30))
+
+
+def _caught(step: WorkerStep, seed: int, faults: tuple[Fault, ...]) -> bool:
+    plan = scene(*faults, seed=seed, hosts=3, num_workers=3)
+    simulate(plan)
+    try:
+        simulate(plan, worker_step=step)
+    except Violation:
+        return True
+    return False
+
+
+def test_a_driver_that_misses_a_message_hangs_and_is_caught() -> None:
+    def forgetful(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+        lost = isinstance(event, on.WorkerDone) and event.worker == "1-0.1"
+        return (state, ()) if lost else driver_machine.step(state, event)
+
+    with pytest.raises(Violation, match="did not end"):
+        simulate(scene(), driver_step=forgetful)

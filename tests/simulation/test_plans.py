@@ -1,0 +1,43 @@
+"""500 random fault plans with up to 64 workers: invariants after every step, the history at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from spark_elastic.protocol.commands import Outcome
+from spark_elastic.testing.fault_plan import Kind, random_plan
+from spark_elastic.testing.simulation import Report, simulate
+
+PLANS = 500
+CHUNK = 25
+
+
+def _play(first: int) -> list[Report]:
+    """A broken plan raises with its seed, its story and itself: `simulate(random_plan(seed))` replays it."""
+    return [simulate(random_plan(seed)) for seed in range(first, first + CHUNK)]
+
+
+@pytest.mark.parametrize("first", range(0, PLANS, CHUNK))
+def test_random_plans(first: int) -> None:
+    reports = _play(first)
+    ends = Counter(report.end.outcome for report in reports)
+    assert set(ends) <= {Outcome.SUCCESS, Outcome.USER_ERROR, Outcome.NOT_ENOUGH_WORKERS}
+    assert ends[Outcome.SUCCESS] >= CHUNK * 0.7, ends
+    for report in reports:
+        if report.end.outcome is Outcome.USER_ERROR:
+            assert {Kind.RAISE, Kind.POISON} & {fault.kind for fault in report.struck}, report.story
+
+
+def test_the_plans_are_what_they_claim() -> None:
+    plans = [random_plan(seed) for seed in range(PLANS)]
+    kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
+    assert all(kinds[kind] >= 10 for kind in Kind), kinds
+    assert max(plan.limits.max_workers for plan in plans) == 64
+
+
+def test_a_seed_replays() -> None:
+    first, second = simulate(random_plan(935)), simulate(random_plan(935))
+    assert first == second
+    assert len(first.worlds) > 5
