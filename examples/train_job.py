@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 BATCH_SIZE = 32  # per worker
-EPOCHS = 20
+EPOCHS = 16
 KILL_IN_EPOCH = 1  # counted from 0
 
 
@@ -140,13 +140,11 @@ class Attack:
     def __call__(self, progress: Mapping[str, Any]) -> None:
         far = (progress["epoch"], progress["step"]) >= (KILL_IN_EPOCH, progress["steps"] // 2)
         if far and self.killed_at is None:
-            victim = max(executors(self._application), default=None)
+            number, process = max(executors(self._application), default=("", 0))
             self.killed_at = time.time()
-            if victim is None:
-                print("no executor of this application runs on this machine: nothing is killed", flush=True)
-                return
-            print(f"killing executor {victim[0]} (process {victim[1]}) with SIGKILL", flush=True)
-            os.kill(victim[1], signal.SIGKILL)
+            if process:
+                os.kill(process, signal.SIGKILL)
+                print(f"killed executor {number} (process {process}) with SIGKILL", flush=True)
 
 
 class Ledger:

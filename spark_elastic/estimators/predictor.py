@@ -33,6 +33,18 @@ class Predictor:
     def _model(self) -> torch.nn.Module:
         return self.packed.unpack().eval()
 
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        floats = (p.dtype for p in self._model.parameters() if p.is_floating_point())
+        return next(floats, torch.get_default_dtype())
+
+    def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """As in training: floating point numbers in the model's dtype, whole ones as int64."""
+        tensor = torch.from_numpy(np.array(values))
+        if tensor.is_floating_point():
+            return tensor.to(self._dtype)
+        return tensor if tensor.dtype is torch.bool else tensor.to(torch.int64)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"packed": self.packed, "columns": self.columns}
 
@@ -55,7 +67,7 @@ class Predictor:
 
     def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
         with torch.inference_mode():
-            output = self._model(*(torch.from_numpy(np.array(values)) for values in inputs))
+            output = self._model(*(self._tensor(values) for values in inputs))
         if not isinstance(output, torch.Tensor):
             raise InvalidInput(
                 f"transform needs a model that returns one tensor; this one returns {type(output).__name__}."

@@ -6,6 +6,8 @@ the request are only read: what is trained are copies. Runs in the caller's thre
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import math
 import tempfile
@@ -19,7 +21,9 @@ import cloudpickle
 import torch
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.arrow_reader import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
@@ -33,6 +37,8 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.materialize import materialize
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
+from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
+from spark_elastic.torch.training import Clipping
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -53,7 +59,7 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
         preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
         with _data(df, request, store, run_id) as (data, manifest):
             inputs = _inputs(request, manifest)
-            task = _task(request, store, data, manifest, run_id)
+            task = _task(request, store, (data, manifest), inputs, run_id)
             with closing(
                 Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
             ) as progress:
@@ -61,7 +67,7 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
                     df.sparkSession, task, _limits(request), request.config, run_id, FRAMEWORKS, progress
                 )
         trained = json.loads(result.results[0])
-        model = _trained_model(request, store, trained)
+        model = _trained_model(request, store, trained["model"])
     summary = _summary(run_id, trained, result, manifest, clock.now() - started)
     return ElasticTorchModel(Predictor(pack(model), inputs), summary)
 
@@ -138,11 +144,51 @@ def _summary(
     )
 
 
-def _task(request: Request, store: Store, data: Store, manifest: Manifest, run_id: str) -> object:
-    from spark_elastic.torch.train_task import TorchTrainTask
+def _task(
+    request: Request, store: Store, rows: tuple[Store, Manifest], inputs: tuple[Column, ...], run_id: str
+) -> TorchTrainTask:
+    """The program that workers run. It is pickled by `launch`: workers train copies of model and optimizer."""
+    data, manifest = rows
+    used = [*request.feature_cols, *request.label_cols, *filter(None, [request.sample_weight_col])]
+    plan = DataPlan.for_run(
+        manifest.group_rows,
+        request.global_batch,
+        request.seed,
+        request.max_workers,
+        manifest.decoded_bytes_per_group(used),
+        DEFAULT_CACHE_BYTES,
+        request.shuffle,
+    )
+    spec = TrainSpec(
+        data=data,
+        manifest=manifest,
+        plan=plan,
+        store=store,
+        result=f"runs/{run_id}/model.pt",
+        features=inputs,
+        labels=request.label_cols,
+        weight=request.sample_weight_col,
+        batch_size=request.batch_size,
+        epochs=request.epochs,
+        seed=request.seed,
+        clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
+        ledger=_ledger(request, store, run_id),
+    )
+    return TorchTrainTask(spec, request.model, request.optimizer, request.loss)
 
-    return TorchTrainTask()
+
+def _ledger(request: Request, store: Store, run_id: str) -> str | None:
+    if not request.config.ledger:
+        return None
+    if not store.is_local:
+        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is none.")
+    return store.path(f"runs/{run_id}/ledger")
 
 
-def _trained_model(request: Request, store: Store, trained: dict[str, Any]) -> torch.nn.Module:
-    raise AssertionError
+def _trained_model(request: Request, store: Store, name: str) -> torch.nn.Module:
+    """A copy of the request's module with the weights that training left in the store."""
+    model = copy.deepcopy(request.model)
+    model.load_state_dict(
+        torch.load(io.BytesIO(store.read_bytes(name)), map_location="cpu", weights_only=True)
+    )
+    return model.eval()
