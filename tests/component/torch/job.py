@@ -1,0 +1,171 @@
+"""A small training job on plain processes, and the plain one-process loop that it must agree with."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.footers import read_footers
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.driver.ports import Post
+from spark_elastic.launch import LaunchResult, Site, supervise
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
+from spark_elastic.torch.training import Clipping
+
+ROWS, WIDTH, CLASSES = 600, 36, 3
+
+
+class NoDiscovery:
+    def start(self, post: Post) -> None:
+        """Processes report themselves."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Follower:
+    """A narrator that lets a test wait for progress."""
+
+    on_step: Callable[[int, int], None] = lambda epoch, step: None
+    worlds: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    formed: threading.Condition = field(default_factory=threading.Condition)
+
+    def log(self, rank: int | None, line: str) -> None:
+        self.lines.append(line)
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self.on_step(numbers["epoch"], numbers["step"])
+
+    def world(self, size: int, reason: str) -> None:
+        with self.formed:
+            self.worlds.append(size)
+            self.formed.notify_all()
+
+
+def make_data(folder: Path) -> tuple[Store, Manifest]:
+    """A table of ROWS rows: id, features, class, weight; in row groups of 50."""
+    rng = np.random.default_rng(7)
+    features = rng.normal(size=(ROWS, WIDTH))
+    table = pa.table(
+        {
+            "id": pa.array(np.arange(ROWS)),
+            "x": pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), WIDTH),
+            "y": pa.array((features[:, :CLASSES] + rng.normal(size=(ROWS, CLASSES))).argmax(1)),
+            "w": pa.array(rng.uniform(0.5, 2.0, size=ROWS)),
+        }
+    )
+    (folder / "rows").mkdir()
+    pq.write_table(table, folder / "rows" / "part.parquet", row_group_size=50)
+    store = Store.open(str(folder))
+    files, groups = read_footers(store, ["rows/part.parquet"])
+    columns = (
+        Column("id", "int64"),
+        Column("x", "float64", (WIDTH,)),
+        Column("y", "int64"),
+        Column("w", "float64"),
+    )
+    return store, Manifest(columns, files, groups, "made for a test", "made for a test")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained; everything float64."""
+
+    model: torch.nn.Module
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Any
+    shape: tuple[int, ...] = (WIDTH,)
+    weight: str | None = None
+    clipping: Clipping = Clipping()
+    epochs: int = 3
+    batch_size: int = 8
+    workers: int = 3
+
+    def plan(self, manifest: Manifest) -> DataPlan:
+        return DataPlan.for_run(manifest.group_rows, self.batch_size * self.workers, 5, self.workers, 10_000, 1 << 20)
+
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+        spec = TrainSpec(
+            data=store,
+            manifest=manifest,
+            plan=self.plan(manifest),
+            store=store,
+            result="final.pt",
+            features=(Column("x", "float64", self.shape),),
+            labels=("y",),
+            weight=self.weight,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            seed=3,
+            clipping=self.clipping,
+            ledger=ledger,
+        )
+        return TorchTrainTask(spec, copy.deepcopy(self.model), self.optimizer, self.loss)
+
+
+def train_elastic(
+    job: Job, store: Store, manifest: Manifest, ledger: str | None, follower: Follower, launcher_for: Callable[[TorchTrainTask], ProcessLauncher]
+) -> tuple[dict[str, torch.Tensor], LaunchResult]:
+    """The final weights and what the launch returned."""
+    launcher = launcher_for(job.task(store, manifest, ledger))
+    limits = Limits(job.workers, 1, job.workers, max_global_batch=job.batch_size * job.workers)
+    result = supervise(launcher, NoDiscovery(), Site(), limits, ElasticConfig(), "test", follower)
+    digests = {json.loads(text)["digest"] for text in result.results}
+    assert len(digests) == 1, "replicas differ (P4)"
+    return torch.load(Path(store.path("final.pt")), weights_only=True), result
+
+
+def launcher(task: TorchTrainTask, room: int) -> ProcessLauncher:
+    return ProcessLauncher(task, SystemClock(), preload=("torch",), room=room)
+
+
+def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """One process, one batch a step, nothing of ours but the plan."""
+    table = pq.read_table(store.path("rows/part.parquet"))
+    x = torch.tensor(np.stack(table["x"].to_numpy())).reshape(-1, *job.shape)
+    y = torch.tensor(table["y"].to_numpy().copy())
+    weights = None if job.weight is None else torch.tensor(table[job.weight].to_numpy().copy())
+    model = copy.deepcopy(job.model)
+    model.train()
+    optimizer = job.optimizer(model.parameters())
+    plan = job.plan(manifest)
+    for epoch in range(job.epochs):
+        for step in range(plan.steps):
+            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            optimizer.zero_grad()
+            if weights is None:
+                loss = job.loss(model(x[rows]), y[rows])
+            else:
+                per_row = torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none")
+                loss = (per_row * weights[rows]).sum() / weights[rows].sum()
+            loss.backward()
+            if job.clipping.norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.clipping.norm)
+            if job.clipping.value is not None:
+                torch.nn.utils.clip_grad_value_(model.parameters(), job.clipping.value)
+            optimizer.step()
+    return model.state_dict()
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """R9's metric: the largest over all tensors of max|difference| / max|weight|."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in ours)

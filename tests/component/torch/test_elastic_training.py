@@ -1,0 +1,122 @@
+"""The estimator's training on real processes: P1, P2, P3 and P4, undisturbed and under kills, for several nets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job import (
+    CLASSES,
+    ROWS,
+    WIDTH,
+    Follower,
+    Job,
+    difference,
+    launcher,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.training import Clipping
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+
+
+def mlp() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES)
+    ).double()
+
+
+def conv() -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(4 * WIDTH, CLASSES)
+    ).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+JOBS = {
+    "mlp": Job(mlp(), sgd, torch.nn.CrossEntropyLoss()),
+    "conv": Job(conv(), adam, torch.nn.CrossEntropyLoss(), shape=(1, 6, 6)),
+    "class weights, clipped": Job(
+        mlp(),
+        sgd,
+        torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)),
+        clipping=Clipping(norm=0.05),
+    ),
+    "row weights": Job(mlp(), adam, torch.nn.CrossEntropyLoss(), weight="w"),
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[Store, Manifest]:
+    return make_data(tmp_path)
+
+
+def ledger_of(folder: Path) -> Counter[tuple[int, int]]:
+    """How often each row was trained in each epoch, by the history of the final weights: (epoch, row) -> times."""
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    final: dict[tuple[int, int], int] = {}
+    for line in lines:
+        if line["event"] == "applied":
+            step = (line["epoch"], line["step"])
+            final[step] = max(final.get(step, 0), line["generation"])
+    seen: Counter[tuple[int, int]] = Counter()
+    for line in lines:
+        if line["event"] == "contributes" and final.get((line["epoch"], line["step"])) == line["generation"]:
+            seen.update((line["epoch"], row) for row in line["rows"])
+    return seen
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_p2_undisturbed_training_equals_a_plain_loop(name: str, data: tuple[Store, Manifest]) -> None:
+    job = JOBS[name]
+    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=3))
+    assert [world.size for world in result.worlds] == [3]
+    assert difference(ours, train_plain(job, *data)) < 1e-9
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_p1_p2_p3_p4_with_two_kills(name: str, data: tuple[Store, Manifest], tmp_path: Path) -> None:
+    job = JOBS[name]
+    made: list[ProcessLauncher] = []
+    killed: list[int] = []
+
+    def make(task: TorchTrainTask) -> ProcessLauncher:
+        made.append(launcher(task, room=3))
+        return made[0]
+
+    def strike(epoch: int, step: int) -> None:
+        """One slot in the first epoch, and rank 0's in the second."""
+        living = sorted(made[0].slots())
+        if (epoch, len(killed)) in ((0, 0), (1, 1)) and step > 3:
+            victim = living[1] if not killed else living[0]
+            killed.append(victim)
+            made[0].kill(victim)
+
+    ledger = tmp_path / "ledger"
+    ours, result = train_elastic(job, *data, str(ledger), Follower(strike), make)
+    assert len(killed) == 2
+    assert len(result.worlds) > 1
+    assert difference(ours, train_plain(job, *data)) < 1e-9
+    seen = ledger_of(ledger)
+    assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
+    assert set(seen.values()) == {1}
