@@ -29,6 +29,8 @@ from spark_elastic.protocol.forming import end, settle
 from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Limits, Position, SlotId, WorkerId, WorkerStatus
 
+__all__ = ["DriverState", "initial", "step"]
+
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
 
 

@@ -104,15 +104,18 @@ def _got_world(state: WorkerState, world: World) -> Answer:
     me = world.member(state.worker)
     if me is None:
         return _stop(state, f"world {world.fence.generation} was formed without it", 0)
-    entered = replace(state, stage=Stage.FORMING, fence=world.fence, world=world)
+    number = world.fence.generation
+    closing = _closing(state, f"world {number} follows")
+    entered = replace(state, stage=Stage.FORMING, fence=world.fence, world=world, open=False)
     if _is_over(entered):
-        return _join(entered, f"world {world.fence.generation} was over before it was heard of")
-    if me.position != state.position:
-        # A late message misled the driver. Who trained on from here would break P1, so this world must not begin.
-        return _join(
-            entered, f"world {world.fence.generation} was formed for a position that it does not hold"
-        )
-    return entered, (Form(f"rank {_rank(entered)} of {world.size}: {world.reason}", world),)
+        after, commands = _join(entered, f"world {number} was over before it was heard of")
+    elif me.position != state.position:
+        # A late message misled the driver. Who trained on from here would break P1: this world must not begin.
+        after, commands = _join(entered, f"world {number} was formed for a position that it does not hold")
+    else:
+        after = replace(entered, open=True)
+        commands = (Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
+    return after, (*closing, *commands)
 
 
 def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:

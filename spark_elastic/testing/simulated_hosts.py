@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
+from spark_elastic.protocol.invariants import Violation
 from spark_elastic.protocol.types import Position, World
 from spark_elastic.testing.fault_plan import Moment
 
@@ -157,6 +158,8 @@ class SimWorker:
                 self.ask(lambda: self.sim.desk.joins(self, command))
             case do.Form():
                 self.question = None
+                if self.group is not None:
+                    raise Violation(f"{self.name} forms a group while its last one is open")
                 self.group = self.sim.group(command.world)
                 self.group.form(self)
             case do.Sync():

@@ -1,0 +1,119 @@
+"""Plays events to the driver machine by hand: workers named by slot job ("1-0.1" is the first worker of job 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Announce, DriverCommand, End, Publish
+from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.invariants import DriverInvariants
+from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
+
+C = TypeVar("C", bound=DriverCommand)
+FOUR = Limits(num_workers=4, min_workers=1, max_workers=4)
+
+
+def at(step: int) -> Position:
+    return Position(0, Phase.TRAIN, step)
+
+
+def _next(position: Position) -> Position:
+    return replace(position, step=position.step + 1)
+
+
+def name(job: int, started: int = 1) -> str:
+    return f"{job}-0.{started}"
+
+
+class Bench:
+    """A driver machine, the time, and what it commanded so far. Invariants are checked after every event."""
+
+    def __init__(self, limits: Limits = FOUR) -> None:
+        self.now = 0.0
+        self.limits = limits
+        self.invariants = DriverInvariants(_next)
+        self.state: DriverState
+        self.state, self.commands = driver_machine.initial(limits, 1)
+        self.invariants.check(self.state, None, self.state, self.commands)
+        self.log = list(self.commands)
+
+    def on(self, event: on.DriverEvent) -> tuple[DriverCommand, ...]:
+        event = replace(event, now=self.now)
+        before = self.state
+        self.state, self.commands = driver_machine.step(before, event)
+        self.invariants.check(before, event, self.state, self.commands)
+        self.log.extend(self.commands)
+        return self.commands
+
+    def wait(self, seconds: float, beating: Sequence[int] = ()) -> None:
+        """Let time pass in ticks; the slots of these jobs beat."""
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(end, self.now + 0.05)
+            for job in beating:
+                slot = self.state.slots.get(f"{job}-0")
+                if slot is not None:
+                    self.on(on.SlotBeat(0, slot.slot, slot.worker or "", "S"))
+            self.on(on.Tick(0))
+
+    def all(self, kind: type[C]) -> list[C]:
+        return [command for command in self.log if isinstance(command, kind)]
+
+    @property
+    def world(self) -> World:
+        return self.all(Publish)[-1].world
+
+    @property
+    def fence(self) -> Fence:
+        return self.world.fence
+
+    @property
+    def end(self) -> End:
+        return self.all(End)[-1]
+
+    # ---- what usually happens
+
+    def slot(self, job: int, host: str = "") -> None:
+        self.on(on.SlotRegistered(0, f"{job}-0", host or f"h{job}", job))
+        self.on(on.WorkerStarted(0, f"{job}-0", name(job)))
+
+    def warm(self, *jobs: int) -> None:
+        """Slots come up and their workers get warm."""
+        for job in jobs:
+            self.slot(job)
+            self.join(name(job))
+
+    def join(
+        self, worker: str, fence: Fence | None = None, position: Position | None = None, **more: object
+    ) -> None:
+        slot = worker.rpartition(".")[0]
+        self.on(on.WorkerJoins(0, worker, slot, fence, position, **more))  # type: ignore[arg-type]
+
+    def form(self) -> None:
+        for member in self.world.members:
+            self.on(on.WorkerFormed(0, member.worker, self.fence))
+
+    def start(self, *jobs: int) -> None:
+        """A world that runs."""
+        self.warm(*jobs)
+        if not self.all(Publish):
+            self.wait(self.limits.gather_timeout, beating=jobs)
+        self.form()
+
+    def regroup(self, step: int, *workers: str) -> None:
+        """These come back from a broken world at that step."""
+        for worker in workers:
+            self.join(worker, self.fence, at(step))
+
+    def stop_planned(self, step: int, *workers: str) -> None:
+        assert self.all(Announce)
+        fence = self.fence
+        for worker in workers:
+            self.join(worker, fence, at(step), planned=True)
+
+    def members(self) -> list[str]:
+        return [member.worker for member in self.world.members]

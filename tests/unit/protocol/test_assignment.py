@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.protocol.assignment import Place, assign, source_of
+from spark_elastic.protocol.types import Position
+from tests.unit.protocol.driver_bench import at
+
+
+def _places(hosts: str) -> list[Place]:
+    return [Place(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local", "cross"),
+    [
+        ("a", [(0, 1)], [(0, 1)]),
+        ("aab", [(0, 2), (1, 2), (0, 1)], [(0, 2), (0, 1), (1, 2)]),
+        ("aba", [(0, 2), (0, 1), (1, 2)], [(0, 2), (1, 2), (0, 1)]),
+        ("abb", [(0, 1), (0, 2), (1, 2)], [(0, 2), (1, 2), (0, 1)]),
+        ("abcabc", [(0, 2)] * 3 + [(1, 2)] * 3, [(0, 3), (1, 3), (2, 3)] * 2),
+    ],
+)
+def test_local_and_cross_ranks(
+    hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
+) -> None:
+    members = assign(_places(hosts))
+    assert [m.rank for m in members] == list(range(len(hosts)))
+    assert [(m.local_rank, m.local_size) for m in members] == local
+    assert [(m.cross_rank, m.cross_size) for m in members] == cross
+
+
+@pytest.mark.parametrize(
+    ("positions", "source"),
+    [
+        ([None, None], None),
+        ([at(3), at(3), None], 0),
+        ([at(3), at(4), at(4)], 1),
+        ([None, at(0)], 1),
+    ],
+)
+def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
+    positions: list[Position | None], source: int | None
+) -> None:
+    assert source_of([Place(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source

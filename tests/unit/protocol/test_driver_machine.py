@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import (
+    Abort,
+    Announce,
+    End,
+    LaunchSlot,
+    Outcome,
+    Publish,
+    ReleaseSlot,
+    StopWorker,
+)
+from spark_elastic.protocol.types import Fence, Phase, Position
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+CLOSE = Position(0, Phase.CLOSE, 0)
+
+
+def _done(bench: Bench, *jobs: int) -> None:
+    for job in jobs:
+        bench.on(on.WorkerDone(0, name(job), bench.fence, CLOSE, f"result {job}"))
+
+
+# ---- slots and jobs
+
+
+def test_a_job_begins_with_a_launch_per_slot() -> None:
+    assert [launch.job for launch in Bench().all(LaunchSlot)] == [1, 2, 3, 4]
+
+
+def test_a_slot_job_that_ended_is_launched_again_later_and_later() -> None:
+    bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
+    for job in range(1, 8):
+        bench.on(on.SlotJobEnded(0, job, "no room"))
+    delays = [launch.delay for launch in bench.all(LaunchSlot)]
+    assert [launch.job for launch in bench.all(LaunchSlot)] == list(range(1, 9))
+    assert delays[:3] == [0.0, 0.0, 0.5]
+    assert delays == sorted(delays)
+    assert delays[-1] <= 5.0
+
+
+def test_a_slot_job_that_had_worked_is_launched_again_at_once() -> None:
+    bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
+    for job in range(1, 5):
+        bench.warm(job)
+        bench.on(on.SlotJobEnded(0, job, "executor lost"))
+    assert [launch.delay for launch in bench.all(LaunchSlot)] == [0.0] * 5
+
+
+def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.SlotJobEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
+    assert bench.end.outcome is Outcome.CANCELLED
+    assert len(bench.all(LaunchSlot)) == 4
+
+
+def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
+    bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
+    bench.start(1, 2)
+    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(on.WorkerStarted(0, "1-1", "1-1.1"))
+    bench.join("1-1.1")
+    bench.wait(1.0, beating=[1, 2])
+    assert not bench.all(Announce)
+    assert not bench.all(ReleaseSlot)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.regroup(3, name(1))
+    assert bench.members() == [name(1), "1-1.1"]  # capacity allows
+    assert len(bench.all(LaunchSlot)) == 2
+
+
+def test_r14_extra_slots_come_after_others() -> None:
+    bench = Bench(replace(FOUR, max_workers=3, num_workers=3, min_workers=3))
+    bench.warm(1)
+    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.join("1-1.1")
+    bench.warm(2)
+    assert bench.members() == [name(1), name(2), "1-1.1"]
+
+
+# ---- worlds
+
+
+def test_r16_a_world_begins_at_num_workers() -> None:
+    bench = Bench()
+    bench.warm(1, 2, 3)
+    assert not bench.all(Publish)
+    bench.warm(4)
+    assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
+
+
+def test_r16_or_at_min_workers_after_gather_timeout() -> None:
+    bench = Bench(replace(FOUR, min_workers=2))
+    bench.warm(1)
+    bench.wait(11.0, beating=[1])
+    assert not bench.all(Publish)
+    bench.warm(2)
+    assert bench.world.size == 2
+
+
+def test_too_few_after_start_timeout_names_who_was_waited_for() -> None:
+    bench = Bench(replace(FOUR, min_workers=3, start_timeout=20.0))
+    bench.warm(1)
+    bench.slot(2)
+    bench.wait(21.0, beating=[1, 2])
+    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    for part in (
+        "1 workers came within 20 s and 3 are needed",
+        "hosts: h1, h2",
+        "did not start: 3, 4",
+        name(2),
+    ):
+        assert part in bench.end.reason
+
+
+def test_survivors_below_min_workers_wait_for_others() -> None:
+    bench = Bench(replace(FOUR, min_workers=4, start_timeout=20.0))
+    bench.start(1, 2, 3, 4)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.regroup(3, name(1), name(3), name(4))
+    bench.wait(3.0, beating=[1, 3, 4])
+    assert len(bench.all(Publish)) == 1
+    bench.on(on.WorkerStarted(0, "2-0", name(2, 2)))
+    bench.join(name(2, 2))
+    assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
+    assert bench.world.position == at(3)
+    assert bench.world.receivers == (3,)
+
+
+def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.regroup(4, name(4))
+    bench.regroup(3, name(3), name(2))
+    assert bench.members() == [name(2), name(3), name(4)]
+    assert bench.world.source == 2
+    assert bench.world.receivers == (0, 1)
+
+
+def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.regroup(3, name(3), name(2))
+    bench.wait(31.0, beating=[2, 3, 4])
+    assert bench.members() == [name(2), name(3)]
+    assert name(4) in [stop.worker for stop in bench.all(StopWorker) if stop.kill]
+    bench.join(name(4), Fence(1, 1), at(3))
+    assert [type(command) for command in bench.commands] == [StopWorker]
+
+
+def test_r10_a_question_that_the_world_answers_changes_nothing() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    before = replace(bench.state.workers[name(2)], heard=0.0)
+    bench.join(name(2))
+    assert bench.commands == ()
+    assert replace(bench.state.workers[name(2)], heard=0.0) == before
+
+
+def test_a_member_that_never_heard_of_its_broken_world_takes_part_in_the_next() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.WorkerExited(0, name(1), -9))
+    for job in (2, 3, 4):
+        bench.join(name(job))
+    assert bench.members() == [name(2), name(3), name(4)]
+    assert bench.world.source is None
+
+
+def test_a_world_that_is_not_built_in_time_is_over() -> None:
+    bench = Bench()
+    bench.warm(1, 2, 3, 4)
+    for job in (1, 2, 3):
+        bench.on(on.WorkerFormed(0, name(job), bench.fence))
+    bench.wait(31.0, beating=[1, 2, 3, 4])
+    assert f"{name(4)} did not build world 1" in bench.all(Abort)[0].reason
+
+
+def test_nobody_left_begins_from_nothing_and_says_so() -> None:
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
+    bench.start(1)
+    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(on.WorkerStarted(0, "1-0", name(1, 2)))
+    bench.join(name(1, 2))
+    assert bench.world.source is None
+    assert "begins from nothing" in bench.world.reason
+
+
+def test_reset_limit_counts_new_worlds() -> None:
+    bench = Bench(replace(FOUR, reset_limit=1))
+    bench.start(1, 2, 3, 4)
+    for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
+        bench.on(on.WorkerExited(0, name(lost), -9))
+        bench.regroup(3, *(name(job) for job in left))
+    assert bench.end.outcome is Outcome.RESET_LIMIT
+    assert len(bench.all(Publish)) == 2
+
+
+# ---- planned changes
+
+
+def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    bench.warm(3)
+    bench.on(on.Tick(0))
+    assert not bench.all(Announce)
+    bench.wait(0.5, beating=[1, 2, 3])
+    bench.warm(4)
+    bench.wait(0.5, beating=[1, 2, 3, 4])
+    assert [announce.version for announce in bench.all(Announce)] == [1]
+    bench.stop_planned(6, name(2), name(1))
+    assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
+    assert (bench.world.version, bench.world.position) == (1, at(6))
+    assert not bench.all(Abort)
+
+
+def test_no_change_is_announced_that_would_change_nothing() -> None:
+    bench = Bench(replace(FOUR, max_global_batch=2))
+    bench.start(1, 2, 3)
+    bench.wait(2.0, beating=[1, 2, 3])
+    assert bench.world.size == 2
+    assert not bench.all(Announce)
+
+
+def test_a_change_that_is_undone_harms_nothing() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    bench.warm(3)
+    bench.wait(0.5, beating=[1, 2, 3])
+    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.stop_planned(6, name(1), name(2))
+    assert bench.members() == [name(1), name(2)]
+    assert bench.world.receivers == ()
+
+
+def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3)
+    bench.warm(4)
+    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, name(1))
+    bench.on(on.WorkerExited(0, name(2), -9))
+    assert len(bench.all(Abort)) == 1
+    bench.regroup(5, name(3))
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert bench.world.source == 0
+
+
+def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    bench.warm(3)
+    bench.wait(0.5, beating=[1, 2, 3])
+    bench.stop_planned(6, name(1))
+    bench.wait(61.0, beating=[1, 2, 3])
+    assert bench.members() == [name(1), name(3)]
+    assert "did not come to the planned stop" in bench.all(Abort)[0].reason
+
+
+@pytest.mark.parametrize("whole_host", [True, False])
+def test_who_drains_leaves_at_a_boundary(whole_host: bool) -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    target = {"host": "h2"} if whole_host else {"worker": name(2)}
+    bench.on(on.DrainRequested(0, "decommissioning", **target))
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert [type(command) for command in bench.commands] == [Publish, StopWorker] + [ReleaseSlot] * whole_host
+    assert not bench.all(Abort)
+
+
+def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3)
+    bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
+    bench.on(on.SlotRegistered(0, "4-0", "h4", 4))
+    assert [type(command) for command in bench.commands] == [ReleaseSlot]
+
+
+# ---- the end
+
+
+def test_r15_results_in_rank_order_once_all_are_done() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    _done(bench, 3, 1, 4)
+    assert not bench.all(End)
+    _done(bench, 2)
+    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
+    assert {stop.worker for stop in bench.all(StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
+    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0", "3-0", "4-0"}
+
+
+def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3)
+    _done(bench, 1)
+    bench.warm(4)
+    bench.wait(1.0, beating=[1, 2, 3, 4])
+    bench.on(on.WorkerExited(0, name(2), -9))
+    assert not bench.all(Announce)
+    assert not bench.all(Abort)
+    _done(bench, 3)
+    assert bench.end.results == ("result 1", "null", "result 3")
+
+
+def test_r15_rank_0_lost_before_its_result_regroups_the_done() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    _done(bench, 2, 3)
+    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
+    assert bench.members() == [name(2), name(3), name(4)]
+    assert bench.world.position == CLOSE
+    _done(bench, 2, 3, 4)
+    assert bench.end.results == ("result 2", "result 3", "result 4")
+
+
+def test_r15_a_member_that_never_reports_does_not_hold_the_end_for_ever() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    _done(bench, 1)
+    bench.wait(31.0, beating=[1, 2])
+    assert bench.end.outcome is Outcome.SUCCESS
+    assert name(2) in bench.end.reason
+
+
+def test_after_the_end_everybody_is_sent_home() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.CancelRequested(0, "Ctrl-C"))
+    assert bench.end.outcome is Outcome.CANCELLED
+    bench.on(on.SlotRegistered(0, "9-0", "h9", 9))
+    assert [type(command) for command in bench.commands] == [ReleaseSlot]
+    bench.join(name(1), bench.fence, at(3))
+    assert [type(command) for command in bench.commands] == [StopWorker]
+    bench.wait(100.0)
+    assert bench.commands == ()
+
+
+def test_step_leaves_the_state_that_it_was_given_alone() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3)
+    before, frozen = bench.state, replace(bench.state)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    assert before == frozen
+
+
+def test_thousands_of_workers_form_one_world() -> None:
+    """Fast enough for the test because an update never copies a whole table."""
+    count = 2000
+    limits = replace(FOUR, num_workers=count, max_workers=count)
+    state, _ = driver_machine.initial(limits, 1)
+    published = 0
+    for job in range(1, count + 1):
+        for event in (
+            on.SlotRegistered(0.0, f"{job}-0", f"h{job // 8}", job),
+            on.WorkerJoins(0.0, name(job), f"{job}-0", None, None),
+        ):
+            state, commands = driver_machine.step(state, event)
+            published += sum(isinstance(command, Publish) for command in commands)
+    assert published == 1

@@ -1,0 +1,158 @@
+"""What is taken for a loss, and what is not: one truth table a rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, ReleaseSlot, StopWorker
+from tests.unit.protocol.driver_bench import Bench, name
+
+W2 = name(2)
+
+
+def _running() -> Bench:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    return bench
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        on.WorkerExited(0, W2, -9),
+        on.WorkerFailed(0, W2, None, None, "f", "ValueError: x"),
+        on.SlotJobEnded(0, 2, "task failed"),
+        on.HostLost(0, "h2", "executor lost"),
+        on.WorkerStarted(0, "2-0", name(2, 2)),
+    ],
+)
+def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
+    bench = _running()
+    bench.on(event)
+    assert [abort.fence for abort in bench.all(Abort)] == [bench.fence]
+    assert W2 in bench.all(Abort)[0].reason
+    assert W2 not in bench.state.workers
+
+
+@pytest.mark.parametrize(
+    ("worker_cut", "slot_cut", "suspected", "after", "lost"),
+    [
+        (False, False, True, 3.0, False),  # suspicion alone never evicts
+        (False, True, False, 3.0, False),  # nor a slot's connection
+        (True, False, True, 0.0, True),
+        (True, False, False, 0.9, False),
+        (True, False, False, 1.1, True),
+        (True, True, False, 0.0, False),  # it may be everybody's
+        (True, True, False, 0.1, True),
+    ],
+)
+def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: float, lost: bool) -> None:
+    bench = _running()
+    if worker_cut:
+        bench.on(on.ConnectionLost(0, "2-0", W2))
+    if slot_cut:
+        bench.on(on.ConnectionLost(0, "2-0"))
+    if suspected:
+        bench.join(name(1), bench.fence, suspects=(W2,))
+    bench.wait(after, beating=[1, 2, 3, 4])
+    assert (W2 not in bench.state.workers) is lost
+
+
+def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
+    bench = _running()
+    bench.join(name(1), bench.fence, suspects=(W2,))
+    bench.on(on.ConnectionLost(0, "2-0", W2))
+    assert W2 not in bench.state.workers
+
+
+def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
+    bench = _running()
+    bench.on(on.ConnectionLost(0, "2-0", W2))
+    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.on(on.ConnectionBack(0, "2-0", W2))
+    bench.wait(3.0, beating=[1, 2, 3, 4])
+    assert not bench.all(Abort)
+
+
+def _cut_everybody(bench: Bench) -> None:
+    for job in (1, 2, 3, 4):
+        bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+        bench.on(on.ConnectionLost(0, f"{job}-0"))
+
+
+def test_r12_nobody_is_evicted_for_the_servers_hiccup() -> None:
+    bench = _running()
+    _cut_everybody(bench)
+    bench.wait(3.0)
+    for job in (1, 2, 3, 4):
+        bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
+        bench.on(on.ConnectionBack(0, f"{job}-0"))
+        bench.wait(0.2)  # they come back one by one
+    assert not bench.all(Abort)
+
+
+def test_r12_who_does_not_come_back_from_a_hiccup_is_lost() -> None:
+    bench = _running()
+    _cut_everybody(bench)
+    bench.wait(2.0)
+    for job in (1, 3, 4):
+        bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
+    bench.wait(0.9)
+    assert not bench.all(Abort)
+    bench.wait(0.2)
+    assert W2 in bench.all(Abort)[0].reason
+
+
+def test_after_a_hiccup_the_lease_decides() -> None:
+    bench = _running()
+    _cut_everybody(bench)
+    bench.wait(5.5)
+    assert not bench.state.workers
+
+
+@pytest.mark.parametrize(
+    ("letter", "lost"), [("S", False), ("R", False), ("", False), ("T", True), ("Z", True)]
+)
+def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> None:
+    bench = _running()
+    for _ in range(12):
+        bench.wait(0.5, beating=[1, 3, 4])
+        bench.on(on.SlotBeat(0, "2-0", W2, letter))
+    assert (W2 not in bench.state.workers) is lost
+    assert bool(bench.all(StopWorker)) is lost
+    if lost:
+        assert bench.all(StopWorker)[0].kill
+
+
+def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
+    bench = _running()
+    bench.wait(4.9, beating=[1, 3, 4])
+    assert not bench.all(Abort)
+    bench.wait(0.5, beating=[1, 3, 4])
+    assert "its slot was silent" in bench.all(Abort)[0].reason
+
+
+def test_a_loss_aborts_a_world_once() -> None:
+    bench = _running()
+    bench.on(on.WorkerExited(0, W2, -9))
+    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.on(on.HostLost(0, "h3", "executor lost"))
+    assert len(bench.all(Abort)) == 1
+
+
+def test_who_was_given_up_is_sent_home_whenever_it_speaks() -> None:
+    bench = _running()
+    bench.on(on.ConnectionLost(0, "2-0", W2))
+    bench.wait(1.1, beating=[1, 3, 4])
+    bench.join(W2, bench.fence)
+    assert isinstance(bench.commands[0], StopWorker)
+    bench.on(on.SlotBeat(0, "2-0", W2, "S"))
+    assert bench.commands == (StopWorker(bench.commands[0].reason, W2, kill=True),)
+
+
+def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
+    bench = _running()
+    bench.on(on.HostLost(0, "h2", "executor lost"))
+    bench.on(on.SlotBeat(0, "2-0", W2, "S"))
+    assert isinstance(bench.commands[0], ReleaseSlot)

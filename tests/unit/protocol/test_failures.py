@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import End, Outcome
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+
+def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) -> None:
+    position = at(step) if step is not None else None
+    fence = bench.fence if step is not None else None
+    bench.on(
+        on.WorkerFailed(0, worker, fence, position, fingerprint, f"Traceback\nValueError: {fingerprint}")
+    )
+
+
+def test_r13_the_same_exception_at_the_same_position_in_two_worlds_is_the_users() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    _raise(bench, name(2), "row 17")
+    bench.regroup(3, name(1), name(3), name(4))
+    bench.form()
+    _raise(bench, name(4), "row 17")
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert "ValueError: row 17" in bench.end.detail
+    assert "step 3" in bench.end.reason
+
+
+def test_r13_another_position_or_another_exception_is_not() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    _raise(bench, name(2), "row 17")
+    bench.regroup(3, name(1), name(3), name(4))
+    bench.form()
+    _raise(bench, name(4), "row 17", step=4)
+    bench.regroup(4, name(1), name(3))
+    bench.form()
+    _raise(bench, name(3), "row 18", step=4)
+    assert not bench.all(End)
+
+
+def test_r13_what_every_member_raises_is_the_users() -> None:
+    bench = Bench(replace(FOUR, failure_budget=1))
+    bench.start(1, 2, 3, 4)
+    for job in (1, 2, 3):
+        _raise(bench, name(job), f"rank {job}" if job == 3 else "the same")
+        assert job == 3 or not bench.all(End)
+    assert bench.end.outcome is Outcome.FAILURE_BUDGET  # two different ones are two failures
+    bench = Bench(replace(FOUR, failure_budget=1))
+    bench.start(1, 2, 3, 4)
+    for job in (1, 2, 3, 4):
+        _raise(bench, name(job), "the same")
+    assert bench.end.outcome is Outcome.USER_ERROR
+
+
+def test_a_program_that_nobody_can_load_ends_the_job() -> None:
+    bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
+    for job in (1, 2):
+        bench.slot(job)
+    _raise(bench, name(1), "no module", step=None)
+    assert not bench.all(End)
+    _raise(bench, name(2), "no module", step=None)
+    assert bench.end.outcome is Outcome.USER_ERROR
+
+
+def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
+    bench = Bench(replace(FOUR, failure_budget=2, failure_window=100.0))
+    bench.start(1, 2)
+    for started in (1, 2):
+        bench.on(on.WorkerExited(0, name(2, started), -11))
+        bench.on(on.WorkerStarted(0, "2-0", name(2, started + 1)))
+    bench.wait(101.0, beating=[1, 2])
+    bench.on(on.WorkerExited(0, name(2, 3), 1))
+    assert not bench.all(End)
+    for started in (4, 5):
+        bench.on(on.WorkerStarted(0, "2-0", name(2, started)))
+        bench.on(on.WorkerExited(0, name(2, started), 1))
+    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert "failed 3 times within 100 s" in bench.end.reason
+
+
+def test_lost_hosts_and_drains_cost_no_budget() -> None:
+    bench = Bench(replace(FOUR, failure_budget=0))
+    bench.start(1, 2, 3, 4)
+    bench.on(on.HostLost(0, "h2", "executor lost"))
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(on.SlotJobEnded(0, 3, "task failed"))
+    bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
+    bench.regroup(3, name(1), name(4))
+    bench.on(on.WorkerExited(0, name(4), 0))
+    assert not bench.all(End)
+
+
+def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() -> None:
+    bench = Bench(replace(FOUR, failure_budget=0))
+    bench.start(1, 2, 3, 4)
+    bench.on(on.ConnectionLost(0, "2-0", name(2)))
+    bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
+    assert name(2) not in bench.state.workers
+    assert not bench.all(End)
+    bench.on(on.WorkerExited(0, name(2), -11))
+    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+
+
+def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
+    bench = Bench(replace(FOUR, failure_budget=1))
+    bench.start(1, 2, 3, 4)
+    _raise(bench, name(2), "row 17")
+    bench.on(on.WorkerExited(0, name(2), 1))
+    assert not bench.all(End)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol import worker_machine
+from spark_elastic.protocol.assignment import Place, assign, source_of
+from spark_elastic.protocol.commands import (
+    AbortGroup,
+    CloseGroup,
+    Exit,
+    Form,
+    Join,
+    ReportDone,
+    ReportFailure,
+    Run,
+    Sync,
+    WorkerCommand,
+)
+from spark_elastic.protocol.types import START, Fence, Position, World
+from tests.unit.protocol.driver_bench import at
+
+ME = "a"
+
+
+def _world(generation: int, **positions: Position | None) -> World:
+    places = [Place(worker, f"slot {worker}", "h", position) for worker, position in positions.items()]
+    return World(Fence(1, generation), assign(places), source_of(places), "because")
+
+
+class Me:
+    def __init__(self) -> None:
+        self.state, _ = worker_machine.initial(ME, "slot a")
+
+    def on(self, event: on.WorkerEvent) -> list[type[WorkerCommand]]:
+        self.state, self.commands = worker_machine.step(self.state, event)
+        return [type(command) for command in self.commands]
+
+    def running(self, step: int = 5) -> Me:
+        """In world 1 with b, at that step."""
+        self.on(on.Warm(0))
+        self.on(on.GotWorld(0, _world(1, a=None, b=None)))
+        self.on(on.Formed(0, Fence(1, 1)))
+        self.on(on.Applied(0, Fence(1, 1), at(step)))
+        return self
+
+
+def test_from_warm_to_running() -> None:
+    me = Me()
+    assert me.on(on.Warm(0)) == [Join]
+    assert me.commands[0] == Join(me.commands[0].reason, None, None)
+    assert me.on(on.GotWorld(0, _world(1, a=None, b=None))) == [Form]
+    assert me.on(on.Formed(0, Fence(1, 1))) == [Run]
+    assert me.state.position == START
+
+
+def test_r05_a_joiner_holds_no_state_before_it_is_synced() -> None:
+    me = Me()
+    me.on(on.Warm(0))
+    me.on(on.GotWorld(0, _world(3, b=at(7), a=None)))
+    assert me.on(on.Formed(0, Fence(1, 3))) == [Sync]
+    assert me.state.position is None
+    assert me.on(on.Synced(0, Fence(1, 3), at(7))) == [Run]
+    assert me.state.position == at(7)
+
+
+def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
+    me = Me().running(step=5)
+    me.on(on.GroupBroke(0, Fence(1, 1), (1,), "reset"))
+    me.on(on.GotWorld(0, _world(2, a=at(5), c=at(6))))
+    assert me.on(on.Formed(0, Fence(1, 2))) == [Sync]
+    assert me.on(on.GroupBroke(0, Fence(1, 2), (1,), "reset")) == [CloseGroup, Join]
+    assert me.commands[1] == Join("reset", Fence(1, 2), at(5), ("c",), planned=False)
+
+
+def test_who_stands_where_the_source_does_hands_on_and_keeps_its_position() -> None:
+    me = Me().running(step=5)
+    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
+    me.on(on.GotWorld(0, _world(2, a=at(5), c=None)))
+    assert me.on(on.Formed(0, Fence(1, 2))) == [Sync]
+    assert me.on(on.Synced(0, Fence(1, 2), at(5))) == [Run]
+
+
+def test_r06_at_a_boundary_the_group_stays_open_until_the_next_world() -> None:
+    """A slower peer may still read the step's last bytes from it."""
+    me = Me().running(step=5)
+    assert me.on(on.Boundary(0, Fence(1, 1), "the membership changes")) == [Join]
+    assert me.commands[0] == Join("the membership changes", Fence(1, 1), at(5), planned=True)
+    assert me.on(on.GotWorld(0, _world(2, a=at(5), c=None))) == [CloseGroup, Form]
+    assert isinstance(me.commands[0], CloseGroup)
+    assert me.commands[0].fence == Fence(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fence", "commands"),
+    [(Fence(1, 0), []), (Fence(1, 1), [AbortGroup]), (Fence(1, 2), []), (Fence(0, 9), [])],
+)
+def test_r10_an_abort_is_for_its_own_world(fence: Fence, commands: list[type]) -> None:
+    assert Me().running().on(on.AbortHeard(0, fence, "over")) == commands
+
+
+def test_r10_a_newer_abort_is_kept_for_its_world() -> None:
+    me = Me().running(step=5)
+    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
+    assert me.on(on.AbortHeard(0, Fence(1, 2), "over")) == []
+    assert me.on(on.GotWorld(0, _world(2, a=at(5), b=at(5)))) == [Join]
+    assert isinstance(me.commands[0], Join)
+    assert me.commands[0].fence == Fence(1, 2)
+
+
+def test_a_world_that_is_over_before_it_is_formed_is_left() -> None:
+    me = Me().running(step=5)
+    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
+    me.on(on.GotWorld(0, _world(2, a=at(5), b=at(5))))
+    assert me.on(on.AbortHeard(0, Fence(1, 2), "over")) == [AbortGroup]
+    assert me.on(on.Formed(0, Fence(1, 2))) == [CloseGroup, Join]
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_an_older_world_is_answered_with_the_question_again(generation: int) -> None:
+    me = Me().running(step=5)
+    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
+    assert me.on(on.GotWorld(0, _world(generation, a=None, b=None))) == [Join]
+
+
+def test_a_world_without_me_is_the_end_of_me() -> None:
+    me = Me()
+    me.on(on.Warm(0))
+    assert me.on(on.GotWorld(0, _world(4, b=at(1)))) == [Exit]
+
+
+def test_a_world_for_a_position_that_i_do_not_hold_does_not_begin() -> None:
+    me = Me().running(step=5)
+    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
+    assert me.on(on.GotWorld(0, _world(2, a=at(4), b=at(4)))) == [Join]
+    assert me.commands[0] == Join(me.commands[0].reason, Fence(1, 2), at(5))
+
+
+def test_r13_an_exception_is_reported_before_the_group_closes() -> None:
+    me = Me().running(step=5)
+    assert me.on(on.UserRaised(0, "f", "Traceback")) == [ReportFailure, CloseGroup, Exit]
+    assert me.commands[0] == ReportFailure(me.commands[0].reason, Fence(1, 1), at(5), "f", "Traceback")
+    assert me.commands[2] == Exit(me.commands[2].reason, 1)
+    assert me.on(on.GroupBroke(0, Fence(1, 1), (), "reset")) == [Exit]
+
+
+def test_r15_the_done_wait_and_can_take_part_again() -> None:
+    me = Me().running(step=5)
+    assert me.on(on.Finished(0, Fence(1, 1), "42")) == [ReportDone]
+    assert me.on(on.GotWorld(0, _world(1, a=None, b=None))) == [ReportDone]  # a late copy: it asks again
+    assert me.on(on.GotWorld(0, _world(2, a=at(5), c=at(5)))) == [CloseGroup, Form]
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [(on.StopHeard(0, "done"), 0), (on.DriverSilent(0, 61.0), worker_machine.SILENT_DRIVER)],
+)
+def test_r12_told_to_stop_or_left_alone_it_ends(event: on.WorkerEvent, code: int) -> None:
+    me = Me().running()
+    assert me.on(event) == [AbortGroup, Exit]
+    assert me.commands[1] == Exit(me.commands[1].reason, code)
+    assert me.on(on.Applied(0, Fence(1, 1), at(6))) == [Exit]
+
+
+def test_events_of_another_world_are_ignored() -> None:
+    me = Me().running(step=5)
+    before = me.state
+    for event in (
+        on.Formed(0, Fence(1, 0)),
+        on.Applied(0, Fence(1, 0), at(9)),
+        on.Boundary(0, Fence(1, 2), ""),
+        on.GroupBroke(0, Fence(1, 0), (), ""),
+        on.Finished(0, Fence(1, 0), ""),
+        on.GotWorld(0, _world(2, a=None)),
+    ):
+        assert me.on(event) == []
+        assert me.state == replace(before)
