@@ -22,6 +22,10 @@ class Ledger(Protocol):
 
     def applied(self, generation: int, position: Position, world: int) -> None: ...
 
+    def mark(self, event: str, generation: int, position: Position) -> None:
+        """When a phase of a recovery was reached: formed, synced, runs, read, broke."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -32,6 +36,9 @@ class NullLedger:
         """Nothing."""
 
     def applied(self, generation: int, position: Position, world: int) -> None:
+        """Nothing."""
+
+    def mark(self, event: str, generation: int, position: Position) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -52,6 +59,9 @@ class FileLedger:
 
     def applied(self, generation: int, position: Position, world: int) -> None:
         self._line("applied", generation, position, world=world)
+
+    def mark(self, event: str, generation: int, position: Position) -> None:
+        self._line(event, generation, position)
 
     def close(self) -> None:
         self._file.close()

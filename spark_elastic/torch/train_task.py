@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic_collectives import Group
+from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.arrow_reader import ArrowReader
 from spark_elastic.data.loader import StepLoader
@@ -105,12 +105,22 @@ class TorchTrainTask:
 
     def sync(self, world: World, group: Group) -> Position:
         assert world.source is not None
+        self._mark("formed", group)
         position = self._state.sync(group, world.source, world.receivers)
         self._begun = True
+        self._mark("synced", group)
         return position
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:
         self._begun = True
+        self._mark("runs", group)
+        try:
+            return self._epochs(world, group, session)
+        except CollectiveError:
+            self._mark("broke", group)
+            raise
+
+    def _epochs(self, world: World, group: Group, session: Session) -> Outcome:
         while self._state.position.epoch < self._spec.epochs:
             if self._state.position.phase is Phase.TRAIN and not self._train(world, group, session):
                 return Stopped(CHANGE)
@@ -130,6 +140,8 @@ class TorchTrainTask:
             self._state.extras["sizes"].append(group.size)
         with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
             for rows in steps:
+                if rows.step == here.step:
+                    self._mark("read", group)
                 began = self._clock.now()
 
                 def account(verdict: Verdict, began: float = began) -> Position:
@@ -172,6 +184,9 @@ class TorchTrainTask:
         sums.update(loss=0.0, divisor=0.0, rows=0, seconds=0.0, sizes=[])
         self._state.position = Position(here.epoch + 1, Phase.TRAIN, 0)
         session.tell(self._state.position)
+
+    def _mark(self, event: str, group: Group) -> None:
+        self._ledger.mark(event, group.fence[1], self._state.position)
 
     def _report(self, group: Group, session: Session, verdict: Verdict) -> None:
         here = self._state.position
