@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spark_elastic.testing.simulation import Simulation
 
 TICK = 0.05
+PROMPT = 0.5  # seconds after an abort in which nobody waits in that world any more
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
 
 
@@ -77,6 +78,7 @@ class Desk:
                     self.sim.moment(Moment.REGROUPING)
                     for worker in self.sim.workers():
                         self._tell(worker, partial(self._abort, worker, fence, reason))
+                    self.sim.at(PROMPT, partial(self._must_be_free, fence))
                 case do.Announce(_, version):
                     self.version = version
                     for worker in self.sim.workers():
@@ -222,6 +224,17 @@ class Desk:
 
     def _abort(self, worker: SimWorker, fence: Fence, reason: str) -> None:
         worker.happens(on.AbortHeard(self.sim.now, fence, reason))
+
+    def _must_be_free(self, fence: Fence) -> None:
+        waiting = (
+            self.sim.groups[fence.generation].still_waiting(PROMPT)
+            if fence.generation in self.sim.groups
+            else []
+        )
+        if waiting and not self.over:
+            raise Violation(
+                f"{waiting} still wait in world {fence.generation}, aborted {PROMPT} s ago\n{self.story.text()}"
+            )
 
     def _hear_version(self, worker: SimWorker, version: int) -> None:
         worker.version = max(worker.version, version)

@@ -92,6 +92,15 @@ class SimGroup:
     def died(self, worker: SimWorker) -> None:
         self.close(worker)
 
+    def still_waiting(self, for_seconds: float) -> list[str]:
+        """Who waits in this group although it ran and was reachable for so long."""
+        reachable = self.sim.now - for_seconds
+        return [
+            name
+            for name, worker in self.inside.items()
+            if self.doing.get(name) in WAITING and worker.reachable_since < reachable
+        ]
+
     # ---- collectives
 
     def _begin(self, worker: SimWorker, what: Doing) -> bool:
@@ -172,7 +181,7 @@ class SimGroup:
         if len(self.arrived) == self.world.size:
             newest = max(self.arrived.values())
             self.arrived = {}
-            self._complete(Doing.EXCHANGE, partial(self._exchanged, newest=newest))
+            self._complete(Doing.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
 
     def _exchanged(self, worker: SimWorker, newest: int) -> None:
         """The trailer is back (R6): apply, then stop where a newer version than the world's was in it."""

@@ -29,12 +29,13 @@ EMPTY_CHAIN = (0, 0)
 
 @dataclass
 class SimHost:
-    """cut: since when it is off the network. pending: what it will say once it is back."""
+    """cut: off the driver, else since `healed`. pending: what it will say once it is back."""
 
     name: str
     capacity: int
     alive: bool = True
     cut: bool = False
+    healed: float = 0.0
     slowness: float = 1.0
     slots: list[SimSlot] = field(default_factory=list)
     pending: list[Callable[[], None]] = field(default_factory=list)
@@ -101,6 +102,7 @@ class SimWorker:
         self.group: SimGroup | None = None
         self.question: Callable[[], None] | None = None
         self.raises = ""  # fingerprint of what user code raises next
+        self.woke = sim.now
         self._frozen: list[Callable[[], None]] = []
         sim.moment(Moment.WARMING)
         self.later(sim.rng.uniform(0.02, 0.4), lambda: self.happens(on.Warm(sim.now)))
@@ -109,6 +111,12 @@ class SimWorker:
     def position(self) -> Position:
         assert self.state.position is not None
         return self.state.position
+
+    @property
+    def reachable_since(self) -> float:
+        """Since when it runs and hears the driver."""
+        never = self.stopped or self.slot.host.cut
+        return self.sim.now if never else max(self.woke, self.slot.host.healed)
 
     # ---- time
 
@@ -127,6 +135,7 @@ class SimWorker:
 
     def proceed(self) -> None:
         self.stopped = False
+        self.woke = self.sim.now
         frozen, self._frozen = self._frozen, []
         for act in frozen:
             self._due(act)

@@ -71,7 +71,7 @@ class Simulation:
         self.released: dict[str, str] = {}
         self._jobs: list[int] = []  # that wait for room
         self._attempts: dict[int, int] = {}
-        self._groups: dict[int, SimGroup] = {}
+        self.groups: dict[int, SimGroup] = {}
         self._history = History()
         self.desk = Desk(self, driver_step)
         self._strikes = Strikes(self)
@@ -174,9 +174,9 @@ class Simulation:
 
     def group(self, world: World) -> SimGroup:
         number = world.fence.generation
-        if number not in self._groups:
-            self._groups[number] = SimGroup(self, world)
-        return self._groups[number]
+        if number not in self.groups:
+            self.groups[number] = SimGroup(self, world)
+        return self.groups[number]
 
     # ---- the program
 

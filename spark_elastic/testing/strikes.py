@@ -160,6 +160,7 @@ class Strikes:
 
     def _heal(self, host: SimHost) -> None:
         host.cut = False
+        host.healed = self.sim.now
         pending, host.pending = host.pending, []
         for act in pending:
             act()

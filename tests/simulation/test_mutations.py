@@ -14,7 +14,7 @@ from spark_elastic.protocol.driver_state import DriverState
 from spark_elastic.protocol.invariants import Violation
 from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
 from spark_elastic.testing.desk import Step
-from spark_elastic.testing.fault_plan import Fault, Kind, Moment
+from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment, random_plan
 from spark_elastic.testing.simulation import WorkerStep, simulate
 from tests.simulation.scenes import scene
 
@@ -112,6 +112,10 @@ def _deaf(state: WorkerState, event: on.WorkerEvent) -> Answer:
     return worker_machine.step(state, event)
 
 
+def _ignores_aborts(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    return (state, ()) if isinstance(event, on.AbortHeard) else worker_machine.step(state, event)
+
+
 WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
     "a newcomer trains without state": (_without_sync, (JOINED,)),
     "a position before its state": (
@@ -119,17 +123,26 @@ WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
         (KILLED, Fault(Kind.KILL_WORKER, Moment.SYNCING, nth=2, target=0)),
     ),
     "a step that is not counted": (_deaf, ()),
+    "aborts are not heard": (
+        _ignores_aborts,
+        (Fault(Kind.STOP_WORKER, Moment.EXCHANGE, nth=5, duration=60.0),),
+    ),
 }
 
 
 @pytest.mark.parametrize("rule", WORKERS)
 def test_a_worker_that_breaks_a_rule_is_caught(rule: str) -> None:
     step, faults = WORKERS[rule]
-    assert any(_caught(step, seed, faults) for seed in range(30))
+    plans = [scene(*faults, seed=seed, hosts=3, num_workers=3) for seed in range(30)]
+    assert any(_caught(step, plan) for plan in plans)
 
 
-def _caught(step: WorkerStep, seed: int, faults: tuple[Fault, ...]) -> bool:
-    plan = scene(*faults, seed=seed, hosts=3, num_workers=3)
+def test_workers_that_do_not_hear_aborts_are_caught() -> None:
+    """Most worlds break of themselves; some only by the driver's word."""
+    assert any(_caught(_ignores_aborts, random_plan(seed)) for seed in range(100))
+
+
+def _caught(step: WorkerStep, plan: FaultPlan) -> bool:
     simulate(plan)
     try:
         simulate(plan, worker_step=step)
