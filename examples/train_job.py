@@ -55,10 +55,14 @@ def embed_cluster() -> None:
     """Settings of a cluster inside this machine: three executors, each a JVM of one core and 1 GiB."""
     settings = ["spark.ui.enabled=false", "spark.ui.showConsoleProgress=false", "spark.driver.memory=1g"]
     words = [f"--conf {setting}" for setting in settings]
-    os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local-cluster[{WORKERS},1,1024] {' '.join(words)} pyspark-shell"
+    os.environ["PYSPARK_SUBMIT_ARGS"] = (
+        f"--master local-cluster[{WORKERS},1,1024] {' '.join(words)} pyspark-shell"
+    )
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # JVMs that start soon
+    os.environ.setdefault(
+        "JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    )  # JVMs that start soon
 
 
 def run(spark: SparkSession, store: str) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def run(spark: SparkSession, store: str) -> dict[str, Any]:
     )
     fitted = estimator.fit(train)
     rows = fitted.transform(test).select("digit", "prediction").collect()
+    # The fraction of test digits whose own output is the largest.
     accuracy = sum(row.digit == int(np.argmax(row.prediction)) for row in rows) / len(rows)
     ledger = Ledger(Path(store, "runs", "demo", "ledger"))
     sizes = [world.size for world in fitted.summary.worlds]
@@ -97,10 +102,12 @@ def run(spark: SparkSession, store: str) -> dict[str, Any]:
 
     print(f"\ntest accuracy    {accuracy:.4f}")
     for world in fitted.summary.worlds:
-        print(f"world of {world.size}       from second {world.seconds:6.1f}: {world.reason}")
-    print(f"kill to next step {'-' if recovery is None else f'{recovery:.3f} s'}")
+        print(f"world of {world.size}       from second {world.seconds:.1f} of training")
+    print(f"kill to next step {'- (nothing was killed)' if recovery is None else f'{recovery:.3f} s'}")
     for epoch, times in enumerate(seen):
-        print(f"epoch {epoch + 1:2}  rows seen {len(times)}  missing {missing[epoch]}  doubled {doubled[epoch]}")
+        print(
+            f"epoch {epoch + 1:2}  rows seen {len(times)}  missing {missing[epoch]}  doubled {doubled[epoch]}"
+        )
     return {
         "accuracy": round(accuracy, 4),
         "recovery_seconds": recovery,

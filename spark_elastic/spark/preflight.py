@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pickle
 import platform
 import re
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 from pyspark import InheritableThread
@@ -28,6 +29,8 @@ from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
+
+Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
 # Package -> how many leading parts of its version must be equal; None: all of it.
 MUST_MATCH: dict[str, int | None] = {
@@ -109,22 +112,21 @@ class Report:
 class Probe:
     """The body of a probing task. It returns what went wrong; raising would only make Spark try again."""
 
-    program: Broadcast[bytes]
     store: Store
     token: str
 
-    def __call__(self, numbers: Iterable[int]) -> Iterator[Report]:
-        for number in list(numbers):  # consumed, so that Spark uses the Python worker again
-            found = facts()
-            name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
-            fault = self._load(found["host"]) or self._visit_store(found["host"], name)
-            SystemClock().sleep(HOLD_SECONDS)
-            # The parent is the executor's Python daemon: one per executor.
-            yield Report(found, os.getppid(), name, fault)
+    def report(self, number: int, program: bytes) -> Report:
+        found = facts()
+        name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
+        fault = self._load(found["host"], program) or self._visit_store(found["host"], name)
+        SystemClock().sleep(HOLD_SECONDS)
+        # The parent is the executor's Python daemon: one per executor.
+        return Report(found, os.getppid(), name, fault)
 
-    def _load(self, host: str) -> str | None:
+    @staticmethod
+    def _load(host: str, program: bytes) -> str | None:
         try:
-            cloudpickle.loads(self.program.value)
+            cloudpickle.loads(program)
         except Exception as error:  # whatever user classes raise while they are unpickled
             return (
                 f"host {host} cannot load the model, optimizer or loss ({_kind(error)}): ship their modules with "
@@ -151,6 +153,20 @@ class Probe:
         return None
 
 
+def _task(probe: Probe, program: Broadcast[bytes]) -> Task:
+    """The probe as a nested function, which travels by value, so that it starts even where our package is missing."""
+    packed = pickle.dumps(probe)
+
+    def run(numbers: Iterable[int]) -> Iterator[Any]:
+        for number in list(numbers):  # consumed, so that Spark uses the Python worker again
+            try:
+                yield pickle.loads(packed).report(number, program.value)
+            except ImportError as error:
+                yield socket.gethostname(), str(error)
+
+    return run
+
+
 def preflight(
     sc: SparkContext, payload: bytes, store: Store, needs: tuple[str, ...], timeout: float
 ) -> list[dict[str, str]]:
@@ -165,7 +181,9 @@ def preflight(
     store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
     program = sc.broadcast(payload)
     try:
-        reports = _reach_all(sc, Probe(program, store, token), timeout)
+        reports = _reach_all(
+            sc, _task(Probe(store, token), program), f"spark_elastic-preflight-{token}", timeout
+        )
         _judge(reports, admit(facts(), needs), store)
     finally:
         store.remove_tree(f"{PROBES}/{token}")
@@ -173,12 +191,20 @@ def preflight(
     return list({report.executor: report.facts for report in reports}.values())
 
 
-def _reach_all(sc: SparkContext, probe: Probe, timeout: float) -> list[Report]:
+def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[Report]:
     """Spark deals tasks out in turns, so that as many tasks as executors reach each that is idle."""
     reports: list[Report] = []
     for attempt in range(1, ROUNDS + 1):
         executors = _live_executors(sc)
-        reports += _run(sc, probe, executors * attempt, timeout)
+        for answer in _run(sc, task, executors * attempt, tag, timeout):
+            if not isinstance(answer, Report):
+                host, reason = answer
+                version = spark_elastic.__version__
+                raise PreflightError(
+                    f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
+                    f"spark_elastic {version} there."
+                )
+            reports.append(answer)
         if len({report.executor for report in reports}) >= executors or any(r.fault for r in reports):
             break
     return reports
@@ -204,16 +230,15 @@ def _judge(reports: list[Report], judge: Callable[[Mapping[str, Any]], str | Non
             ) from error
 
 
-def _run(sc: SparkContext, probe: Probe, tasks: int, timeout: float) -> list[Report]:
+def _run(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:
     """One Spark job, cancelled when the time is over or the caller is interrupted."""
-    tag = f"spark_elastic-preflight-{probe.token}"
-    answers: list[Report] = []
+    answers: list[Any] = []
     errors: list[Exception] = []
 
     def work() -> None:
         sc.addJobTag(tag)
         try:
-            answers.extend(sc.parallelize(range(tasks), tasks).mapPartitions(probe).collect())
+            answers.extend(sc.parallelize(range(tasks), tasks).mapPartitions(task).collect())
         except Exception as error:  # raised below, in the caller's thread
             errors.append(error)
         finally:
@@ -240,22 +265,16 @@ def _run(sc: SparkContext, probe: Probe, tasks: int, timeout: float) -> list[Rep
 
 
 def _explain(error: Exception) -> Exception:
-    """Spark's own words for a host on which our code could not even start, as a sentence."""
+    """Spark's own words for a Python that it cannot work with, or for a cancelled job, as ours."""
     text = str(error)
-    place = re.search(r"\(TID \d+\) \(([^ )]+)", text)
-    host = place.group(1) if place else "unknown"
     versions = re.search(
         r"Python in worker has different version:? (.+?) than that in driver:? (.+?), PySpark", text
     )
     if versions:
+        place = re.search(r"\(TID \d+\) \(([^ )]+)", text)
         return PreflightError(
-            f"host {host} has python {versions.group(1)}, and the driver has {versions.group(2)}: "
-            "set PYSPARK_PYTHON to the same version on both."
-        )
-    missing = re.search(r"ModuleNotFoundError: No module named '([^']+)'", text)
-    if missing:
-        return PreflightError(
-            f"host {host} has no {missing.group(1)}, which the driver has: install the same version there."
+            f"host {place.group(1) if place else 'unknown'} has python {versions.group(1)}, and the driver has "
+            f"{versions.group(2)}: set PYSPARK_PYTHON to the same version on both."
         )
     if "cancelled" in text:
         return JobCancelled("the job was cancelled while its hosts were probed.")

@@ -49,7 +49,9 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        ).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.reshape(len(x), 2).double())[:, 0]
@@ -91,9 +93,7 @@ def plain(
 
 def close_to(model: ElasticTorchModel, expected: list[torch.Tensor]) -> bool:
     got = [parameter.detach() for parameter in model.model.parameters()]
-    return all(
-        float((a - b).abs().max() / b.abs().max()) < 1e-9 for a, b in zip(got, expected, strict=True)
-    )
+    return all(float((a - b).abs().max() / b.abs().max()) < 1e-9 for a, b in zip(got, expected, strict=True))
 
 
 def mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,10 @@ def weighted_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torc
 def state_of(est: ElasticTorchEstimator) -> str:
     """Everything that a fit could change: parameters, the model's and the optimizer's state, shared storage."""
     model, optimizer = est.getModel(), est.getOptimizer()
-    params = {p.name: v for p, v in est.extractParamMap().items() if p.name not in ("model", "optimizer", "loss")}
-    tensors = [value for value in model.state_dict().values()]
+    params = {
+        p.name: v for p, v in est.extractParamMap().items() if p.name not in ("model", "optimizer", "loss")
+    }
+    tensors = list(model.state_dict().values())
     content = (
         [t.numpy().tobytes() for t in tensors],
         [t.data_ptr() for t in tensors],
@@ -146,7 +148,9 @@ def test_fit_trains_and_two_fits_agree_and_change_nothing(spark: SparkSession, t
     assert [row.prediction for row in rows] == pytest.approx(expected)
 
 
-def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(spark: SparkSession, tmp_path: Path) -> None:
+def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     df = table(spark)
     est = estimator(
         tmp_path,
@@ -161,7 +165,9 @@ def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(spark: 
     assert not close_to(model, plain(df, 4, mse, clip=0.25))
 
 
-def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     df = table(spark)
     est = estimator(tmp_path / "store", feature_cols="v", keep_data=True, ledger=True, run_id="mine")
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="v")

@@ -116,3 +116,17 @@ def test_another_version_on_the_hosts_is_named_with_both(
     with pytest.raises(PreflightError) as caught:
         probe(spark, store)
     assert all(word in str(caught.value) for word in (facts()["host"], "numpy 1.0.0", np.__version__))
+
+
+def test_a_host_without_our_package_is_named(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], store: Store, tmp_path: Path
+) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "spark_elastic.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'spark_elastic'\")\n"
+    )
+    spark = spark_with({"spark.executorEnv.PYTHONPATH": str(hidden)})
+    with pytest.raises(PreflightError, match=r"cannot load spark_elastic .* the driver has 0") as caught:
+        probe(spark, store)
+    assert facts()["host"] in str(caught.value)

@@ -65,21 +65,15 @@ def test_a_framework_that_the_job_does_not_use_may_be_missing() -> None:
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, PySpark "
-            "cannot run with different minor versions.",
-            "host 10.0.0.7 has python 3.10, and the driver has 3.11",
-        ),
-        ("ModuleNotFoundError: No module named 'spark_elastic'", "host 10.0.0.7 has no spark_elastic"),
-    ],
-)
-def test_a_host_on_which_nothing_of_ours_could_start_is_explained(text: str, sentence: str) -> None:
-    explained = _explain(RuntimeError(LOST + text))
+def test_another_python_is_explained() -> None:
+    explained = _explain(
+        RuntimeError(
+            f"{LOST}[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, "
+            "PySpark cannot run with different minor versions."
+        )
+    )
     assert isinstance(explained, PreflightError)
-    assert sentence in str(explained)
+    assert "host 10.0.0.7 has python 3.10, and the driver has 3.11" in str(explained)
 
 
 def test_a_cancelled_probe_is_a_cancelled_job() -> None:
