@@ -123,10 +123,6 @@ WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
         (KILLED, Fault(Kind.KILL_WORKER, Moment.SYNCING, nth=2, target=0)),
     ),
     "a step that is not counted": (_deaf, ()),
-    "aborts are not heard": (
-        _ignores_aborts,
-        (Fault(Kind.STOP_WORKER, Moment.EXCHANGE, nth=5, duration=60.0),),
-    ),
 }
 
 

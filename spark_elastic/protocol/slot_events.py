@@ -1,0 +1,93 @@
+"""What the driver machine makes of the events that concern slots, their jobs and hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import LaunchSlot, Outcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol.driver_state import Turn
+from spark_elastic.protocol.evidence import STOPPED, lose_slot
+from spark_elastic.protocol.forming import end
+from spark_elastic.protocol.registry import JobRecord, SlotRecord
+from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.worker_events import adopt
+
+BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
+
+
+def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:
+    state = turn.state
+    known = state.slots.get(event.slot)
+    job = state.jobs.get(event.job)
+    if known is not None:
+        turn.put_slot(replace(known, heard=turn.now))
+    elif event.slot in state.gone_slots:
+        turn.say(ReleaseSlot(f"slot {event.slot} was given up: {state.gone_slots[event.slot]}", event.slot))
+    elif job is None:
+        _refuse(turn, event.slot, f"slot {event.slot} belongs to slot job {event.job}, which is over")
+    elif event.host in state.draining_hosts:
+        _refuse(turn, event.slot, f"host {event.host} drains: {state.draining_hosts[event.host]}")
+    else:
+        state.jobs = state.jobs.put(event.job, replace(job, slots=job.slots + 1))
+        turn.put_slot(SlotRecord(event.slot, event.job, event.host, turn.now, extra=job.slots > 0))
+
+
+def _refuse(turn: Turn, slot: SlotId, reason: str) -> None:
+    turn.state.gone_slots = turn.state.gone_slots.put(slot, reason)
+    turn.say(ReleaseSlot(reason, slot))
+
+
+def slot_beat(turn: Turn, event: on.SlotBeat) -> None:
+    state = turn.state
+    slot = state.slots.get(event.slot)
+    if slot is None:
+        if event.slot in state.gone_slots:
+            turn.say(
+                ReleaseSlot(f"slot {event.slot} was given up: {state.gone_slots[event.slot]}", event.slot)
+            )
+        return
+    slot = replace(slot, heard=turn.now)
+    turn.put_slot(slot)
+    gone = state.gone_workers.get(event.worker)
+    if gone is not None:
+        turn.say(StopWorker(f"worker {event.worker} was given up: {gone.reason}", event.worker, kill=True))
+    elif event.worker:
+        if event.worker not in state.workers:
+            adopt(turn, slot, event.worker)
+        worker = state.workers.get(event.worker)
+        if worker is not None and event.state not in STOPPED:
+            turn.put(replace(worker, heard=turn.now))
+
+
+def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
+    state = turn.state
+    job = state.jobs.get(event.job)
+    if job is None:
+        return
+    for slot in [slot for slot in state.slots.values() if slot.job == event.job]:
+        lose_slot(turn, slot, f"slot job {event.job} ended: {event.reason}")
+    state.jobs = state.jobs.drop(event.job)
+    if event.cancelled:
+        end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
+    elif state.done_since is None:
+        fruitless = 0 if job.warmed or job.host_lost else job.fruitless + 1
+        number = state.next_job
+        launch(turn, JobRecord(number, fruitless), f"slot job {event.job} ended ({event.reason})")
+
+
+def launch(turn: Turn, job: JobRecord, reason: str) -> None:
+    state = turn.state
+    state.jobs = state.jobs.put(job.job, job)
+    state.next_job = job.job + 1
+    turn.say(LaunchSlot(reason, job.job, BACK_OFF[min(job.fruitless, len(BACK_OFF) - 1)]))
+
+
+def host_lost(turn: Turn, event: on.HostLost) -> None:
+    state = turn.state
+    state.draining_hosts = state.draining_hosts.drop(event.host)
+    for slot in [slot for slot in state.slots.values() if slot.host == event.host]:
+        lose_slot(turn, slot, f"host {event.host} is lost: {event.reason}")
+        job = state.jobs.get(slot.job)
+        if job is not None:
+            state.jobs = state.jobs.put(slot.job, replace(job, host_lost=True))

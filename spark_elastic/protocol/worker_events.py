@@ -1,0 +1,187 @@
+"""What the driver machine makes of the events that concern workers. Each function is one event's part of a turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
+from spark_elastic.protocol.driver_state import Failure, Stage, Turn
+from spark_elastic.protocol.evidence import break_world, hear, lose, suspect
+from spark_elastic.protocol.failures import blame, spell
+from spark_elastic.protocol.forming import end
+from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
+from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
+
+
+def worker_started(turn: Turn, event: on.WorkerStarted) -> None:
+    state = turn.state
+    slot = state.slots.get(event.slot)
+    if slot is None:
+        if event.slot in state.gone_slots:
+            turn.say(
+                ReleaseSlot(f"slot {event.slot} was given up: {state.gone_slots[event.slot]}", event.slot)
+            )
+    elif event.worker not in state.workers and event.worker not in state.gone_workers:
+        adopt(turn, replace(slot, heard=turn.now), event.worker)
+
+
+def adopt(turn: Turn, slot: SlotRecord, name: WorkerId) -> None:
+    """`name` is the slot's worker now; another that it had has ended."""
+    state = turn.state
+    previous = state.workers.get(slot.worker) if slot.worker is not None else None
+    if previous is not None:
+        lose(turn, previous, f"its slot started worker {name} in its place", liable=True)
+    worker = WorkerRecord(name, slot.slot, slot.host, turn.now, extra=slot.extra)
+    turn.put(worker)
+    turn.put_slot(replace(slot, worker=name))
+    if slot.host in state.draining_hosts:
+        send_home(turn, worker, f"host {slot.host} drains: {state.draining_hosts[slot.host]}")
+
+
+def worker_joins(turn: Turn, event: on.WorkerJoins) -> None:
+    worker = _known(turn, event.worker, event.slot, event.fence)
+    if worker is None:
+        return
+    worker = hear(turn, worker)
+    if worker.rank is None:
+        _arrive(turn, worker)
+    elif event.fence == turn.state.fence:
+        _leaves_world(turn, worker, event)
+    elif turn.state.stage is Stage.REGROUPING:
+        # It never heard of the world that it is in, and that one is over by now.
+        _come(turn, worker, event.position, WorkerStatus.READY)
+    # Else it has not heard of it yet: the server answers its repeated question with that world.
+
+
+def _leaves_world(turn: Turn, worker: WorkerRecord, event: on.WorkerJoins) -> None:
+    """A member comes back from the world that it was in."""
+    state = turn.state
+    _come(turn, worker, event.position, WorkerStatus.READY)
+    if state.regroup_since is None:
+        state.regroup_since = turn.now
+    if not event.planned:
+        saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
+        break_world(turn, f"{turn.title(worker)} could not go on{saw}: {event.reason or 'its group broke'}")
+        suspect(turn, event.suspects)
+
+
+def _known(turn: Turn, name: WorkerId, slot_name: SlotId, fence: Fence | None) -> WorkerRecord | None:
+    """The living worker that asks; one that cannot take part is told to stop."""
+    state = turn.state
+    gone, slot = state.gone_workers.get(name), state.slots.get(slot_name)
+    worker = state.workers.get(name)
+    if gone is not None:
+        turn.say(StopWorker(f"worker {name} was given up: {gone.reason}", name))
+        return None
+    if worker is None and slot is None:
+        turn.say(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
+        return None
+    if fence is not None and (worker is None or worker.rank is None or fence.attempt != state.attempt):
+        turn.say(
+            StopWorker(f"worker {name} comes from world {fence.generation}, in which it is no member", name)
+        )
+        return None
+    if worker is None and slot is not None:
+        adopt(turn, slot, name)
+    return state.workers.get(name)
+
+
+def _arrive(turn: Turn, worker: WorkerRecord) -> None:
+    """A warm newcomer."""
+    state = turn.state
+    if worker.arrival:
+        return
+    state.arrivals += 1
+    turn.put(replace(worker, arrival=state.arrivals, status=WorkerStatus.WARM))
+    state.waiting = state.waiting.put(worker.worker, None)
+    slot = state.slots.get(worker.slot)
+    job = state.jobs.get(slot.job) if slot is not None else None
+    if job is not None and not job.warmed:
+        state.jobs = state.jobs.put(job.job, replace(job, warmed=True))
+
+
+def _come(turn: Turn, worker: WorkerRecord, position: Position | None, status: WorkerStatus) -> None:
+    """A member is back from its world, with the position of its state."""
+    if not worker.came:
+        turn.state.absent -= 1
+        turn.state.unformed -= not worker.formed
+    if worker.worker not in turn.state.results:
+        turn.put(replace(worker, came=True, formed=True, position=position, status=status))
+
+
+def worker_formed(turn: Turn, event: on.WorkerFormed) -> None:
+    worker = turn.state.workers.get(event.worker)
+    if (
+        worker is not None
+        and worker.rank is not None
+        and event.fence == turn.state.fence
+        and not worker.formed
+    ):
+        turn.state.unformed -= 1
+        turn.put(replace(worker, formed=True, status=WorkerStatus.RUNNING, heard=turn.now))
+
+
+def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
+    state = turn.state
+    worker, gone = state.workers.get(event.worker), state.gone_workers.get(event.worker)
+    how = event.reason or f"exit code {event.exit_code}"
+    if worker is not None:
+        lose(turn, worker, f"its process ended ({how})")
+        _count(turn, event.worker, worker.position, f"the process of {turn.title(worker)} ended: {how}")
+    elif gone is None:
+        ended = Gone(f"its process ended ({how})", WorkerStatus.FAILURE)
+        state.gone_workers = state.gone_workers.put(event.worker, ended)
+    elif gone.liable and event.exit_code != 0:
+        state.gone_workers = state.gone_workers.put(event.worker, replace(gone, liable=False))
+        _count(turn, event.worker, None, f"the process of worker {event.worker} ended: {how}")
+
+
+def _count(turn: Turn, worker: WorkerId, position: Position | None, detail: str) -> None:
+    blame(turn, Failure(turn.now, turn.state.generation, worker, position, "", detail), end)
+
+
+def worker_failed(turn: Turn, event: on.WorkerFailed) -> None:
+    state = turn.state
+    worker, gone = state.workers.get(event.worker), state.gone_workers.get(event.worker)
+    if worker is not None:
+        lose(
+            turn, worker, f"it raised an exception at {spell(event.position)}: {_last_line(event.traceback)}"
+        )
+    elif gone is not None and gone.liable:
+        state.gone_workers = state.gone_workers.put(event.worker, replace(gone, liable=False))
+    else:
+        return
+    generation = event.fence.generation if event.fence is not None else 0
+    failure = Failure(turn.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
+    blame(turn, failure, end)
+
+
+def _last_line(traceback: str) -> str:
+    lines = traceback.strip().splitlines()
+    return lines[-1].strip() if lines else "no traceback"
+
+
+def worker_done(turn: Turn, event: on.WorkerDone) -> None:
+    state = turn.state
+    worker = state.workers.get(event.worker)
+    if worker is None:
+        gone = state.gone_workers.get(event.worker)
+        why = gone.reason if gone is not None else "it is not of this job"
+        turn.say(StopWorker(f"worker {event.worker} is done but was given up: {why}", event.worker))
+        return
+    worker = hear(turn, worker)
+    if worker.rank is None or event.fence != state.fence or worker.came:
+        return  # the server answers an older question with the world that it is in
+    _come(turn, worker, event.position, WorkerStatus.SUCCESS)
+    state.results = state.results.put(event.worker, event.result)
+    if worker.rank == 0:
+        state.done_since = turn.now
+
+
+def send_home(turn: Turn, worker: WorkerRecord, reason: str) -> None:
+    """A worker outside the world that shall not come into one."""
+    lose(turn, worker, reason)
+    turn.say(StopWorker(f"worker {worker.worker} leaves: {reason}", worker.worker))
+    if worker.host in turn.state.draining_hosts:
+        turn.say(ReleaseSlot(f"slot {worker.slot} drains: {reason}", worker.slot))
