@@ -120,12 +120,13 @@ class Board:
         return self.ended if order is None else order.reason
 
     def next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
-        """The living world that has `worker` as a member and is newer than the one it left.
+        """The newest world, if it has `worker` as a member and is newer than the one it left.
 
-        One object for all members, so that it is encoded once.
+        Told even when it is over by now: the driver waits for each of its members to leave it, and one that never
+        heard of it would not. One object for all members, so that it is encoded once.
         """
         world = self._world
-        if world is None or self._aborted is not None or world.member(worker) is None:
+        if world is None or world.member(worker) is None:
             return None
         return self._next if left is None or left < world.fence else None
 
