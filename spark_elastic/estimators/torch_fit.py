@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import torch
@@ -42,9 +42,11 @@ from spark_elastic.torch.training import Clipping
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 FRAMEWORKS = ("torch",)
+# The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
+PRELOAD = ("torch", "torch._dynamo")
 
 
 def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
@@ -52,24 +54,26 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
     check_columns(df.schema, request.feature_cols, request.label_cols, request.sample_weight_col)
     clock = SystemClock()
     started = clock.now()
-    sc = df.sparkSession.sparkContext
     run_id = request.run_id or uuid.uuid4().hex[:12]
+    sc = df.sparkSession.sparkContext
     with _opened(request, sc) as store:
+        ledger = _ledger(request, store, run_id)
         payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
         preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
         with _data(df, request, store, run_id) as (data, manifest):
-            inputs = _inputs(request, manifest)
-            task = _task(request, store, (data, manifest), inputs, run_id)
-            with closing(
-                Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
-            ) as progress:
-                result = launch(
-                    df.sparkSession, task, _limits(request), request.config, run_id, FRAMEWORKS, progress
-                )
+            spec = _spec(request, store, data, manifest, f"runs/{run_id}/model.pt", ledger)
+            result = _train(df.sparkSession, request, spec, run_id)
         trained = json.loads(result.results[0])
         model = _trained_model(request, store, trained["model"])
-    summary = _summary(run_id, trained, result, manifest, clock.now() - started)
-    return ElasticTorchModel(Predictor(pack(model), inputs), summary)
+    summary = FitSummary(
+        run_id=run_id,
+        epochs=tuple(trained["history"]),
+        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in result.worlds),
+        seconds=clock.now() - started,
+        data_rows=manifest.rows,
+        digest=trained["digest"],
+    )
+    return ElasticTorchModel(Predictor(pack(model), spec.features), summary)
 
 
 @contextmanager
@@ -131,50 +135,41 @@ def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
     return tuple(replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True))
 
 
-def _summary(
-    run_id: str, trained: dict[str, Any], result: LaunchResult, manifest: Manifest, seconds: float
-) -> FitSummary:
-    return FitSummary(
-        run_id=run_id,
-        epochs=tuple(trained["history"]),
-        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in result.worlds),
-        seconds=seconds,
-        data_rows=manifest.rows,
-        digest=trained["digest"],
-    )
-
-
-def _task(
-    request: Request, store: Store, rows: tuple[Store, Manifest], inputs: tuple[Column, ...], run_id: str
-) -> TorchTrainTask:
-    """The program that workers run. It is pickled by `launch`: workers train copies of model and optimizer."""
-    data, manifest = rows
-    used = [*request.feature_cols, *request.label_cols, *filter(None, [request.sample_weight_col])]
+def _spec(
+    request: Request, store: Store, data: Store, manifest: Manifest, result: str, ledger: str | None
+) -> TrainSpec:
     plan = DataPlan.for_run(
         manifest.group_rows,
         request.global_batch,
         request.seed,
         request.max_workers,
-        manifest.decoded_bytes_per_group(used),
+        manifest.decoded_bytes_per_group(),
         DEFAULT_CACHE_BYTES,
         request.shuffle,
     )
-    spec = TrainSpec(
+    return TrainSpec(
         data=data,
         manifest=manifest,
         plan=plan,
         store=store,
-        result=f"runs/{run_id}/model.pt",
-        features=inputs,
+        result=result,
+        features=_inputs(request, manifest),
         labels=request.label_cols,
         weight=request.sample_weight_col,
         batch_size=request.batch_size,
         epochs=request.epochs,
         seed=request.seed,
         clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
-        ledger=_ledger(request, store, run_id),
+        ledger=ledger,
     )
-    return TorchTrainTask(spec, request.model, request.optimizer, request.loss)
+
+
+def _train(spark: SparkSession, request: Request, spec: TrainSpec, run_id: str) -> LaunchResult:
+    # Pickled by `launch`: what workers train are copies of the model and the optimizer.
+    task = TorchTrainTask(spec, request.model, request.optimizer, request.loss)
+    shown = Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
+    with closing(shown) as progress:
+        return launch(spark, task, _limits(request), request.config, run_id, PRELOAD, progress)
 
 
 def _ledger(request: Request, store: Store, run_id: str) -> str | None:

@@ -1,0 +1,88 @@
+"""The parts of a fit that need no Spark: where it keeps its files, and what bounds its job."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.torch_fit import _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.validation import Request
+from spark_elastic.protocol.types import Limits
+
+
+def request(**values: Any) -> Request:
+    """A request of which only some fields matter."""
+    blank = {field.name: None for field in dataclasses.fields(Request)}
+    return Request(**(blank | {"config": ElasticConfig()} | values))
+
+
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
+def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
+    with _opened(request(), SimpleNamespace(master=master)) as store:
+        store.write_bytes("runs/x/model.pt", b"1")
+        assert os.path.isdir(store.root)
+    assert not os.path.exists(store.root)
+
+
+def test_on_other_machines_a_store_must_be_named() -> None:
+    with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
+        with _opened(request(), SimpleNamespace(master="yarn")):
+            pass
+
+
+def test_a_given_store_stays(tmp_path: Any) -> None:
+    with _opened(request(store=str(tmp_path)), SimpleNamespace(master="yarn")) as store:
+        assert store.root == str(tmp_path)
+    assert tmp_path.exists()
+
+
+def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
+    config = ElasticConfig(
+        gather_timeout=1.5,
+        start_timeout=2.5,
+        lease=3.5,
+        failure_budget=4,
+        failure_window=5.5,
+        reset_limit=6,
+    )
+    limits = _limits(request(config=config, num_workers=3, min_workers=2, max_workers=4, batch_size=8))
+    for field in dataclasses.fields(Limits):
+        if hasattr(config, field.name):
+            assert getattr(limits, field.name) == getattr(config, field.name), field.name
+    assert (limits.num_workers, limits.min_workers, limits.max_workers, limits.max_global_batch) == (
+        3,
+        2,
+        4,
+        24,
+    )
+
+
+def test_a_ledger_needs_a_folder() -> None:
+    wanted = request(config=ElasticConfig(ledger=True))
+    with pytest.raises(InvalidInput, match="ledger=True needs a store that is a folder; memory://"):
+        _ledger(wanted, Store.open("memory://x"), "r")
+    assert _ledger(wanted, Store.open("/tmp/x"), "r") == "/tmp/x/runs/r/ledger"
+    assert _ledger(request(), Store.open("memory://x"), "r") is None
+
+
+def test_inputs_have_the_shapes_that_were_asked_for() -> None:
+    columns = (Column("x", "float32", (4,)), Column("n", "int64"))
+    manifest = Manifest(columns, (), (), fingerprint="f", content="c")
+    plain = request(feature_cols=("x", "n"))
+    assert [c.shape for c in _inputs(plain, manifest)] == [(4,), ()]
+    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)))
+    assert [(c.name, c.shape) for c in _inputs(shaped, manifest)] == [("n", (1,)), ("x", (2, 2))]
+    with pytest.raises(
+        InvalidInput, match=r"input_shapes says \(5,\) for column 'x', whose rows have 4 numbers"
+    ):
+        _inputs(request(feature_cols=("x",), input_shapes=((5,),)), manifest)
