@@ -161,9 +161,8 @@ class WorkerLoop:
             return work(self._group)
         except CollectiveError as error:
             return self._broke(world.fence, error)
-        except (
-            Exception
-        ) as error:  # the user's, or ours inside the user's: told to the driver, which decides (R13)
+        except (Exception, SystemExit) as error:
+            # The user's, or ours inside the user's: told to the driver, which decides (R13).
             return on.UserRaised(self._clock.now(), fingerprint(error), traceback.format_exc())
 
     def _sync(self, world: World, group: Group) -> on.WorkerEvent:
@@ -198,7 +197,7 @@ class WorkerLoop:
             group.close()
 
 
-def fingerprint(error: Exception) -> str:
+def fingerprint(error: BaseException) -> str:
     """The same defect gives the same text on every host: type, message and the innermost frame's function and line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""

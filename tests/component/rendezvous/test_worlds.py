@@ -50,12 +50,10 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     assert driver.events.empty()
 
 
-def test_a_world_that_was_left_or_is_over_is_not_handed_out(driver: Driver) -> None:
+def test_a_world_that_was_left_is_not_handed_out(driver: Driver) -> None:
     worker = driver.client().worker(A, "1-0")
     driver.server.publish(world(1, A))
     assert worker.join(Fence(ATTEMPT, 1), None, hold=0.05).wait
-    driver.server.abort(Fence(ATTEMPT, 1), "2-0.1 was lost")
-    assert worker.join(None, None, hold=0.05).wait
 
 
 def test_a_watch_hears_of_the_version(driver: Driver) -> None:
