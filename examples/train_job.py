@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ KILL_IN_EPOCH = 1  # counted from 0
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", message=".*pandas.*", category=FutureWarning)  # pyspark's own
     from pyspark.sql import SparkSession
 
     # spark-submit starts this script with a gateway to its own JVM; plain python brings its own cluster.
