@@ -1,0 +1,291 @@
+"""From SIGKILL to the next applied step of the slowest survivor: a killed child and a killed executor, beside torchrun.
+
+    python benchmarks/recovery.py --kills 20 --json benchmarks/results/recovery.json
+
+Three workers on a real standalone cluster of this machine, default settings, a step that takes 30 ms. A step that was
+interrupted is taken again by the next world; counted is the first step that a later world applied. The parts are
+medians over all survivors and kills: detect (kill to the broken exchange), regroup (to the group of the next world),
+sync, read (to the first rows), step. The peer is torchrun's elastic agent in the same run: three workers, the same
+step, a checkpoint every ten steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from report import Row, finish, parser  # noqa: E402
+
+WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
+STEP = 0.030  # seconds
+PARTS = ("detect", "regroup", "sync", "read", "step")
+
+
+class SlowNet(torch.nn.Module):
+    """A forward pass of STEP seconds as long as the file `slow` exists."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self._slow = slow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.path.exists(self._slow):
+            time.sleep(STEP)
+        return self.net(x)
+
+
+@dataclass
+class Ledger:
+    """What the workers wrote: one list of events per process, in order."""
+
+    folder: Path
+    events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def read(self) -> Ledger:
+        self.events = {}
+        for path in self.folder.glob("*.jsonl"):
+            lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
+            if lines:
+                self.events.setdefault(lines[0]["pid"], []).extend(lines)
+        return self
+
+    def members(self) -> dict[int, int]:
+        """Processes that applied a step of the newest generation: process id -> size of its world."""
+        last = {pid: lines[-1] for pid, lines in self.events.items() if lines[-1]["event"] != "broke"}
+        applied = {
+            pid: next((e for e in reversed(lines) if e["event"] == "applied"), None)
+            for pid, lines in self.events.items()
+            if pid in last
+        }
+        newest = max((e["generation"] for e in applied.values() if e), default=0)
+        return {pid: e["world"] for pid, e in applied.items() if e and e["generation"] == newest}
+
+
+class Killer(threading.Thread):
+    """Waits for a full world, then kills a random member, `count` times."""
+
+    def __init__(self, kind: str, count: int, ledger: Ledger, slow: Path) -> None:
+        super().__init__(daemon=True)
+        self._kind = kind
+        self._count = count
+        self._ledger = ledger
+        self._slow = slow
+        self._random = random.Random(count)
+        self.kills: list[tuple[float, int]] = []  # wall seconds, victim
+
+    def run(self) -> None:
+        for _ in range(self._count):
+            while len(members := self._ledger.read().members()) < WORKERS or set(members.values()) != {
+                WORKERS
+            }:
+                time.sleep(0.05)
+            time.sleep(self._random.uniform(0.3, 1.0))
+            victim = self._random.choice(sorted(members))
+            process = psutil.Process(victim)
+            target = process if self._kind == "child" else executor_of(process)
+            self.kills.append((time.time(), victim))
+            target.kill()
+            time.sleep(1.0)
+        self._slow.unlink()
+
+
+def executor_of(process: psutil.Process) -> psutil.Process:
+    return next(p for p in process.parents() if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline()))
+
+
+def recoveries(ledger: Ledger, kills: list[tuple[float, int]]) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds to the slowest survivor's next applied step, per kill; and the parts, per survivor and kill."""
+    totals: list[float] = []
+    parts: dict[str, list[float]] = {part: [] for part in PARTS}
+    for moment, victim in kills:
+        before = {
+            pid: [e for e in lines if e["event"] == "applied" and e["wall"] <= moment]
+            for pid, lines in ledger.events.items()
+        }
+        world = before[victim][-1]["generation"]
+        survivors = [
+            pid for pid, done in before.items() if pid != victim and done and done[-1]["generation"] == world
+        ]
+        slowest = 0.0
+        for pid in survivors:
+            times = first_times([e for e in ledger.events[pid] if e["wall"] > moment], world)
+            slowest = max(slowest, times["applied"] - moment)
+            marks = [moment, times["broke"], times["runs"], times["runs"], times["read"], times["applied"]]
+            if "formed" in times and "synced" in times:
+                marks[2], marks[3] = times["formed"], times["synced"]
+            for part, begun, ended in zip(PARTS, marks, marks[1:], strict=True):
+                parts[part].append(ended - begun)
+        totals.append(slowest)
+    return totals, parts
+
+
+def first_times(events: list[dict[str, Any]], world: int) -> dict[str, float]:
+    """When each kind of event was first seen: `broke` in the world that was hit, the others in later ones."""
+    times: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "broke" or event["generation"] > world:
+            times.setdefault(event["event"], event["wall"])
+    return times
+
+
+def measure(spark: Any, kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
+    from spark_elastic import ElasticTorchEstimator
+
+    slow = folder / f"slow-{kind}"
+    slow.touch()
+    ledger = Ledger(folder / "store" / "runs" / kind / "ledger")
+    generator = random.Random(1)
+    rows = [([generator.random() for _ in range(20)], generator.random()) for _ in range(ROWS)]
+    df = spark.createDataFrame(rows, "x array<float>, y float")
+    net = SlowNet(str(slow))
+    estimator = ElasticTorchEstimator(
+        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), loss=lambda out, y: ((out[:, 0] - y) ** 2),
+        feature_cols="x", label_cols="y", batch_size=BATCH, epochs=EPOCHS, num_workers=WORKERS,
+        store=str(folder / "store"), run_id=kind, ledger=True, failure_budget=kills + 10, verbose=0,
+    )  # fmt: skip
+    killer = Killer(kind, kills, ledger, slow)
+    killer.start()
+    estimator.fit(df)
+    if len(killer.kills) < kills:
+        sys.exit(f"training ended after {len(killer.kills)} of {kills} kills: raise EPOCHS.")
+    return recoveries(ledger.read(), killer.kills)
+
+
+# ---- the peer
+
+
+def torchrun(kills: int, folder: Path) -> list[float]:
+    """Seconds from the kill of a worker to the slowest worker's next step, under torchrun's elastic agent."""
+    log = folder / "torchrun"
+    log.mkdir()
+    environment = dict(
+        os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
+    command += [
+        f"--max-restarts={kills + 2}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:29555",
+        "--rdzv-id=peer",
+    ]
+    with (log / "output").open("wb") as output:
+        agent = subprocess.Popen(
+            [*command, __file__, "--as-peer", str(log)], env=environment, stdout=output, stderr=output
+        )
+        try:
+            return [one_torchrun_kill(log) for _ in range(kills)]
+        finally:
+            agent.send_signal(signal.SIGTERM)
+            agent.wait(60)
+
+
+def one_torchrun_kill(log: Path) -> float:
+    pids = await_steps(log, time.time())
+    moment = time.time()
+    os.kill(min(pids), signal.SIGKILL)
+    return max(await_steps(log, moment, excluding=pids).values()) - moment
+
+
+def await_steps(log: Path, since: float, excluding: Any = ()) -> dict[int, float]:
+    """Process id -> time of its first step after `since`, once WORKERS processes took one."""
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        found: dict[int, float] = {}
+        for path in log.glob("*.steps"):
+            times = [float(text) for text in path.read_text().split("\n")[:-1]]
+            later = [t for t in times if t > since]
+            if later and int(path.stem) not in excluding:
+                found[int(path.stem)] = later[0]
+        if len(found) >= WORKERS:
+            return found
+        time.sleep(0.02)
+    sys.exit("torchrun did not recover within 120 s")
+
+
+def as_peer(log: Path) -> None:
+    """A worker under torchrun: the same step, a checkpoint every ten steps."""
+    torch.distributed.init_process_group("gloo")
+    checkpoint = log / "checkpoint.pt"
+    net = SlowNet("/dev/null")
+    if checkpoint.exists():
+        net.load_state_dict(torch.load(checkpoint))
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (log / f"{os.getpid()}.steps").open("a", buffering=1) as steps:
+        for step in range(100_000):
+            optimizer.zero_grad()
+            model(torch.rand(BATCH, 20)).mean().backward()
+            optimizer.step()
+            steps.write(f"{time.time()}\n")
+            if step % 10 == 9 and torch.distributed.get_rank() == 0:
+                torch.save(net.state_dict(), f"{checkpoint}.new")
+                os.replace(f"{checkpoint}.new", checkpoint)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--as-peer"]:
+        as_peer(Path(sys.argv[2]))
+        return
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=20)
+    options.add_argument("--peer-kills", type=int, default=3)
+    arguments = options.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
+        peer = statistics.median(torchrun(arguments.peer_kills, Path(temporary)))
+        for kind in ("child", "executor"):
+            totals, parts = on_cluster(kind, arguments.kills, Path(temporary))
+            ordered = sorted(totals)
+            rows.append(Row(f"{kind} killed: p50 to the next step", statistics.median(totals), peer, "s"))
+            p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+            rows.append(Row(f"{kind} killed: p99 to the next step", p99, peer, "s"))
+            rows += [
+                Row(f"{kind} killed: {part}, median", statistics.median(parts[part]), None, "s")
+                for part in PARTS
+            ]
+    finish("recovery", rows, arguments.json)
+
+
+def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
+    from pyspark.sql import SparkSession
+
+    from tests.spark.cluster import StandaloneCluster, cluster_environment
+
+    os.environ.update(cluster_environment(folder))
+    with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
+        cluster.start_workers(WORKERS)
+        builder = SparkSession.builder.master(cluster.url).config("spark.ui.enabled", "false")
+        for name, value in {
+            "executor.memory": "512m",
+            "executor.cores": "1",
+            "driver.host": "127.0.0.1",
+        }.items():
+            builder = builder.config(f"spark.{name}", value)
+        spark = builder.getOrCreate()
+        spark.sparkContext.setLogLevel("OFF")
+        try:
+            return measure(spark, kind, kills, folder)
+        finally:
+            spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""P1 to P4 on a real standalone cluster under kill after kill; the long form is `./build.sh faults`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).with_name("soak.py")
+CASES = ("mlp", "conv", "weighted", "clipped")
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+
+def soak(case: str, kills: int, epochs: int, seed: int, folder: Path) -> dict[str, object]:
+    command = [sys.executable, str(SOAK), "--case", case, "--kills", str(kills), "--seed", str(seed)]
+    run = subprocess.run(
+        [*command, "--epochs", str(epochs), "--folder", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    verdict: dict[str, object] = json.loads(run.stdout.splitlines()[-1]) if run.stdout else {}
+    assert run.returncode == 0, f"seed {seed}: {verdict}\n{run.stderr[-3000:]}"
+    return verdict
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(420)
+def test_p1_to_p4_under_five_kills(tmp_path: Path) -> None:
+    verdict = soak("mlp", 5, 60, 4, tmp_path)
+    assert verdict["worlds"] > 3  # type: ignore[operator]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES)
+def test_p1_to_p4_under_twenty_kills(case: str, tmp_path: Path) -> None:
+    verdict = soak(case, 20, 150, 1, tmp_path)
+    met = verdict["phases"]
+    assert isinstance(met, dict)
+    assert all(met.get(phase, 0) >= 3 for phase in ("F", "X", "A", "rendezvous")), met
+    assert verdict["rank 0"] >= 5  # type: ignore[operator]
+    assert verdict["while joining"] >= 2  # type: ignore[operator]
