@@ -131,7 +131,7 @@ def recoveries(ledger: Ledger, kills: list[tuple[float, int]]) -> tuple[list[flo
             marks = [moment, times["broke"], times["runs"], times["runs"], times["read"], times["applied"]]
             if "formed" in times and "synced" in times:
                 marks[2], marks[3] = times["formed"], times["synced"]
-            for part, begun, ended in zip(PARTS, marks, marks[1:], strict=True):
+            for part, begun, ended in zip(PARTS, marks[:-1], marks[1:], strict=True):
                 parts[part].append(ended - begun)
         totals.append(slowest)
     return totals, parts
