@@ -29,7 +29,11 @@ SocketAddress parseAddress(const std::string& text) {
   }
   std::string host = text.substr(0, colon);
   if (host.size() >= 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  return resolve(host, std::stoi(text.substr(colon + 1)));
+  const std::string port = text.substr(colon + 1);
+  if (port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos || std::stoi(port) > 65535) {
+    throw std::invalid_argument("a port must be a number up to 65535; got '" + text + "'");
+  }
+  return resolve(host, std::stoi(port));
 }
 
 std::string formatAddress(const std::string& host, int port) {

@@ -27,7 +27,8 @@ bool Buffer::waitSend(int* rank, std::chrono::milliseconds timeout) {
 bool Buffer::wait(std::deque<int>& done, bool& aborted, int* rank, std::chrono::milliseconds timeout,
                   const char* what) {
   Mesh::Lock lock(mesh_.mu_);
-  mesh_.wait(lock, [&] { return aborted || !done.empty(); }, timeout, what);
+  mesh_.wait(
+      lock, [&] { return aborted || !done.empty(); }, timeout, what);
   if (aborted) {
     aborted = false;
     return false;

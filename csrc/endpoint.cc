@@ -46,9 +46,10 @@ Endpoint::Endpoint(std::string key, const std::string& host, int first, int last
     : key_(std::move(key)) {
   for (int port = first; port <= last && fd_ < 0; port++) fd_ = listenOn(host, port);
   if (fd_ < 0) {
-    const std::string where = first == last ? std::to_string(first)
-                                            : std::to_string(first) + "-" + std::to_string(last);
-    throw std::runtime_error("cannot listen on " + host + ", port " + where + ": " + std::strerror(errno));
+    const std::string where =
+        first == last ? std::to_string(first) : std::to_string(first) + "-" + std::to_string(last);
+    throw std::runtime_error("cannot listen on " + host + ", port " + where + ": " + std::strerror(errno) +
+                             "; give another host or a port_range with a free port");
   }
   address_ = formatAddress(advertise.empty() ? host : advertise, portOf(fd_));
 }

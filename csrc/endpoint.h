@@ -1,6 +1,7 @@
 // The one listening socket of a process, kept across generations, and connections that came too early for theirs.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <string>
@@ -23,7 +24,7 @@ class Endpoint {
   const std::string& address() const { return address_; }  // as peers dial it
   int fd() const { return fd_; }
 
-  // A connection of a newer world waits for its group; bounded in number and time. Takes the descriptor.
+  // A proven connection of a newer world waits for its group; bounded in number and time. Takes the descriptor.
   void park(int fd, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<int, Hello>> takeParked(const Fence& fence);
@@ -39,7 +40,7 @@ class Endpoint {
 
   const std::string key_;
   std::string address_;
-  int fd_ = -1;
+  std::atomic<int> fd_{-1};
   std::mutex mutex_;  // guards parked_
   std::vector<Parked> parked_;
 };

@@ -50,7 +50,7 @@ struct Group::World : gloo::Context {
 Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
              const GroupOptions& options)
     : rank_(rank), size_(static_cast<int>(peers.size())), bcubeLimit_(options.bcubeLimit) {
-  mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.interrupted);
+  mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.checkSignals);
   world_ = std::make_shared<World>(rank, size_, mesh_);
 }
 
@@ -104,5 +104,7 @@ void Group::barrier() {
 void Group::abort(const std::string& reason) { mesh_->abort(Cause::kAborted, {}, reason); }
 
 void Group::close() { mesh_->close(); }
+
+void Group::check() { mesh_->check(); }
 
 }  // namespace elastic

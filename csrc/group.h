@@ -18,8 +18,8 @@ enum class ReduceOp { kSum, kMin, kMax, kProduct };
 
 struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
-  size_t bcubeLimit = size_t{1} << 20;  // bytes up to which allreduce takes bcube, above it the ring
-  std::function<bool()> interrupted = [] { return false; };
+  size_t bcubeLimit = size_t{1} << 20;         // bytes up to which allreduce takes bcube, above it the ring
+  std::function<void()> checkSignals = [] {};  // what it throws ends a wait
 };
 
 class Group {
@@ -40,6 +40,7 @@ class Group {
 
   void abort(const std::string& reason);
   void close();
+  void check();  // throws the failure, if there is one
 
  private:
   struct World;

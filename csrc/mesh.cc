@@ -17,31 +17,35 @@ namespace {
 
 constexpr std::chrono::seconds kHandshakeWithin{10};
 constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks for Ctrl-C and expired strangers
+constexpr std::chrono::seconds kSilent{1};        // a peer that waits says so far more often than this
+constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
+constexpr std::chrono::milliseconds kGoodbyeWithin{50};
 constexpr size_t kMostIncoming = 1024;
 
 }  // namespace
 
 Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-           std::chrono::milliseconds timeout, std::function<bool()> interrupted)
+           std::chrono::milliseconds timeout, std::function<void()> checkSignals)
     : gloo::transport::Context(rank, static_cast<int>(peers.size())),
       endpoint_(std::move(endpoint)),
       fence_(fence),
-      interrupted_(std::move(interrupted)) {
+      checkSignals_(std::move(checkSignals)) {
   timeout_ = timeout;
   for (const auto& peer : peers) addresses_.push_back(parseAddress(peer));
   for (int r = 0; r < size; r++) {
     if (r != rank) pairs_[r] = std::make_unique<Pair>(*this, r);
   }
+  if (endpoint_->fd() < 0) throw std::runtime_error("the endpoint is closed; a new group needs an open one");
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (epoll_ < 0 || event_ < 0) throw std::runtime_error(std::string("no descriptors left: ") + strerror(errno));
+  if (epoll_ < 0 || event_ < 0) {
+    const std::string why = strerror(errno);
+    close();
+    throw std::runtime_error("no descriptors for a new group: " + why);
+  }
   watch(event_, EPOLLIN, true);
   watch(endpoint_->fd(), EPOLLIN, true);
-  for (auto& [fd, hello] : endpoint_->takeParked(fence_)) {
-    Incoming incoming{fd, hello, {}, false, {}, Clock::now() + kHandshakeWithin};
-    watch(fd, EPOLLIN, true);
-    greet(incoming_.emplace(fd, incoming).first->second);
-  }
+  adoptParked();
 }
 
 Mesh::~Mesh() { close(); }
@@ -49,7 +53,9 @@ Mesh::~Mesh() { close(); }
 void Mesh::close() {
   Lock lock(mu_);
   // An orderly end is no failure of the peers: they may still be busy with one another, so nobody is told.
-  if (!failure_) failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, me() + ": the group is closed");
+  if (!failure_) {
+    failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, me() + ": the group is closed");
+  }
   wake();
   while (polling_) news_.wait_for(lock, kSlice);
   for (auto& pair : pairs_) {
@@ -68,7 +74,12 @@ std::unique_ptr<gloo::transport::UnboundBuffer> Mesh::createUnboundBuffer(void* 
 
 Pair& Mesh::pair(int rank) { return static_cast<Pair&>(*pairs_.at(rank)); }
 
-void Mesh::check() const {
+void Mesh::check() {
+  Lock lock(mu_);
+  checkLocked();
+}
+
+void Mesh::checkLocked() const {
   if (failure_) throw Failure(*failure_);
 }
 
@@ -80,10 +91,11 @@ void Mesh::abort(Cause cause, std::vector<int> ranks, const std::string& reason)
 void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason) {
   if (failure_) return;
   failure_ = std::make_unique<Failure>(cause, std::move(ranks), reason);
-  for (auto& pair : pairs_) {
-    if (pair) static_cast<Pair*>(pair.get())->sayGoodbye(*failure_);
-  }
   wake();
+  const auto until = Clock::now() + kGoodbyeWithin;
+  for (auto& pair : pairs_) {
+    if (pair) static_cast<Pair*>(pair.get())->sayGoodbye(*failure_, until);
+  }
 }
 
 void Mesh::wake() {
@@ -96,45 +108,68 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, std::chrono::mill
   if (timeout == gloo::transport::kUnsetTimeout) timeout = timeout_;
   const auto deadline = timeout.count() == 0 ? Clock::time_point::max() : Clock::now() + timeout;
   while (!done()) {
-    check();
+    checkLocked();
     const auto now = Clock::now();
-    if (now >= deadline) timeOut(timeout, what);
+    if (now >= deadline) timeOut(timeout, what, now - deadline >= kGrace);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
-    const auto slice = deadline == Clock::time_point::max() ? kSlice : std::min(kSlice, left);
+    const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
     if (polling_) {
-      news_.wait_for(lock, slice);
+      if (news_.wait_for(lock, slice) == std::cv_status::timeout) askForSignals(lock);
     } else {
-      poll(lock, slice);
+      lead(lock, slice);
     }
   }
 }
 
-void Mesh::timeOut(std::chrono::milliseconds timeout, const char* what) {
+// Ends the group naming the peers that keep us waiting and are silent. One that waits itself, for somebody else, says
+// so now and then: the culprit is known to others, who are given a moment to tell.
+void Mesh::timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll) {
+  const auto since = Clock::now() - kSilent;
   std::vector<int> ranks;
   std::string names;
   for (int r = 0; r < size; r++) {
-    if (r == rank || !pair(r).busy()) continue;
+    if (r == rank || !pair(r).busy() || !(suspectAll || pair(r).silentSince(since))) continue;
     ranks.push_back(r);
     names += (names.empty() ? "" : ", ") + std::to_string(r);
   }
+  if (ranks.empty() && !suspectAll) return;
   abortLocked(Cause::kTimeout, ranks,
               me() + ": " + what + " timed out after " + std::to_string(timeout.count()) + " ms, waiting for rank(s) " +
                   (names.empty() ? "unknown" : names));
-  check();
+  checkLocked();
 }
 
-void Mesh::poll(Lock& lock, std::chrono::milliseconds timeout) {
+void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout) {
   epoll_event events[64];
   polling_ = true;
   lock.unlock();
   const int ready = epoll_wait(epoll_, events, 64, static_cast<int>(timeout.count()));
-  const bool interrupted = ready <= 0 && interrupted_();
   lock.lock();
   polling_ = false;
-  if (interrupted) abortLocked(Cause::kAborted, {rank}, me() + ": interrupted");
-  for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
-  if (ready <= 0) expireIncoming();
   news_.notify_all();
+  for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
+  if (ready > 0) return;
+  if (!failure_) whenIdle();
+  askForSignals(lock);
+}
+
+void Mesh::askForSignals(Lock& lock) {
+  lock.unlock();
+  try {
+    checkSignals_();
+  } catch (...) {
+    abort(Cause::kAborted, {rank}, me() + ": interrupted");
+    throw;
+  }
+  lock.lock();
+}
+
+void Mesh::whenIdle() {
+  dropExpired();
+  adoptParked();
+  for (int r = 0; r < size; r++) {
+    if (r != rank) pair(r).sayHere();
+  }
 }
 
 void Mesh::dispatch(int fd, uint32_t events) {
@@ -151,6 +186,7 @@ void Mesh::dispatch(int fd, uint32_t events) {
 }
 
 void Mesh::acceptAll() {
+  dropExpired();
   for (;;) {
     const int fd = accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) return;
@@ -177,19 +213,11 @@ void Mesh::proceed(Incoming& incoming) {
   incoming.got.clear();
   const Hello& hello = incoming.hello;
   if (hello.magic != kMagic || hello.fence < fence_) return forget(incoming.fd, true);
-  if (fence_ < hello.fence) {
-    const int fd = incoming.fd;
-    const Hello early = hello;
-    forget(fd, false);
-    return endpoint_->park(fd, early);
-  }
   greet(incoming);
 }
 
 void Mesh::greet(Incoming& incoming) {
   const Hello& hello = incoming.hello;
-  const bool expected = hello.to == static_cast<uint32_t>(rank) && hello.from < static_cast<uint32_t>(rank);
-  if (!expected || pair(static_cast<int>(hello.from)).opened()) return forget(incoming.fd, true);
   incoming.nonce = freshNonce();
   incoming.challenged = true;
   const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", hello, incoming.nonce)};
@@ -200,11 +228,25 @@ void Mesh::adopt(Incoming& incoming) {
   Proof proof;
   std::memcpy(&proof, incoming.got.data(), sizeof proof);
   const int fd = incoming.fd;
-  Pair& peer = pair(static_cast<int>(incoming.hello.from));
-  const Digest expected = macOf(endpoint_->key(), "dial", incoming.hello, incoming.nonce);
-  if (!equalInConstantTime(proof.mac, expected) || peer.opened()) return forget(fd, true);
+  const Hello hello = incoming.hello;
+  const Digest expected = macOf(endpoint_->key(), "dial", hello, incoming.nonce);
+  if (!equalInConstantTime(proof.mac, expected)) return forget(fd, true);
   forget(fd, false);
-  peer.accept(fd);
+  if (fence_ < hello.fence) return endpoint_->park(fd, hello);
+  adoptProven(fd, hello);
+}
+
+void Mesh::adoptProven(int fd, const Hello& hello) {
+  const bool expected = hello.to == static_cast<uint32_t>(rank) && hello.from < static_cast<uint32_t>(rank);
+  if (!expected || pair(static_cast<int>(hello.from)).opened()) {
+    ::close(fd);
+  } else {
+    pair(static_cast<int>(hello.from)).accept(fd);
+  }
+}
+
+void Mesh::adoptParked() {
+  for (const auto& [fd, hello] : endpoint_->takeParked(fence_)) adoptProven(fd, hello);
 }
 
 void Mesh::forget(int fd, bool close) {
@@ -213,7 +255,7 @@ void Mesh::forget(int fd, bool close) {
   if (close) ::close(fd);
 }
 
-void Mesh::expireIncoming() {
+void Mesh::dropExpired() {
   std::vector<int> expired;
   for (auto& [fd, incoming] : incoming_) {
     if (incoming.until < Clock::now()) expired.push_back(fd);

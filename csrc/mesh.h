@@ -30,9 +30,10 @@ class Mesh : public gloo::transport::Context {
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
 
-  // peers[r] is the address that rank r listens on. interrupted: asked now and then while waiting; true ends the wait.
+  // peers[r] is the address that rank r listens on. checkSignals: called now and then while waiting; what it throws
+  // ends the wait and the group.
   Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-       std::chrono::milliseconds timeout, std::function<bool()> interrupted);
+       std::chrono::milliseconds timeout, std::function<void()> checkSignals);
   ~Mesh() override;
 
   std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }
@@ -42,6 +43,8 @@ class Mesh : public gloo::transport::Context {
   // From any thread; the first cause stays. Wakes every waiter and tells the peers.
   void abort(Cause cause, std::vector<int> ranks, const std::string& reason);
   void close();
+  // Throws the failure, if there is one.
+  void check();
 
  private:
   friend class Pair;
@@ -57,19 +60,23 @@ class Mesh : public gloo::transport::Context {
   };
 
   Pair& pair(int rank);
-  void check() const;  // throws the failure, if there is one
+  void checkLocked() const;
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
   // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
   void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
-  void timeOut(std::chrono::milliseconds timeout, const char* what);
-  void poll(Lock& lock, std::chrono::milliseconds timeout);
+  void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);
+  void lead(Lock& lock, std::chrono::milliseconds timeout);
+  void askForSignals(Lock& lock);
+  void whenIdle();
   void dispatch(int fd, uint32_t events);
   void acceptAll();
   void proceed(Incoming& incoming);
   void greet(Incoming& incoming);
   void adopt(Incoming& incoming);
+  void adoptProven(int fd, const Hello& hello);
+  void adoptParked();
   void forget(int fd, bool close);
-  void expireIncoming();
+  void dropExpired();
   void watch(int fd, uint32_t events, bool add);
   void unwatch(int fd);
   void wake();
@@ -77,7 +84,7 @@ class Mesh : public gloo::transport::Context {
 
   const std::shared_ptr<Endpoint> endpoint_;
   const Fence fence_;
-  const std::function<bool()> interrupted_;
+  const std::function<void()> checkSignals_;
   std::vector<SocketAddress> addresses_;
   std::mutex mu_;
   std::condition_variable news_;

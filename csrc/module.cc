@@ -17,12 +17,9 @@ py::object& raiser() {
   return *held;
 }
 
-bool signalsPending() {
+void checkSignals() {
   py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() == 0) return false;
-  PyErr_Clear();  // the waiter is told through the failure; Python raises the signal's own error at the next bytecode
-  PyErr_SetInterrupt();
-  return true;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 void translate(std::exception_ptr error) {
@@ -48,7 +45,7 @@ std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, c
   GroupOptions options;
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
   options.bcubeLimit = bcubeLimit;
-  options.interrupted = signalsPending;
+  options.checkSignals = checkSignals;
   py::gil_scoped_release released;
   return std::make_unique<Group>(std::move(endpoint), rank, peers, Fence{fence.first, fence.second}, options);
 }
@@ -75,9 +72,10 @@ PYBIND11_MODULE(_engine, module) {
       .value("product", ReduceOp::kProduct);
 
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(module, "Endpoint")
-      .def(py::init([](const py::bytes& key, const std::string& host, int first, int last, const std::string& advertise) {
-        return std::make_shared<Endpoint>(key, host, first, last, advertise);
-      }))
+      .def(py::init(
+          [](const py::bytes& key, const std::string& host, int first, int last, const std::string& advertise) {
+            return std::make_shared<Endpoint>(key, host, first, last, advertise);
+          }))
       .def_property_readonly("address", &Endpoint::address)
       .def("close", &Endpoint::close);
 
@@ -105,5 +103,6 @@ PYBIND11_MODULE(_engine, module) {
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
-      .def("close", &Group::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
+      .def("check", &Group::check, py::call_guard<py::gil_scoped_release>());
 }

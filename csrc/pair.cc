@@ -3,6 +3,7 @@
 #include <gloo/common/error.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -16,36 +17,29 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostAside = size_t{1} << 28;   // bytes stored for collectives that have not begun here
+constexpr size_t kMostAside = size_t{1} << 28;  // bytes stored for collectives that have not begun here
 constexpr size_t kLongestGoodbye = size_t{1} << 16;
+constexpr size_t kLongestReason = 4096;
 
 std::vector<char> encode(const Failure& failure) {
-  const uint32_t count = static_cast<uint32_t>(failure.ranks.size());
-  std::vector<char> body(sizeof count + count * sizeof(int32_t));
-  std::memcpy(body.data(), &count, sizeof count);
-  for (uint32_t i = 0; i < count; i++) {
-    const int32_t rank = failure.ranks[i];
-    std::memcpy(body.data() + sizeof count + i * sizeof rank, &rank, sizeof rank);
-  }
-  const std::string reason = failure.what();
-  body.insert(body.end(), reason.begin(), reason.begin() + std::min<size_t>(reason.size(), 4096));
+  std::vector<int32_t> numbers{static_cast<int32_t>(failure.cause), static_cast<int32_t>(failure.ranks.size())};
+  numbers.insert(numbers.end(), failure.ranks.begin(), failure.ranks.end());
+  const auto first = reinterpret_cast<const char*>(numbers.data());
+  std::vector<char> body(first, first + numbers.size() * sizeof(int32_t));
+  const std::string reason = std::string(failure.what()).substr(0, kLongestReason);
+  body.insert(body.end(), reason.begin(), reason.end());
   return body;
 }
 
 Failure decode(const std::vector<char>& body, int peer) {
-  uint32_t count = 0;
-  if (body.size() >= sizeof count) std::memcpy(&count, body.data(), sizeof count);
-  if (body.size() < sizeof count || count > (body.size() - sizeof count) / sizeof(int32_t)) {
-    return Failure(Cause::kAborted, {peer}, "a goodbye that makes no sense");
-  }
-  std::vector<int> ranks;
-  for (uint32_t i = 0; i < count; i++) {
-    int32_t rank;
-    std::memcpy(&rank, body.data() + sizeof count + i * sizeof rank, sizeof rank);
-    ranks.push_back(rank);
-  }
-  const size_t text = sizeof count + count * sizeof(int32_t);
-  return Failure(Cause::kAborted, ranks, std::string(body.begin() + static_cast<ptrdiff_t>(text), body.end()));
+  std::vector<int32_t> numbers(body.size() / sizeof(int32_t));
+  std::memcpy(numbers.data(), body.data(), numbers.size() * sizeof(int32_t));
+  const bool sound = numbers.size() >= 2 && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(Cause::kMismatch) &&
+                     numbers[1] >= 0 && static_cast<size_t>(numbers[1]) <= numbers.size() - 2;
+  if (!sound) return Failure(Cause::kAborted, {peer}, "rank " + std::to_string(peer) + " said goodbye without sense");
+  const ptrdiff_t text = 2 + numbers[1];
+  return Failure(static_cast<Cause>(numbers[0]), std::vector<int>(numbers.begin() + 2, numbers.begin() + text),
+                 std::string(body.begin() + text * static_cast<ptrdiff_t>(sizeof(int32_t)), body.end()));
 }
 
 }  // namespace
@@ -68,17 +62,17 @@ std::unique_ptr<gloo::transport::Buffer> Pair::createRecvBuffer(int, void*, size
 
 void Pair::send(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t offset, size_t nbytes) {
   Mesh::Lock lock(mesh_.mu_);
-  mesh_.check();
+  mesh_.checkLocked();
   auto buffer = static_cast<Buffer*>(unbound);
   buffer->pending_++;
-  sends_.push_back({buffer, {slot, nbytes}, static_cast<const char*>(buffer->ptr) + offset, 0});
+  sends_.push_back({buffer, {slot, nbytes}, static_cast<const char*>(buffer->ptr) + offset});
   open();
   if (state_ == State::kUp && sends_.size() == 1) flush();
 }
 
 void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t offset, size_t nbytes) {
   Mesh::Lock lock(mesh_.mu_);
-  mesh_.check();
+  mesh_.checkLocked();
   auto buffer = static_cast<Buffer*>(unbound);
   char* data = static_cast<char*>(buffer->ptr) + offset;
   if (auto stored = early_.find(slot); stored != early_.end()) {
@@ -87,7 +81,7 @@ void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
     if (stored->second.empty()) early_.erase(stored);
     mesh_.spilled_ -= body.size();
     if (body.size() != nbytes) return mismatch(nbytes, body.size());
-    std::memcpy(data, body.data(), nbytes);
+    if (nbytes > 0) std::memcpy(data, body.data(), nbytes);
     buffer->received_.push_back(peer_);
     return;
   }
@@ -105,7 +99,7 @@ void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
 void Pair::open() {
   if (state_ == State::kClosed) {
     mesh_.abortLocked(Cause::kPeerLost, {peer_}, link() + ": " + why_);
-    mesh_.check();
+    mesh_.checkLocked();
   }
   if (state_ != State::kIdle || mesh_.rank > peer_) return;  // the lower rank dials, the higher accepts
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
@@ -114,7 +108,8 @@ void Pair::open() {
   mesh_.byFd_[fd_] = this;
   state_ = State::kDialing;
   mesh_.watch(fd_, armed_ = EPOLLOUT, true);
-  if (::connect(fd_, to.get(), to.length) != 0 && errno != EINPROGRESS) fail(std::string("connect: ") + strerror(errno));
+  if (::connect(fd_, to.get(), to.length) != 0 && errno != EINPROGRESS)
+    fail(std::string("connect: ") + strerror(errno));
 }
 
 void Pair::accept(int fd) {
@@ -129,6 +124,7 @@ void Pair::up() {
   setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   state_ = State::kUp;
   have_ = 0;
+  heard_ = Mesh::Clock::now();
   flush();
 }
 
@@ -160,33 +156,52 @@ void Pair::prove() {
 
 void Pair::flush() {
   while (state_ == State::kUp && !sends_.empty()) {
-    Send& next = sends_.front();
-    const size_t total = sizeof(FrameHeader) + next.header.size;
-    iovec parts[2];
-    size_t count = 0;
-    if (next.done < sizeof(FrameHeader)) {
-      parts[count++] = {reinterpret_cast<char*>(&next.header) + next.done, sizeof(FrameHeader) - next.done};
-      if (next.header.size > 0) parts[count++] = {const_cast<char*>(next.data), next.header.size};
-    } else {
-      const size_t sent = next.done - sizeof(FrameHeader);
-      parts[count++] = {const_cast<char*>(next.data) + sent, next.header.size - sent};
-    }
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = count;
-    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0 && errno == EAGAIN) break;
-    if (sent < 0 && paused_) return fail(strerror(errno));
-    if (sent < 0) return read();  // the peer may have said goodbye before it went: that tells more than our errno
-    next.done += static_cast<size_t>(sent);
-    if (next.done < total) break;
-    next.buffer->sent_.push_back(peer_);
-    next.buffer->pending_--;
-    sends_.pop_front();
-    mesh_.news_.notify_all();
+    if (sendFront()) continue;
+    if (errno == EAGAIN) break;
+    return drain();
   }
   arm();
+}
+
+// Hands the kernel what it takes of the first frame; false with errno when it takes nothing.
+bool Pair::sendFront() {
+  Send& next = sends_.front();
+  iovec parts[2];
+  size_t count = 0;
+  if (next.done < sizeof(FrameHeader)) {
+    parts[count++] = {reinterpret_cast<char*>(&next.header) + next.done, sizeof(FrameHeader) - next.done};
+    if (next.header.size > 0) parts[count++] = {const_cast<char*>(next.data), next.header.size};
+  } else {
+    const size_t sent = next.done - sizeof(FrameHeader);
+    parts[count++] = {const_cast<char*>(next.data) + sent, next.header.size - sent};
+  }
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = count;
+  ssize_t sent;
+  do {
+    sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (sent < 0 && errno == EINTR);
+  if (sent < 0) return false;
+  next.done += static_cast<size_t>(sent);
+  if (next.done < sizeof(FrameHeader) + next.header.size) return true;
+  if (next.buffer != nullptr) {
+    next.buffer->sent_.push_back(peer_);
+    next.buffer->pending_--;
+    mesh_.news_.notify_all();
+  }
+  sends_.pop_front();
+  return true;
+}
+
+// The peer takes nothing more. It may have said goodbye before it went, which tells more than our errno: read it all.
+void Pair::drain() {
+  draining_ = true;
+  if (paused_) {
+    paused_ = false;
+    if (!place()) return;
+  }
+  read();
 }
 
 void Pair::read() {
@@ -213,38 +228,55 @@ bool Pair::readInto(char* data, size_t& have, size_t size) {
       return false;
     }
     have += static_cast<size_t>(got);
+    heard_ = Mesh::Clock::now();
   }
   return true;
 }
 
 // A header is there: find where its body goes. False: it has to wait, or the group has failed.
 bool Pair::place() {
-  auto posted = receives_.find(header_.slot);
-  aside_ = posted == receives_.end();
-  if (!aside_) {
-    target_ = posted->second.front();
-    posted->second.pop_front();
-    if (posted->second.empty()) receives_.erase(posted);
-    posted_--;
-    if (target_.size != header_.size) {
-      target_.buffer->pending_--;
-      mismatch(target_.size, header_.size);
-      return false;
-    }
-  } else if (header_.slot == kGoodbyeSlot ? header_.size > kLongestGoodbye
-                                          : mesh_.spilled_ + header_.size > kMostAside && posted_ > 0) {
-    fail("it sent more than anybody here asked for");
+  aside_ = !take(target_);
+  if (aside_ && !placeAside()) return false;
+  if (target_.size != header_.size) {
+    mismatch(target_.size, header_.size);
     return false;
-  } else if (header_.slot != kGoodbyeSlot && posted_ == 0) {
-    paused_ = true;  // back-pressure: nothing is read until somebody asks
-    arm();
-    return false;
-  } else {
-    asideBody_.resize(header_.size);
-    target_ = {nullptr, asideBody_.data(), header_.size};
   }
   inBody_ = true;
   return true;
+}
+
+bool Pair::placeAside() {
+  const bool ours = header_.slot == kGoodbyeSlot || header_.slot == kHereSlot;
+  if (!ours && posted_ == 0 && !draining_) {
+    paused_ = true;  // back-pressure: nothing is read until somebody asks
+    arm();
+    return false;
+  }
+  if (header_.size > (ours ? kLongestGoodbye : kMostAside - mesh_.spilled_)) {
+    fail("it sent more than anybody here asked for");
+    return false;
+  }
+  if (!ours) mesh_.spilled_ += header_.size;
+  asideBody_.resize(header_.size);
+  target_ = {nullptr, asideBody_.data(), header_.size};
+  return true;
+}
+
+// The first receive that is posted for the frame's slot, if there is one.
+bool Pair::take(Receive& receive) {
+  auto posted = receives_.find(header_.slot);
+  if (posted == receives_.end()) return false;
+  receive = posted->second.front();
+  posted->second.pop_front();
+  if (posted->second.empty()) receives_.erase(posted);
+  posted_--;
+  return true;
+}
+
+void Pair::complete(const Receive& receive) {
+  receive.buffer->received_.push_back(peer_);
+  receive.buffer->pending_--;
+  mesh_.news_.notify_all();
 }
 
 void Pair::mismatch(size_t expected, size_t got) {
@@ -256,18 +288,23 @@ void Pair::mismatch(size_t expected, size_t got) {
 
 void Pair::deliver() {
   inBody_ = false;
-  if (!aside_) {
-    target_.buffer->received_.push_back(peer_);
-    target_.buffer->pending_--;
-    mesh_.news_.notify_all();
-  } else if (header_.slot == kGoodbyeSlot) {
+  if (!aside_) return complete(target_);
+  if (header_.slot == kHereSlot) return;
+  if (header_.slot == kGoodbyeSlot) {
     const Failure failure = decode(asideBody_, peer_);
-    mesh_.abortLocked(failure.cause, failure.ranks, failure.what());
-  } else {
-    mesh_.spilled_ += asideBody_.size();
-    early_[header_.slot].push_back(std::move(asideBody_));
-    asideBody_ = {};
+    return mesh_.abortLocked(failure.cause, failure.ranks, failure.what());
   }
+  std::vector<char> body = std::move(asideBody_);
+  asideBody_ = {};
+  Receive late;  // posted while the body was on its way
+  if (!take(late)) {
+    early_[header_.slot].push_back(std::move(body));
+    return;
+  }
+  mesh_.spilled_ -= body.size();
+  if (late.size != body.size()) return mismatch(late.size, body.size());
+  if (late.size > 0) std::memcpy(late.data, body.data(), late.size);
+  complete(late);
 }
 
 void Pair::fail(const std::string& why) {
@@ -277,20 +314,32 @@ void Pair::fail(const std::string& why) {
   if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, link() + ": " + why);
 }
 
-// Best effort: only between two frames, and only what the socket takes at once.
-void Pair::sayGoodbye(const Failure& failure) {
-  if (state_ == State::kUp && (sends_.empty() || sends_.front().done == 0)) {
-    std::vector<char> body = encode(failure);
-    FrameHeader header{kGoodbyeSlot, body.size()};
-    iovec parts[2] = {{&header, sizeof header}, {body.data(), body.size()}};
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = 2;
-    if (sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) why_ = strerror(errno);
+// Tells a peer that waits for us that we do so too; only where nothing else is on its way.
+void Pair::sayHere() {
+  if (state_ != State::kUp || !sends_.empty()) return;
+  sends_.push_back({nullptr, {kHereSlot, 0}, nullptr});
+  flush();
+}
+
+// A frame that is half sent is ended first (its memory lives while we hold the mutex): a peer that found the stream cut
+// would have to take us for dead. A stopped peer takes nothing, hence the deadline.
+void Pair::sayGoodbye(const Failure& failure, Mesh::Clock::time_point until) {
+  if (state_ == State::kUp) {
+    const std::vector<char> body = encode(failure);
+    while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
+    sends_.push_back({nullptr, {kGoodbyeSlot, body.size()}, body.data()});
+    while (!sends_.empty()) {
+      if (sendFront()) continue;
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Mesh::Clock::now());
+      pollfd writable{fd_, POLLOUT, 0};
+      if (errno != EAGAIN || left.count() <= 0 || ::poll(&writable, 1, static_cast<int>(left.count())) == 0) break;
+    }
+    sends_.clear();
   }
   if (fd_ >= 0) {
     mesh_.unwatch(fd_);
-    ::shutdown(fd_, SHUT_RDWR);
+    ::shutdown(fd_,
+               SHUT_WR);  // not SHUT_RD: what the peer still sends would reset the connection and our words with it
   }
   if (why_.empty()) why_ = failure.what();
   state_ = State::kClosed;

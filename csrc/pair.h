@@ -20,7 +20,9 @@ struct FrameHeader {
   uint64_t size;
 };
 
-constexpr uint64_t kGoodbyeSlot = ~uint64_t{0};  // the sender's group has failed; the body says why
+// Slots that Gloo never uses.
+constexpr uint64_t kGoodbyeSlot = ~uint64_t{0};   // the sender's group has failed; the body says why
+constexpr uint64_t kHereSlot = ~uint64_t{0} - 1;  // the sender lives and waits for somebody; no body
 
 class Pair : public gloo::transport::Pair {
  public:
@@ -40,19 +42,21 @@ class Pair : public gloo::transport::Pair {
   // What the mesh calls, with its mutex held.
   bool opened() const { return fd_ >= 0 || state_ == State::kClosed; }
   bool busy() const { return posted_ > 0 || !sends_.empty() || inBody_; }
+  bool silentSince(Mesh::Clock::time_point when) const { return heard_ < when; }
   void accept(int fd);
   void onEvents(uint32_t events);
-  void sayGoodbye(const Failure& failure);
+  void sayHere();
+  void sayGoodbye(const Failure& failure, Mesh::Clock::time_point until);
   void drop();
   void shut();
 
  private:
   enum class State { kIdle, kDialing, kProving, kUp, kClosed };
   struct Send {
-    Buffer* buffer;
+    Buffer* buffer;  // null: nobody counts it
     FrameHeader header;
     const char* data;
-    size_t done;
+    size_t done = 0;
   };
   struct Receive {
     Buffer* buffer;
@@ -64,9 +68,14 @@ class Pair : public gloo::transport::Pair {
   void prove();
   void up();
   void flush();
+  bool sendFront();
+  void drain();
   void read();
   bool readInto(char* data, size_t& have, size_t size);
   bool place();
+  bool placeAside();
+  bool take(Receive& receive);
+  void complete(const Receive& receive);
   void deliver();
   void mismatch(size_t expected, size_t got);
   void fail(const std::string& why);
@@ -88,9 +97,10 @@ class Pair : public gloo::transport::Pair {
   // The frame that is being read.
   FrameHeader header_{};
   size_t have_ = 0;
-  bool inBody_ = false, paused_ = false, aside_ = false;
+  bool inBody_ = false, paused_ = false, aside_ = false, draining_ = false;
   Receive target_{};
   std::vector<char> asideBody_;
+  Mesh::Clock::time_point heard_{};  // when its last byte was read
 };
 
 }  // namespace elastic

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import _engine
-from elastic_collectives.errors import CollectiveError, GroupAborted, raise_by_cause
-from elastic_collectives.group import Array, Group, as_array, split
+from elastic_collectives.errors import raise_by_cause
+from elastic_collectives.group import Array, Group, as_array, as_operand, checked_root, split
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Hands in one's own blob and returns everybody's, in rank order; may raise."""
-
-DTYPES = ("float32", "float64", "int32", "int64")
-OPS = ("sum", "min", "max", "product")
-ALGORITHMS = ("auto", "ring", "bcube")
 
 _engine.set_raiser(raise_by_cause)
 
@@ -27,6 +23,9 @@ class Endpoint:
 
     key: the job's secret; only its holders may connect. host: what to bind. port_range: ports to choose from, both
     ends included; None: any. advertise: the host name or address that peers dial, default `host`.
+
+    Raises:
+        ValueError: an argument makes no sense. RuntimeError: nothing of `port_range` is free on `host`.
     """
 
     def __init__(
@@ -36,12 +35,20 @@ class Endpoint:
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
     ) -> None:
+        if not key:
+            raise ValueError("key must not be empty: it is what keeps strangers out.")
+        if host in ("", "0.0.0.0", "::") and not advertise:
+            raise ValueError(
+                f"host {host!r} stands for every interface; pass advertise, the address that peers dial."
+            )
         first, last = port_range or (0, 0)
+        if port_range is not None and not 0 < first <= last <= 65535:
+            raise ValueError(f"port_range must be (first, last) within 1 and 65535; got {port_range}.")
         self.native = _engine.Endpoint(key, host, first, last, advertise or "")
 
     @property
     def address(self) -> str:
-        """"host:port" or "[v6]:port", as peers dial it."""
+        """As peers dial it: "host:port" or "[v6]:port"."""
         return self.native.address
 
     def close(self) -> None:
@@ -68,14 +75,17 @@ def connect(
     """Build the group of one generation.
 
     fence: (attempt, generation); peers of an older one are turned away, of a newer one kept waiting.
-    exchange: called once with this rank's blob. timeout: seconds that one wait for a peer may last.
+    exchange: called once with this rank's blob. timeout: seconds that one wait for a peer may last, 0.001 or more.
     bcube_limit: bytes up to which allreduce takes bcube, above it the ring.
 
     Raises:
-        ValueError: rank, size or the number of blobs make no sense. Whatever `exchange` raises.
+        ValueError: rank, size, timeout or the number of blobs make no sense. RuntimeError: the endpoint is closed.
+        Whatever `exchange` raises.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}); got {rank}.")
+    if not 0.001 <= timeout <= 1e9:
+        raise ValueError(f"timeout must be seconds within 0.001 and 1e9; got {timeout}.")
     blobs = exchange(endpoint.address.encode())
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
@@ -92,14 +102,9 @@ class EngineGroup:
         self.rank = rank
         self.size = size
         self.fence = fence
-        self._aborted: str | None = None
 
     def allreduce(self, array: Any, op: str = "sum", algorithm: str = "auto") -> None:
-        view = as_array(array, writable=True)
-        if view.dtype.name not in DTYPES:
-            raise ValueError(f"allreduce takes {', '.join(DTYPES)}; got {view.dtype.name}.")
-        if op not in OPS or algorithm not in ALGORITHMS:
-            raise ValueError(f"op must be one of {OPS} and algorithm one of {ALGORITHMS}; got {op!r}, {algorithm!r}.")
+        view = as_operand(array, op, algorithm)
         if self._trivial(view.size):
             return
         dtype, reduce = getattr(_engine.DataType, view.dtype.name), getattr(_engine.ReduceOp, op)
@@ -107,8 +112,7 @@ class EngineGroup:
 
     def broadcast(self, array: Any, root: int) -> None:
         view = as_array(array, writable=self.rank != root)
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be in [0, {self.size}); got {root}.")
+        checked_root(root, self.size)
         if not self._trivial(view.size):
             data = view if view.flags.writeable else view.copy()
             self._native.broadcast(data, data.nbytes, root)
@@ -141,13 +145,9 @@ class EngineGroup:
             self._native.barrier()
 
     def abort(self, reason: str) -> None:
-        if self._aborted is None:
-            self._aborted = reason
         self._native.abort(reason)
 
     def close(self) -> None:
-        if self._aborted is None:
-            self._aborted = "the group is closed"
         self._native.close()
 
     def __enter__(self) -> EngineGroup:
@@ -159,10 +159,6 @@ class EngineGroup:
         self.close()
 
     def _trivial(self, elements: int) -> bool:
-        """Whether there is nothing to exchange; an aborted group fails even then."""
-        if self._aborted is not None and (self.size == 1 or elements == 0):
-            raise GroupAborted((), self._aborted)
+        """Whether there is nothing to exchange; a failed group fails even then."""
+        self._native.check()
         return self.size == 1 or elements == 0
-
-
-__all__ = ["CollectiveError", "Endpoint", "EngineGroup", "Exchange", "connect"]

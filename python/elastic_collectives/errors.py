@@ -5,6 +5,8 @@
     ├── GroupAborted         abort() was called here or at a peer
     ├── CollectiveTimeout    peers did not come in time
     └── MismatchError        the ranks did not call the same collective with the same sizes
+
+The rank that notices tells the others: class, ranks and reason are the same on all that could be told.
 """
 
 from __future__ import annotations

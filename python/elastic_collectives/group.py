@@ -16,6 +16,10 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+DTYPES = ("float32", "float64", "int32", "int64")
+OPS = ("sum", "min", "max", "product")
+ALGORITHMS = ("auto", "ring", "bcube")
+
 
 class Group(Protocol):
     """The collectives. All raise `CollectiveError`; every wait ends after the group's timeout."""
@@ -86,6 +90,28 @@ def as_array(data: Any, writable: bool) -> Array:
     if writable and not array.flags.writeable:
         raise ValueError("this collective works in place and the array is read-only; pass a writable one.")
     return array
+
+
+def as_operand(data: Any, op: str, algorithm: str) -> Array:
+    """What an allreduce works on, once all its arguments make sense.
+
+    Raises:
+        ValueError: with the argument that does not.
+    """
+    view = as_array(data, writable=True)
+    if view.dtype.name not in DTYPES:
+        raise ValueError(f"allreduce takes {', '.join(DTYPES)}; got {view.dtype.name}.")
+    if op not in OPS or algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"op must be one of {OPS} and algorithm one of {ALGORITHMS}; got {op!r}, {algorithm!r}."
+        )
+    return view
+
+
+def checked_root(root: int, size: int) -> None:
+    """Raises ValueError unless `root` is a rank."""
+    if not 0 <= root < size:
+        raise ValueError(f"root must be in [0, {size}); got {root}.")
 
 
 def split(gathered: Array, lengths: Sequence[int]) -> list[Array]:

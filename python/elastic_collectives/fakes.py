@@ -1,0 +1,188 @@
+"""Groups without sockets: the ranks of one generation as threads of one process, for tests of what stands on `Group`.
+
+`FakeFabric(3).group(r)` behaves as a group of the engine does: results, errors with ranks, abort, close, timeout,
+mismatch. Beyond that a test may end a rank, at once or at its n-th collective. One thing is stricter: every
+collective waits for all ranks, a broadcast's root included.
+One condition guards everything; any thread may call anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from elastic_collectives.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupAborted,
+    MismatchError,
+    PeerLost,
+)
+from elastic_collectives.group import Array, as_array, as_operand, checked_root
+
+REDUCE: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+
+
+@dataclass
+class _Meeting:
+    """One collective: what each rank that has come called, and brought."""
+
+    calls: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    parts: dict[int, Array] = field(default_factory=dict)
+
+
+class FakeFabric:
+    """What the groups of one generation share. timeout: seconds that a collective waits for the missing ranks."""
+
+    def __init__(self, size: int, fence: tuple[int, int] = (1, 1), timeout: float = 10.0) -> None:
+        self.size = size
+        self.fence = fence
+        self.timeout = timeout
+        self._news = threading.Condition()
+        self._meetings: list[_Meeting] = []
+        self._failure: CollectiveError | None = None
+        self._gone: dict[int, CollectiveError] = {}  # closed or killed ranks; what their own calls raise
+        self._planned: dict[tuple[int, int], Callable[[], None]] = {}
+        self._groups = [FakeGroup(self, rank) for rank in range(size)]
+
+    @property
+    def groups(self) -> Sequence[FakeGroup]:
+        return self._groups
+
+    def group(self, rank: int) -> FakeGroup:
+        return self._groups[rank]
+
+    def kill(self, rank: int) -> None:
+        """The rank is gone without a word: its own calls raise, peers that need it get `PeerLost`."""
+        self.leave(rank, GroupAborted((rank,), f"rank {rank} was killed by the test"))
+
+    def kill_at(self, rank: int, nth: int) -> None:
+        """Kill the rank as it enters its n-th collective, counted from 1."""
+        self._planned[rank, nth] = lambda: self.kill(rank)
+
+    def fail_at(self, rank: int, nth: int, error: CollectiveError) -> None:
+        """Let the rank's n-th collective, counted from 1, end the group with `error` on all ranks."""
+        self._planned[rank, nth] = lambda: self.fail(error)
+
+    def fail(self, error: CollectiveError) -> None:
+        """End the group; the first cause stays."""
+        with self._news:
+            self._failure = self._failure or error
+            self._news.notify_all()
+
+    def leave(self, rank: int, own: CollectiveError) -> None:
+        """The rank takes part no more; `own` is what its calls raise from now on."""
+        with self._news:
+            self._gone.setdefault(rank, own)
+            self._news.notify_all()
+
+    def meet(self, rank: int, nth: int, call: tuple[Any, ...], part: Array) -> list[Array]:
+        """Bring `part` to the rank's n-th collective and return all parts in rank order."""
+        if planned := self._planned.pop((rank, nth), None):
+            planned()
+        with self._news:
+            self._check(rank)
+            while len(self._meetings) < nth:
+                self._meetings.append(_Meeting())
+            meeting = self._meetings[nth - 1]
+            meeting.calls[rank], meeting.parts[rank] = call, part.copy()
+            self._news.notify_all()
+            if not self._news.wait_for(lambda: self._settled(rank, meeting), self.timeout):
+                missing = self._missing(meeting)
+                reason = f"rank {rank}: timed out after {self.timeout} s, waiting for rank(s) {missing}"
+                self.fail(CollectiveTimeout(missing, reason))
+            if len(meeting.parts) < self.size:
+                self._check(rank)
+            return self._result(meeting)
+
+    def _missing(self, meeting: _Meeting) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in meeting.parts]
+
+    def _settled(self, rank: int, meeting: _Meeting) -> bool:
+        missing = self._missing(meeting)
+        lost = [peer for peer in missing if peer in self._gone]
+        if lost:
+            self.fail(PeerLost(lost[:1], f"rank {rank}: connection to rank {lost[0]}: closed by peer"))
+        return not missing or self._failure is not None or rank in self._gone
+
+    def _check(self, rank: int) -> None:
+        error = self._gone.get(rank) or self._failure
+        if error is not None:
+            raise type(error)(error.ranks, error.reason)
+
+    def _result(self, meeting: _Meeting) -> list[Array]:
+        first, *others = (meeting.calls[rank] for rank in range(self.size))
+        for other, call in enumerate(others, 1):
+            if call != first:
+                reason = f"rank 0 called {first} where rank {other} called {call}"
+                self.fail(MismatchError((0, other), reason))
+                raise MismatchError((0, other), reason)
+        return [meeting.parts[rank] for rank in range(self.size)]
+
+
+class FakeGroup:
+    """One rank's `Group`."""
+
+    def __init__(self, fabric: FakeFabric, rank: int) -> None:
+        self._fabric = fabric
+        self._calls = 0
+        self.rank = rank
+        self.size = fabric.size
+        self.fence = fabric.fence
+
+    def allreduce(self, array: Any, op: str = "sum", algorithm: str = "auto") -> None:
+        view = as_operand(array, op, algorithm)
+        parts = self._meet(("allreduce", view.nbytes, view.dtype.name, op), view)
+        reduced = parts[0].copy()
+        for part in parts[1:]:
+            REDUCE[op](reduced, part, out=reduced)
+        view[...] = reduced
+
+    def broadcast(self, array: Any, root: int) -> None:
+        view = as_array(array, writable=self.rank != root)
+        checked_root(root, self.size)
+        parts = self._meet(("broadcast", view.nbytes, root), view)
+        if self.rank != root:
+            view.reshape(-1).view(np.uint8)[:] = parts[root].reshape(-1).view(np.uint8)
+
+    def allgather(self, array: Any) -> Array:
+        view = as_array(array, writable=False)
+        return np.stack(self._meet(("allgather", view.shape, view.dtype.name), view))
+
+    def allgatherv(self, array: Any) -> list[Array]:
+        view = as_array(array, writable=False)
+        return [part.copy() for part in self._meet(("allgatherv", view.shape[1:], view.dtype.name), view)]
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
+
+    def barrier(self) -> None:
+        self._meet(("barrier",), np.empty(0))
+
+    def abort(self, reason: str) -> None:
+        self._fabric.fail(GroupAborted((), reason))
+
+    def close(self) -> None:
+        self._fabric.leave(self.rank, GroupAborted((), f"rank {self.rank}: the group is closed"))
+
+    def __enter__(self) -> FakeGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _meet(self, call: tuple[Any, ...], part: Array) -> list[Array]:
+        self._calls += 1
+        return self._fabric.meet(self.rank, self._calls, call, part)
