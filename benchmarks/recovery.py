@@ -138,10 +138,11 @@ def recoveries(ledger: Ledger, kills: list[tuple[float, int]]) -> tuple[list[flo
 
 
 def first_times(events: list[dict[str, Any]], world: int) -> dict[str, float]:
-    """When each kind of event was first seen: `broke` in the world that was hit, the others in later ones."""
+    """When each kind of event was first seen: `broke` in the world that was hit, the others in the one that went on."""
+    after = next(e["generation"] for e in events if e["event"] == "applied" and e["generation"] > world)
     times: dict[str, float] = {}
     for event in events:
-        if event["event"] == "broke" or event["generation"] > world:
+        if event["generation"] == (world if event["event"] == "broke" else after):
             times.setdefault(event["event"], event["wall"])
     return times
 
