@@ -144,7 +144,7 @@ def launch(
     site = Site(
         bind=config.bind_address or conf.get("spark.driver.bindAddress", host) or host,
         advertise=host,
-        admit=admit(facts()),
+        admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
     )
     shipped = sc.broadcast(cloudpickle.dumps(program))
 
