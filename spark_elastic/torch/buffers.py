@@ -1,49 +1,63 @@
 """Running statistics of a model (BatchNorm's and their like), averaged over the ranks by rows, so that replicas agree.
 
-Float buffers become the row-weighted mean, integer ones the maximum. They travel after the gradients and before the
-trailer; nothing is written back before the step is applied.
+Floating point buffers become the row-weighted mean, integer and boolean ones the maximum; buffers that nobody wrote to
+(masks, tables of positions) keep their bits. They travel after the gradients and before the trailer; nothing is
+written back before the step is applied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
 
 
 class BufferExchange:
-    """The buffers of one model. `send` during the exchange, `apply` in the apply section."""
+    """Buffers of one model: `begin` before the forward pass, `send` in the exchange, `apply` in the apply section."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        buffers = list(model.buffers())
-        self._floats = [b for b in buffers if b.is_floating_point()]
-        self._integers = [b for b in buffers if not b.is_floating_point() and b.dtype is not torch.bool]
-        self._mean = np.zeros(sum(b.numel() for b in self._floats))
-        self._most = np.zeros(sum(b.numel() for b in self._integers), np.int64)
+        self._model = model
+
+    def begin(self) -> None:
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
 
     def send(self, group: Group, rows: int, planned: int) -> None:
         """rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
-        if self._mean.size:
-            self._mean = _flat(self._floats, np.float64) * (rows / planned)
-            group.allreduce(self._mean)
-        if self._most.size:
-            self._most = _flat(self._integers, np.int64)
-            group.allreduce(self._most, op="max")
+        named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
+        self._floats = [b for _, b in named if b.is_floating_point()]
+        self._integers = [b for _, b in named if not b.is_floating_point()]
+        written = [self._written(name, b) for name, b in named if b.is_floating_point()]
+        # Zeros, not values times zero, which are NaN where a mask holds infinities.
+        self._mean = _flat(self._floats, torch.float64)
+        self._mean = self._mean * (rows / planned) if rows else np.zeros_like(self._mean)
+        group.allreduce(self._mean)
+        self._most = np.concatenate([_flat(self._integers, torch.int64), np.array(written, np.int64)])
+        group.allreduce(self._most, op="max")
 
     def apply(self) -> None:
-        _write(self._floats, self._mean)
-        _write(self._integers, self._most)
+        first_flag = len(self._most) - len(self._floats)
+        _write(self._floats, self._mean, self._most[first_flag:].tolist())
+        _write(self._integers, self._most, [1] * len(self._integers))
+
+    def _written(self, name: str, buffer: torch.Tensor) -> bool:
+        before, version = self._before.get(name, (None, 0))
+        return buffer is not before or buffer._version != version
 
 
-def _flat(buffers: list[torch.Tensor], dtype: type) -> np.ndarray:
-    return np.concatenate([buffer.detach().numpy().reshape(-1).astype(dtype) for buffer in buffers])
+def _flat(buffers: list[torch.Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
+    parts = [buffer.detach().reshape(-1).to(dtype) for buffer in buffers]
+    return torch.cat(parts).numpy() if parts else torch.empty(0, dtype=dtype).numpy()
 
 
-def _write(buffers: list[torch.Tensor], flat: np.ndarray) -> None:
+def _write(buffers: list[torch.Tensor], flat: npt.NDArray[Any], flags: Sequence[int]) -> None:
     end = 0
     with torch.no_grad():
-        for buffer in buffers:
-            part = torch.from_numpy(flat[end : end + buffer.numel()]).view(buffer.shape)
-            buffer.copy_(part)
+        for buffer, written in zip(buffers, flags, strict=True):
+            if written:
+                buffer.copy_(torch.from_numpy(flat[end : end + buffer.numel()]).view(buffer.shape))
             end += buffer.numel()

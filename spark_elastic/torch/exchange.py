@@ -1,15 +1,16 @@
 """Gradients of one step, summed over the world while backward still runs.
 
 Gradients are views of flat buckets, so that nothing is copied in or out. Hooks tell which gradients are there; one
-engine thread reduces the buckets strictly in the layout's order (R7). The training thread owns everything else and
-waits in `finish`. A failed exchange leaves no parameter touched: only bucket memory is void.
+engine thread, started with the first bucket that has peers, reduces them strictly in the layout's order (R7). The
+training thread owns everything else and waits in `finish`. A failed exchange leaves no parameter touched: only bucket
+memory is void. A step given up half-way is drained before the next one begins.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import numpy as np
@@ -24,34 +25,42 @@ BUCKET_BYTES = 25 << 20
 
 
 class _Engine:
-    """One thread that reduces what it is handed, in order. The first error stays until the next step begins."""
+    """One thread that reduces what it is handed, in order. The first error stays until `clear`."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Group, npt.NDArray[np.generic]] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open = 0
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        self._error = None
+        self._thread: threading.Thread | None = None
 
     def submit(self, group: Group, array: npt.NDArray[np.generic]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
+            self._thread.start()
         with self._changed:
             self._open += 1
         self._work.put((group, array))
 
-    def wait(self) -> None:
-        """Until all is reduced; raises what broke. The group's own timeout bounds the wait."""
+    def drain(self) -> None:
+        """Until nothing is under way, broken or not. The group's own timeout bounds the wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._open == 0)
+
+    def clear(self) -> None:
+        self._error = None
+
+    def wait(self) -> None:
+        """Until all is reduced; raises what broke."""
+        self.drain()
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -69,14 +78,20 @@ class _Engine:
 class GradientExchange:
     """Buckets, hooks and the engine thread for the parameters of one model; groups come and go.
 
-    A step: `begin`, backward passes (the last one after `expect_last`), `finish`; then gradients hold the sums over
-    all ranks and `apply` may follow. `close` detaches the gradients from the buckets.
+    A step: `begin`, backward passes, `finish`; then gradients hold the sums over all ranks and `apply` may follow.
+    Gradients that arrive outside of a step are not counted. `close` detaches the gradients from the buckets.
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], bucket_bytes: int = BUCKET_BYTES
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        bucket_bytes: int = BUCKET_BYTES,
+        prescale: float = 1.0,
+        opener: Callable[[], None] | None = None,
     ) -> None:
-        self._names, self._parameters = _trainable(named_parameters)
+        """prescale: factor on a bucket before it goes out. opener: called at a gradient that comes while no step is
+        open, to `open` one; for loops that call nothing before backward."""
+        self._names, self._parameters, self._frozen = _trainable(named_parameters)
         specs = [
             Spec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
             for name, p in zip(self._names, self._parameters, strict=True)
@@ -88,10 +103,13 @@ class GradientExchange:
         self._bucket_of = [0] * len(self._parameters)
         for number, bucket in enumerate(self._buckets):
             self._place(number, bucket)
-        self.present = np.zeros(len(self._parameters), np.bool_)
-        self._waiting = [0] * len(self._buckets)  # gradients that a bucket still lacks in the last backward
+        self._prescale = prescale
+        self._opener = opener
+        self._arrivals = [0] * len(self._parameters)
+        self._waiting = [0] * len(self._buckets)  # gradients that a bucket still lacks
         self._launched = 0
-        self._last = False
+        self._passes = 0
+        self._open = False
         self._group: Group | None = None
         self._engine = _Engine()
         self._hooks = [
@@ -111,27 +129,78 @@ class GradientExchange:
     def parameters(self) -> list[torch.nn.Parameter]:
         return self._parameters
 
-    def begin(self, group: Group) -> None:
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which parameters got a gradient in this step, in the order of `parameters`."""
+        return np.array(self._arrivals) > 0
+
+    @property
+    def in_bucket(self) -> list[bool]:
+        """Which gradients lie in their buckets."""
+        return [p.grad is view for p, view in zip(self._parameters, self._views, strict=True)]
+
+    @property
+    def is_open(self) -> bool:
+        """A step was opened and neither finished nor abandoned."""
+        return self._open
+
+    @property
+    def under_way(self) -> bool:
+        """Buckets of an open step have gone out."""
+        return self._open and self._launched > 0
+
+    @property
+    def group(self) -> Group | None:
+        """Of the newest step; None: it trains alone."""
+        return self._group
+
+    def begin(self, group: Group | None, passes: int) -> None:
+        """Open a step with gradients of zero. group: None trains alone. passes: backward passes until `finish`; 0 on a
+        rank without rows."""
+        self.open(group, passes)
+        self.zero()
+
+    def open(self, group: Group | None, passes: int) -> None:
+        """Begin to count; the gradients that there are stay."""
+        self.abandon()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InvalidInput(
+                    f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
+                )
+        self._group, self._passes, self._launched, self._open = group, passes, 0, True
+        self._arrivals = [0] * len(self._parameters)
+        self._waiting = [len(bucket.slices) * passes for bucket in self._buckets]
+
+    def zero(self) -> None:
         """Zero the buckets and make every gradient a view of its bucket."""
-        self._group = group
-        self._engine.begin()
-        self._launched, self._last = 0, False
-        self.present[:] = False
         for flat in self._flat:
             flat.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
 
-    def expect_last(self) -> None:
-        """The next backward is the last of this step: buckets go out as they fill."""
-        self._last = True
-        self._waiting = [len(bucket.slices) for bucket in self._buckets]
-
     def finish(self) -> None:
-        """Send what has not gone out (unused parameters, ranks without rows) and wait for all sums."""
+        """Send what has not gone out (unused parameters, ranks without rows) and wait for all sums.
+
+        Raises:
+            CollectiveError: the group broke; the gradients are void.
+        """
+        for index, arrivals in enumerate(self._arrivals):
+            if not arrivals:
+                self._adopt(index)
         while self._launched < len(self._buckets):
             self._launch()
         self._engine.wait()
+        self._open = False
+
+    def abandon(self) -> None:
+        """Give up the open step, if any: nothing of it is under way when this returns. Its group is of no more use
+        once buckets have gone out, since the peers wait for the rest."""
+        if self.under_way and self._group is not None:
+            self._group.abort("a step was given up in the middle of its exchange")
+        self._engine.drain()
+        self._engine.clear()
+        self._open = False
 
     def scale(self, factor: float) -> None:
         for flat in self._flat:
@@ -144,11 +213,11 @@ class GradientExchange:
                 parameter.grad = None
 
     def close(self) -> None:
+        self.abandon()
         self._engine.close()
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.drop_absent(np.zeros(len(self._parameters), np.bool_))
 
     def _place(self, number: int, bucket: Bucket) -> None:
         for part in bucket.slices:
@@ -159,35 +228,52 @@ class GradientExchange:
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd has added this parameter's gradient. Runs in the backward thread."""
-        parameter, view = self._parameters[index], self._views[index]
-        if parameter.grad is not view:  # autograd put a tensor of its own in place of the view
-            if parameter.grad is None or parameter.grad.is_sparse:
-                raise InvalidInput(
-                    f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False."
-                )
-            view.copy_(parameter.grad)
-            parameter.grad = view
-        self.present[index] = True
-        if not self._last:
+        if self._opener is not None:
+            self._opener()
+        if not self._open:
             return
+        if self._arrivals[index] == self._passes:
+            raise InvalidInput(
+                f"the gradient of parameter {self._names[index]!r} came more than {self._passes} times in one step: "
+                "call step() after that many backward passes, and use checkpointing with use_reentrant=False."
+            )
+        self._adopt(index)
+        self._arrivals[index] += 1
         self._waiting[self._bucket_of[index]] -= 1
         while self._launched < len(self._buckets) and self._waiting[self._launched] == 0:
             self._launch()
 
+    def _adopt(self, index: int) -> None:
+        """The parameter's gradient, wherever autograd or the user put it, becomes the view of its bucket."""
+        parameter, view = self._parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is view:
+            return
+        if gradient is None:
+            view.zero_()
+        elif gradient.is_sparse:
+            raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
+        else:
+            view.copy_(gradient.detach())
+        parameter.grad = view
+
     def _launch(self) -> None:
         flat = self._flat[self._launched]
         self._launched += 1
-        assert self._group is not None
-        if self._group.size > 1:
+        if self._group is not None and self._group.size > 1:
+            if self._prescale != 1.0:
+                flat.mul_(self._prescale)
             self._engine.submit(self._group, flat.numpy())
 
 
 def _trainable(
     named: Iterable[tuple[str, torch.nn.Parameter]],
-) -> tuple[list[str], list[torch.nn.Parameter]]:
-    names, parameters = [], []
+) -> tuple[list[str], list[torch.nn.Parameter], list[tuple[str, torch.nn.Parameter]]]:
+    """(names, parameters, frozen ones)"""
+    names, parameters, frozen = [], [], []
     for name, parameter in named:
         if not parameter.requires_grad:
+            frozen.append((name, parameter))
             continue
         if parameter.device.type != "cpu":
             raise InvalidInput(
@@ -201,4 +287,4 @@ def _trainable(
         parameters.append(parameter)
     if not parameters:
         raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
-    return names, parameters
+    return names, parameters, frozen

@@ -10,11 +10,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.nn.modules.loss import CTCLoss, _Loss
 
 from spark_elastic.errors import InvalidInput
+
+# A function that returns a mean hides what it divided by; the module of the same name does not.
+_MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
 
 
 @dataclass(frozen=True)
@@ -30,14 +45,17 @@ class RowLoss:
     """Wraps the user's loss, which is never changed. weighted: rows carry sample weights."""
 
     def __init__(self, loss: Callable[..., torch.Tensor], weighted: bool = False) -> None:
+        if getattr(loss, "__hash__", None) and loss in _MODULES:
+            loss = _MODULES[loss]()
+        reduction = getattr(loss, "reduction", None)
         self._weighted = weighted
-        self._summed = getattr(loss, "reduction", None) == "sum"
+        self._summed = reduction == "sum"
+        self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
-        # CTC's mean divides every row by its own length; "batchmean" and the like are no plain means either.
-        known = isinstance(loss, _Loss) and not isinstance(loss, CTCLoss)
-        if known and getattr(loss, "reduction", None) in ("mean", "sum", "none"):
+        # CTC's mean divides every row by the length of its own label, which its "none" does not.
+        if isinstance(loss, _Loss) and not isinstance(loss, CTCLoss):
             self._loss = copy.deepcopy(loss)
-            self._loss.reduction = "none"  # type: ignore[attr-defined]
+            self._loss.reduction = "none"
 
     def __call__(
         self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
@@ -49,13 +67,14 @@ class RowLoss:
         """
         rows = len(labels[0])
         value = self._loss(output, *labels)
+        self._check(value, output, rows)
         if value.ndim == 0:
             if self._weighted:
                 raise InvalidInput(
                     "sample_weight_col needs a loss of one number per row: use a torch loss module, or return a "
                     "tensor of one loss per row instead of their mean."
                 )
-            return LossSum(value * rows, float(rows))
+            return LossSum(value, 0.0) if self._summed else LossSum(value * rows, float(rows))
         per_row, divisors = self._by_row(value, labels, rows)
         if weights is not None:
             per_row, divisors = per_row * weights, divisors * weights
@@ -63,27 +82,37 @@ class RowLoss:
             return LossSum(per_row.sum(), 0.0)
         return LossSum(per_row.sum(), float(divisors.sum()))
 
+    def _check(self, value: Any, output: Any, rows: int) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise InvalidInput(
+                f"the loss returned {type(value).__name__}: return a tensor, of one loss per row or their mean."
+            )
+        if value.ndim and len(value) != rows:
+            raise InvalidInput(
+                f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
+            )
+        broadcasts = isinstance(self._loss, _Loss) and isinstance(output, torch.Tensor)
+        if broadcasts and value.numel() > output.numel():
+            raise InvalidInput(
+                f"the loss made {tuple(value.shape)} out of the model's output {tuple(output.shape)}: give output and "
+                "label the same shape."
+            )
+
     def _by_row(
         self, value: torch.Tensor, labels: tuple[torch.Tensor, ...], rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(n,) losses and (n,) divisors."""
-        if (
-            isinstance(self._loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss)
-            and not labels[0].is_floating_point()
-        ):
-            return value.reshape(rows, -1).sum(1), self._class_divisors(self._loss, labels[0]).reshape(
-                rows, -1
-            ).sum(1)
         flat = value.reshape(rows, -1)
-        per_row = flat.sum(1) if self._summed else flat.mean(1)
+        if isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss) and not labels[0].is_floating_point():
+            divisors = self._class_divisors(self._loss, labels[0])
+            return flat.sum(1), divisors.reshape(rows, -1).sum(1)
+        per_row = flat.sum(1) if self._per_row_sums else flat.mean(1)
         return per_row, torch.ones(rows, dtype=torch.float64)
 
-    def _class_divisors(
-        self, loss: torch.nn.CrossEntropyLoss | torch.nn.NLLLoss, label: torch.Tensor
-    ) -> torch.Tensor:
+    def _class_divisors(self, loss: nn.CrossEntropyLoss | nn.NLLLoss, label: torch.Tensor) -> torch.Tensor:
         """What torch divides by in its mean: the class weights of the labels, nothing for ignored ones."""
         counted = label != loss.ignore_index
         if loss.weight is None:
             return counted.to(torch.float64)
         weights = loss.weight.to(torch.float64)
-        return torch.where(counted, weights[label.clamp(min=0)], 0.0)
+        return torch.where(counted, weights[torch.where(counted, label, 0)], 0.0)

@@ -56,8 +56,10 @@ class TorchState:
 
     def capture(self) -> dict[str, Any]:
         """References to all there is, not copies."""
+        model = self.model.state_dict()
         return {
-            "model": self.model.state_dict(),
+            "model": model,
+            "unsaved": {n: b for n, b in self.model.named_buffers() if n not in model},  # persistent=False
             "optimizer": self.optimizer.state_dict(),
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "extras": self.extras,
@@ -68,7 +70,11 @@ class TorchState:
     def load(self, captured: dict[str, Any]) -> None:
         """Make the captured state this one's; parameters keep their identity."""
         self.model.load_state_dict(captured["model"])
-        self.optimizer.load_state_dict(captured["optimizer"])
+        buffers = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, value in captured["unsaved"].items():
+                buffers[name].copy_(value)
+        _load_optimizer(self.optimizer, captured["optimizer"])
         for scheduler, state in zip(self.schedulers, captured["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         self.extras = captured["extras"]
@@ -104,8 +110,19 @@ class TorchState:
         captured = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         for name, tensor in _tensors(captured, ""):
             hasher.update(name.encode())
-            hasher.update(memoryview(_bytes_of(tensor)))
+            hasher.update(_bytes_of(tensor).data)
         return hasher.hexdigest()
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, captured: dict[str, Any]) -> None:
+    """Bit by bit: torch casts an optimizer's tensors to its parameters' dtype, which loses counters and precision."""
+    optimizer.load_state_dict(captured)
+    numbers = [number for group in captured["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in captured["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
+                optimizer.state[parameter][key] = value.clone()
 
 
 def _pack(captured: dict[str, Any]) -> tuple[Bytes, Bytes]:
@@ -156,7 +173,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):
-        for key in value:
+        for key in sorted(value, key=str):
             yield from _tensors(value[key], f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
@@ -164,7 +181,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _crc(data: Bytes) -> int:
-    return zlib.crc32(memoryview(data))
+    return zlib.crc32(data.data)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

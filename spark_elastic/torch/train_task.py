@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.torch.columns import Columns
+from spark_elastic.torch.coupling import world_dependence
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.torch.loss import RowLoss
@@ -81,7 +83,15 @@ class TorchTrainTask:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(self._model.parameters())
         self._state = TorchState(
-            self._model, optimizer, history=[], loss=0.0, divisor=0.0, rows=0, seconds=0.0, sizes=[]
+            self._model,
+            optimizer,
+            history=[],
+            loss=0.0,
+            divisor=0.0,
+            rows=0,
+            seconds=0.0,
+            sizes=[],
+            warned=False,
         )
         self._exchange = GradientExchange(self._model.named_parameters())
         self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
@@ -114,6 +124,7 @@ class TorchTrainTask:
     def run(self, world: World, group: Group, session: Session) -> Outcome:
         self._begun = True
         self._mark("runs", group)
+        self._warn(group)
         try:
             return self._epochs(world, group, session)
         except CollectiveError:
@@ -184,6 +195,14 @@ class TorchTrainTask:
         sums.update(loss=0.0, divisor=0.0, rows=0, seconds=0.0, sizes=[])
         self._state.position = Position(here.epoch + 1, Phase.TRAIN, 0)
         session.tell(self._state.position)
+
+    def _warn(self, group: Group) -> None:
+        """R9: once a training, at its first world of several workers; that it was said is part of the state."""
+        if group.size > 1 and not self._state.extras["warned"]:
+            self._state.extras["warned"] = True
+            sentence = world_dependence(self._model)
+            if sentence is not None and group.rank == 0:
+                warnings.warn(sentence, UserWarning, stacklevel=2)
 
     def _mark(self, event: str, group: Group) -> None:
         self._ledger.mark(event, group.fence[1], self._state.position)

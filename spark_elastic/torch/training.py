@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,9 +94,11 @@ class StepTaker:
         state, here = self._state, self._state.position
         before = ForwardSnapshot(state.model)
         try:
-            self._exchange.begin(group)
-            loss, denominator = self._backward(share)
-            self._ledger.write_ahead(group.fence[1], here, share.row_ids)
+            parts = list(share.micro_batches(self._batch_size))
+            self._exchange.begin(group, len(parts))
+            self._buffers.begin()
+            self._ledger.write_ahead(group.fence[1], here, share.row_ids)  # buckets go out during backward
+            loss, denominator = self._backward(parts)
             self._exchange.finish()
             if group.size > 1:
                 self._buffers.send(group, len(share), share.planned)
@@ -123,16 +123,13 @@ class StepTaker:
             self._ledger.applied(group.fence[1], here, group.size)
         return verdict
 
-    def _backward(self, share: Share) -> tuple[float, float]:
+    def _backward(self, parts: Sequence[Share]) -> tuple[float, float]:
         """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
         loss, denominator = 0.0, 0.0
-        parts = list(share.micro_batches(self._batch_size))
-        for number, part in enumerate(parts):
-            if number == len(parts) - 1:
-                self._exchange.expect_last()
+        for part in parts:
             output = self._state.model(*part.features)
             summed = self._loss(output, part.labels, part.weights)
-            (summed.total / share.planned).backward()  # type: ignore[no-untyped-call]
+            (summed.total / part.planned).backward()  # type: ignore[no-untyped-call]
             loss += float(summed.total.detach())
             denominator += summed.denominator
         return loss, denominator
@@ -161,13 +158,11 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[tuple[int, FrameType | None]] = []
-    former = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    held: list[int] = []
+    former = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, former)
-    handler: Any = former
-    for number, frame in held:
-        if callable(handler):
-            handler(number, frame)
+        for number in held[:1]:
+            signal.raise_signal(number)

@@ -1,0 +1,38 @@
+"""Layers that make a step depend on how its rows are split over workers (R9). Pure looking at a module; no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+
+def world_dependence(model: torch.nn.Module) -> str | None:
+    """One sentence that names the layers, or None: then weights equal those of any other world, up to rounding."""
+    found = [f"{name or 'the model'} ({why})" for name, why in _dependent(model)]
+    if not found:
+        return None
+    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        f"the trained weights depend on the number of workers through {named}: every row still trains exactly once and "
+        "all workers hold the same weights."
+    )
+
+
+def _dependent(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
+            yield name, f"{type(module).__name__}: statistics of each worker's own rows"
+        elif _is_random(module):
+            yield name, f"{type(module).__name__}: random in each worker"
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.RReLU):
+        return True
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, float | int) and rate > 0.0  # RNNs and attention hold a number, others a module

@@ -1,0 +1,346 @@
+"""`DistributedOptimizer`: alone as the plain optimizer, in a world as one process over all the batches."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch import Average, DistributedOptimizer, Sum, optimizer
+from spark_elastic.worker.context import Current
+from tests.unit.torch.worlds import in_a_world
+
+X = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+NET = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def net() -> torch.nn.Sequential:
+    """The same one each time, whatever other threads draw."""
+    return copy.deepcopy(NET)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def plain(batches: list[torch.Tensor], make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
+    model = net()
+    opt = make(model.parameters())
+    for batch in batches:
+        opt.zero_grad()
+        model(batch).pow(2).mean().backward()
+        opt.step()
+    return weights(model)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1)
+
+
+class Here(threading.local):
+    """The current worker of each thread, as each process has one of its own."""
+
+    group: Group | None = None
+    is_worker = False
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    made = Here()
+    monkeypatch.setattr(
+        optimizer, "current", lambda: Current("w", group=made.group) if made.is_worker else None
+    )
+    return made
+
+
+def enter(here: Here, group: Group | None) -> None:
+    here.group, here.is_worker = group, True
+
+
+@pytest.fixture
+def alone() -> Iterator[tuple[torch.nn.Sequential, Any]]:
+    model = net()
+    opt = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
+    yield model, opt
+    opt.close()
+
+
+def test_alone_it_is_the_plain_optimizer(alone: tuple[torch.nn.Sequential, Any]) -> None:
+    model, opt = alone
+    assert isinstance(opt, torch.optim.Adam)
+    for _ in range(3):
+        opt.zero_grad()
+        model(X).pow(2).mean().backward()
+        opt.step()
+    assert torch.equal(weights(model), plain([X] * 3, adam))
+
+
+@pytest.mark.parametrize("predivide", [1.0, 4.0])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_average_of_three_ranks_equals_one_process(here: Here, passes: int, predivide: float) -> None:
+    parts = X.reshape(3, passes, -1, 5)
+
+    def work(group: Group) -> torch.Tensor:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(
+            adam(model.parameters()),
+            model.named_parameters(),
+            backward_passes_per_step=passes,
+            gradient_predivide_factor=predivide,
+        )
+        for _ in range(3):
+            opt.zero_grad()
+            for part in parts[group.rank]:
+                (model(part).pow(2).mean() / passes).backward()
+            opt.step()
+        opt.close()
+        return weights(model)
+
+    replicas = in_a_world(3, work)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
+
+
+def test_sum_is_not_divided_and_clipping_comes_between(here: Here) -> None:
+    def work(group: Group) -> tuple[float, torch.Tensor]:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=Sum)
+        opt.zero_grad()
+        model(X[group.rank * 6 :][:6]).pow(2).sum().backward()
+        opt.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with opt.skip_synchronize():
+            opt.step()
+        opt.close()
+        return float(norm), weights(model)
+
+    model = net()
+    model(X).pow(2).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for seen, replica in in_a_world(2, work):
+        assert seen == pytest.approx(float(norm), rel=1e-12)
+        assert torch.allclose(replica, weights(model), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_gradient_that_nobody_had_is_none_and_one_that_a_rank_had_is_averaged(
+    here: Here, by_model: bool
+) -> None:
+    """Weight decay would move a parameter with a gradient of zero."""
+
+    def work(group: Group) -> list[torch.Tensor | None]:
+        enter(here, group)
+        layers = torch.nn.ModuleList(torch.nn.Linear(5, 1, bias=False, dtype=torch.float64) for _ in range(3))
+        torch.nn.init.ones_(layers[2].weight)  # type: ignore[arg-type]
+        opt: Any = DistributedOptimizer(adam(layers.parameters()), layers.named_parameters())
+        for step in range(2):
+            (layers if by_model else opt).zero_grad()
+            used = [layers[0], layers[1]] if step == 0 or group.rank == 0 else [layers[0]]
+            sum(layer(X).sum() for layer in used).backward()
+            opt.synchronize()
+        found = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+        opt.step()
+        opt.close()
+        assert torch.equal(layers[2].weight, torch.ones_like(layers[2].weight))  # type: ignore[arg-type]
+        return found
+
+    total = X.sum(0, keepdim=True)
+    for first, second, third in in_a_world(2, work):
+        assert third is None
+        assert first is not None
+        assert second is not None
+        assert torch.allclose(first, total)
+        assert torch.allclose(second, total / 2)
+
+
+def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: Here) -> None:
+    broken = threading.Barrier(2)
+
+    def work(group: Group) -> None:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
+        opt.zero_grad()
+        model(X).pow(2).mean().backward()
+        opt.step()
+        before, moments = weights(model).clone(), str(opt.state_dict())
+        broken.wait(20)
+        if group.rank == 0:
+            group.abort("for the test")
+        opt.zero_grad()
+        with pytest.raises(CollectiveError):  # noqa: PT012 - where it shows depends on who is faster
+            model(X).pow(2).mean().backward()
+            opt.step()
+        assert torch.equal(weights(model), before)
+        assert str(opt.state_dict()) == moments
+        assert all(p.grad is None for p in model.parameters())
+        here.is_worker = False  # the next world is one of its own
+        opt.zero_grad()
+        model(X).pow(2).mean().backward()
+        opt.step()
+        assert torch.equal(weights(model), plain([X, X], adam))
+        opt.close()
+
+    in_a_world(2, work)
+
+
+def test_a_step_given_up_in_one_world_does_not_reach_into_the_next(here: Here) -> None:
+    """Buckets of the first step are on their way when user code leaves it; then a new group is there."""
+    models = [net(), net()]
+    opts: list[Any] = [DistributedOptimizer(adam(m.parameters()), m.named_parameters()) for m in models]
+
+    def give_up(group: Group) -> None:
+        enter(here, group)
+        if group.rank == 0:  # rank 1 never comes to this step
+            opts[0].zero_grad()
+            models[0](X).pow(2).mean().backward()
+
+    def go_on(group: Group) -> None:
+        enter(here, group)
+        opts[group.rank].zero_grad()
+        models[group.rank](X).pow(2).mean().backward()
+        opts[group.rank].step()
+
+    in_a_world(2, give_up)
+    in_a_world(2, go_on, generation=2)
+    for model, opt in zip(models, opts, strict=True):
+        assert torch.allclose(weights(model), plain([X], adam), rtol=0, atol=1e-12)
+        opt.close()
+
+
+def test_between_two_worlds_it_cannot_step(here: Here, alone: tuple[torch.nn.Sequential, Any]) -> None:
+    _, opt = alone
+    enter(here, None)
+    with pytest.raises(CollectiveError, match="between two worlds"):
+        opt.step()
+
+
+@pytest.mark.parametrize("scheduler_first", [False, True])
+def test_schedulers_work_on_it(scheduler_first: bool) -> None:
+    model = net()
+    plain_sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early = torch.optim.lr_scheduler.StepLR(plain_sgd, 1, 0.5) if scheduler_first else None
+        opt: Any = DistributedOptimizer(plain_sgd, model.named_parameters())
+        scheduler = early or torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        for _ in range(2):
+            opt.zero_grad()
+            model(X).pow(2).mean().backward()
+            opt.step()
+            scheduler.step()
+    assert opt.param_groups[0]["lr"] == plain_sgd.param_groups[0]["lr"] == 0.25
+    opt.load_state_dict(
+        opt.state_dict() | {"param_groups": [opt.state_dict()["param_groups"][0] | {"lr": 3.0}]}
+    )
+    assert plain_sgd.param_groups[0]["lr"] == 3.0
+    opt.close()
+
+
+def test_hooks_of_the_step_run_once(alone: tuple[torch.nn.Sequential, Any]) -> None:
+    _, opt = alone
+    calls: list[str] = []
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
+    opt.load_state_dict(opt.state_dict())  # torch patches the class's step again here
+    opt.step()
+    assert calls == ["before", "after"]
+
+
+def test_a_closure_is_exchanged_before_the_update(here: Here) -> None:
+    def work(group: Group) -> torch.Tensor:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), op=Average)
+
+        def closure() -> torch.Tensor:
+            opt.zero_grad()
+            loss = model(X[group.rank * 6 :][:6]).pow(2).mean()
+            loss.backward()
+            return loss
+
+        assert opt.step(closure) > 0
+        opt.close()
+        return weights(model)
+
+    for replica in in_a_world(2, work):
+        assert torch.allclose(replica, plain([X], adam), rtol=0, atol=1e-12)
+
+
+def test_zero_grad_between_backward_and_step_is_an_error(alone: tuple[torch.nn.Sequential, Any]) -> None:
+    model, opt = alone
+    model(X).sum().backward()
+    with pytest.raises(InvalidInput, match="between backward"):
+        opt.zero_grad()
+    opt.step()
+    opt.zero_grad()
+
+
+def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.Sequential, Any]) -> None:
+    model, opt = alone
+    model(X).sum().backward()
+    with pytest.raises(InvalidInput, match="more than 1 times"):
+        model(X).sum().backward()
+    opt.synchronize()
+    opt.set_backward_passes_per_step(2)
+    opt.zero_grad()
+    model(X).sum().backward()
+    model(X).sum().backward()
+    with pytest.raises(InvalidInput, match="between steps"):
+        opt.set_backward_passes_per_step(1)
+    with pytest.raises(InvalidInput, match="synchronize"), opt.skip_synchronize():
+        opt.step()
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"compression": object()}, "compression"),
+        ({"num_groups": 2}, "num_groups"),
+        ({"groups": [[]]}, "groups"),
+        ({"sparse_as_dense": True}, "sparse_as_dense"),
+        ({"process_set": object()}, "process_set"),
+        ({"op": "adasum"}, "Average or Sum"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+        ({"gradient_predivide_factor": 2.0, "op": Sum}, "op=Sum"),
+        ({"gradient_predivide_factor": 0.0}, "above 0"),
+    ],
+)
+def test_what_is_not_supported_is_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        DistributedOptimizer(adam(net().parameters()), **arguments)
+
+
+def test_names_are_checked() -> None:
+    model = net()
+    pairs = list(model.named_parameters())
+    for named, says in (
+        (pairs[:-1], "lacks 1"),
+        ([*pairs, ("0.weight", torch.nn.Parameter(torch.ones(1)))], "a name twice: 0.weight"),
+        ([*pairs, ("again", pairs[0][1])], "a parameter twice: 0.weight, again"),
+        (model.parameters(), "pairs of name and parameter"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            DistributedOptimizer(adam(model.parameters()), named)  # type: ignore[arg-type]
+
+
+def test_it_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Sequential, Any]) -> None:
+    model, opt = alone
+    for wrong in (opt, torch.optim.LBFGS(model.parameters())):
+        with pytest.raises(InvalidInput, match="wraps a plain optimizer once"):
+            DistributedOptimizer(wrong)
+    with pytest.raises(InvalidInput, match="before wrapping"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})

@@ -1,0 +1,36 @@
+"""Worlds of threads in this process, over the engine's loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from elastic_collectives import Endpoint, Group, connect
+
+T = TypeVar("T")
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeout: float = 20.0) -> list[T]:
+    """`work` on every rank of a world of `size` threads; what it returned, in rank order. Raises what a rank raised."""
+    blobs: list[bytes] = [b""] * size
+    all_there = threading.Barrier(size)
+
+    def be(rank: int) -> T:
+        def exchange(blob: bytes) -> list[bytes]:
+            blobs[rank] = blob
+            all_there.wait(timeout)
+            return blobs
+
+        with (
+            Endpoint(KEY) as endpoint,
+            connect(endpoint, rank, size, (1, generation), exchange, timeout) as group,
+        ):
+            done = work(group)
+            all_there.wait(timeout)  # nobody hangs up on ranks that still read
+            return done
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(be, rank) for rank in range(size)]]
