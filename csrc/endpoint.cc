@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "address.h"
 
@@ -59,7 +60,7 @@ Endpoint::~Endpoint() { close(); }
 void Endpoint::park(int fd, const Hello& hello) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
-  if (parked_.size() >= kMostParked) {
+  if (closed_ || parked_.size() >= kMostParked) {
     ::close(fd);
     return;
   }
@@ -84,10 +85,27 @@ std::vector<std::pair<int, Hello>> Endpoint::takeParked(const Fence& fence) {
   return taken;
 }
 
+void Endpoint::leave(Incoming incoming) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_ || unproven_.size() >= kMostParked) {
+    ::close(incoming.fd);
+  } else {
+    unproven_.push_back(std::move(incoming));
+  }
+}
+
+std::vector<Incoming> Endpoint::takeUnproven() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(unproven_, {});
+}
+
 void Endpoint::close() {
   std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
   for (auto& parked : parked_) ::close(parked.fd);
+  for (auto& incoming : unproven_) ::close(incoming.fd);
   parked_.clear();
+  unproven_.clear();
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
 }

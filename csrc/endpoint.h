@@ -12,6 +12,15 @@
 
 namespace elastic {
 
+struct Incoming {  // accepted, not yet proven
+  int fd;
+  Hello hello;
+  Nonce nonce{};
+  bool challenged = false;
+  std::vector<char> got;
+  std::chrono::steady_clock::time_point until;
+};
+
 class Endpoint {
  public:
   // Listens on `host`, on any port (first == 0) or on the first free one of [first, last].
@@ -28,6 +37,9 @@ class Endpoint {
   void park(int fd, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<int, Hello>> takeParked(const Fence& fence);
+  // A handshake that a closing mesh could not end; the next one goes on with it. Takes the descriptor.
+  void leave(Incoming incoming);
+  std::vector<Incoming> takeUnproven();
   void close();
 
  private:
@@ -41,8 +53,10 @@ class Endpoint {
   const std::string key_;
   std::string address_;
   std::atomic<int> fd_{-1};
-  std::mutex mutex_;  // guards parked_
+  std::mutex mutex_;  // guards what follows
+  bool closed_ = false;
   std::vector<Parked> parked_;
+  std::vector<Incoming> unproven_;
 };
 
 }  // namespace elastic

@@ -6,7 +6,7 @@
 #include <gloo/broadcast.h>
 #include <gloo/math.h>
 
-#include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 namespace elastic {
@@ -57,7 +57,11 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
 Group::~Group() { close(); }
 
 void Group::allreduce(void* data, size_t count, DataType type, ReduceOp op, const std::string& algorithm) {
+  const bool small = count * widthOf(type) <= bcubeLimit_;
+  const bool bcube = algorithm == "bcube" || (algorithm == "auto" && small);
+  const auto details = static_cast<uint64_t>(type) << 16 | static_cast<uint64_t>(op) << 8 | uint64_t{bcube};
   gloo::AllreduceOptions options(world_);
+  options.setTag(enter(CallKind::kAllreduce, count * widthOf(type), details));
   switch (type) {
     case DataType::kFloat32:
       setData<float>(options, data, count, op);
@@ -72,18 +76,20 @@ void Group::allreduce(void* data, size_t count, DataType type, ReduceOp op, cons
       setData<int64_t>(options, data, count, op);
       break;
   }
-  const bool small = count * widthOf(type) <= bcubeLimit_;
-  const bool bcube = algorithm == "bcube" || (algorithm == "auto" && small);
   options.setAlgorithm(bcube ? gloo::AllreduceOptions::Algorithm::BCUBE : gloo::AllreduceOptions::Algorithm::RING);
-  options.setTag(tag_++);
   gloo::allreduce(options);
+}
+
+uint32_t Group::enter(CallKind kind, size_t bytes, uint64_t details) {
+  mesh_->enter(Call{bytes, tag_, kind, details});
+  return tag_++;
 }
 
 void Group::broadcast(void* data, size_t bytes, int root) {
   gloo::BroadcastOptions options(world_);
   options.setOutput(static_cast<char*>(data), bytes);
   options.setRoot(root);
-  options.setTag(tag_++);
+  options.setTag(enter(CallKind::kBroadcast, bytes, static_cast<uint64_t>(root)));
   gloo::broadcast(options);
 }
 
@@ -91,13 +97,13 @@ void Group::allgather(const void* in, void* out, const std::vector<size_t>& size
   gloo::AllgathervOptions options(world_);
   options.setInput(static_cast<char*>(const_cast<void*>(in)), sizes[static_cast<size_t>(rank_)]);
   options.setOutput(static_cast<char*>(out), sizes);
-  options.setTag(tag_++);
+  options.setTag(enter(CallKind::kAllgather, std::accumulate(sizes.begin(), sizes.end(), size_t{0}), 0));
   gloo::allgatherv(options);
 }
 
 void Group::barrier() {
   gloo::BarrierOptions options(world_);
-  options.setTag(tag_++);
+  options.setTag(enter(CallKind::kBarrier, 0, 0));
   gloo::barrier(options);
 }
 

@@ -49,6 +49,8 @@ class Group {
   const size_t bcubeLimit_;
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<World> world_;
+  uint32_t enter(CallKind kind, size_t bytes, uint64_t details);
+
   uint32_t tag_ = 0;  // equal on all ranks as long as they call the same collectives in the same order
 };
 

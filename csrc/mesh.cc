@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::chrono::seconds kHandshakeWithin{10};
 constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks for Ctrl-C and expired strangers
-constexpr std::chrono::seconds kSilent{1};        // a peer that waits says so far more often than this
+constexpr std::chrono::seconds kSilent{1};        // a peer that has waited for long says so far more often than this
 constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
 constexpr std::chrono::milliseconds kGoodbyeWithin{50};
 constexpr size_t kMostIncoming = 1024;
@@ -45,7 +45,7 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
   }
   watch(event_, EPOLLIN, true);
   watch(endpoint_->fd(), EPOLLIN, true);
-  adoptParked();
+  adoptLeftOver();
 }
 
 Mesh::~Mesh() { close(); }
@@ -61,7 +61,8 @@ void Mesh::close() {
   for (auto& pair : pairs_) {
     if (pair) static_cast<Pair*>(pair.get())->shut();
   }
-  for (auto& entry : incoming_) ::close(entry.first);
+  // Those in the midst of a handshake may be of the next generation already.
+  for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second));
   incoming_.clear();
   if (epoll_ >= 0) ::close(epoll_);
   if (event_ >= 0) ::close(event_);
@@ -77,6 +78,12 @@ Pair& Mesh::pair(int rank) { return static_cast<Pair&>(*pairs_.at(rank)); }
 void Mesh::check() {
   Lock lock(mu_);
   checkLocked();
+}
+
+void Mesh::enter(const Call& call) {
+  Lock lock(mu_);
+  checkLocked();
+  call_ = call;
 }
 
 void Mesh::checkLocked() const {
@@ -106,7 +113,8 @@ void Mesh::wake() {
 
 void Mesh::wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what) {
   if (timeout == gloo::transport::kUnsetTimeout) timeout = timeout_;
-  const auto deadline = timeout.count() == 0 ? Clock::time_point::max() : Clock::now() + timeout;
+  const auto begin = Clock::now();
+  const auto deadline = timeout.count() == 0 ? Clock::time_point::max() : begin + timeout;
   while (!done()) {
     checkLocked();
     const auto now = Clock::now();
@@ -116,7 +124,7 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, std::chrono::mill
     if (polling_) {
       if (news_.wait_for(lock, slice) == std::cv_status::timeout) askForSignals(lock);
     } else {
-      lead(lock, slice);
+      lead(lock, slice, timeout.count() != 0 && now - begin >= timeout / 2);
     }
   }
 }
@@ -139,7 +147,7 @@ void Mesh::timeOut(std::chrono::milliseconds timeout, const char* what, bool sus
   checkLocked();
 }
 
-void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout) {
+void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout, bool late) {
   epoll_event events[64];
   polling_ = true;
   lock.unlock();
@@ -149,7 +157,7 @@ void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout) {
   news_.notify_all();
   for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
   if (ready > 0) return;
-  if (!failure_) whenIdle();
+  if (!failure_) whenIdle(late);
   askForSignals(lock);
 }
 
@@ -164,9 +172,11 @@ void Mesh::askForSignals(Lock& lock) {
   lock.lock();
 }
 
-void Mesh::whenIdle() {
+void Mesh::whenIdle(bool late) {
   dropExpired();
-  adoptParked();
+  adoptLeftOver();
+  // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
+  if (!late) return;
   for (int r = 0; r < size; r++) {
     if (r != rank) pair(r).sayHere();
   }
@@ -245,8 +255,13 @@ void Mesh::adoptProven(int fd, const Hello& hello) {
   }
 }
 
-void Mesh::adoptParked() {
+// What meshes before this one accepted and could not use.
+void Mesh::adoptLeftOver() {
   for (const auto& [fd, hello] : endpoint_->takeParked(fence_)) adoptProven(fd, hello);
+  for (auto& incoming : endpoint_->takeUnproven()) {
+    watch(incoming.fd, EPOLLIN, true);
+    incoming_.emplace(incoming.fd, std::move(incoming));
+  }
 }
 
 void Mesh::forget(int fd, bool close) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "address.h"
+#include "call.h"
 #include "endpoint.h"
 #include "failure.h"
 
@@ -45,19 +46,12 @@ class Mesh : public gloo::transport::Context {
   void close();
   // Throws the failure, if there is one.
   void check();
+  // What the frames that follow belong to.
+  void enter(const Call& call);
 
  private:
   friend class Pair;
   friend class Buffer;
-
-  struct Incoming {  // accepted, not yet proven
-    int fd;
-    Hello hello;
-    Nonce nonce{};
-    bool challenged = false;
-    std::vector<char> got;
-    Clock::time_point until;
-  };
 
   Pair& pair(int rank);
   void checkLocked() const;
@@ -65,16 +59,16 @@ class Mesh : public gloo::transport::Context {
   // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
   void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
   void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);
-  void lead(Lock& lock, std::chrono::milliseconds timeout);
+  void lead(Lock& lock, std::chrono::milliseconds timeout, bool late);
   void askForSignals(Lock& lock);
-  void whenIdle();
+  void whenIdle(bool late);
   void dispatch(int fd, uint32_t events);
   void acceptAll();
   void proceed(Incoming& incoming);
   void greet(Incoming& incoming);
   void adopt(Incoming& incoming);
   void adoptProven(int fd, const Hello& hello);
-  void adoptParked();
+  void adoptLeftOver();
   void forget(int fd, bool close);
   void dropExpired();
   void watch(int fd, uint32_t events, bool add);
@@ -93,6 +87,7 @@ class Mesh : public gloo::transport::Context {
   std::unique_ptr<Failure> failure_;
   std::unordered_map<int, Pair*> byFd_;
   std::unordered_map<int, Incoming> incoming_;
+  Call call_;           // the collective that this rank is in, or was in last
   size_t spilled_ = 0;  // bytes that arrived before anybody asked for them
 };
 

@@ -20,6 +20,7 @@ namespace {
 constexpr size_t kMostAside = size_t{1} << 28;  // bytes stored for collectives that have not begun here
 constexpr size_t kLongestGoodbye = size_t{1} << 16;
 constexpr size_t kLongestReason = 4096;
+constexpr std::chrono::milliseconds kHereEvery{150};
 
 std::vector<char> encode(const Failure& failure) {
   std::vector<int32_t> numbers{static_cast<int32_t>(failure.cause), static_cast<int32_t>(failure.ranks.size())};
@@ -65,7 +66,7 @@ void Pair::send(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   mesh_.checkLocked();
   auto buffer = static_cast<Buffer*>(unbound);
   buffer->pending_++;
-  sends_.push_back({buffer, {slot, nbytes}, static_cast<const char*>(buffer->ptr) + offset});
+  sends_.push_back({buffer, {slot, nbytes, mesh_.call_}, static_cast<const char*>(buffer->ptr) + offset});
   open();
   if (state_ == State::kUp && sends_.size() == 1) flush();
 }
@@ -235,6 +236,7 @@ bool Pair::readInto(char* data, size_t& have, size_t size) {
 
 // A header is there: find where its body goes. False: it has to wait, or the group has failed.
 bool Pair::place() {
+  if (!sameCall()) return false;
   aside_ = !take(target_);
   if (aside_ && !placeAside()) return false;
   if (target_.size != header_.size) {
@@ -279,6 +281,17 @@ void Pair::complete(const Receive& receive) {
   mesh_.news_.notify_all();
 }
 
+bool Pair::sameCall() {
+  const Call& mine = mesh_.call_;
+  if (!mine.conflicts(header_.call)) return true;
+  const bool alike = mine.kind == header_.call.kind && mine.bytes == header_.call.bytes;
+  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
+                    mesh_.me() + " called " + mine.text() + " and rank " + std::to_string(peer_) + " called " +
+                        header_.call.text() + (alike ? " with another type, operation, algorithm or root" : "") +
+                        ": all ranks must call the same collectives in the same order with the same sizes");
+  return false;
+}
+
 void Pair::mismatch(size_t expected, size_t got) {
   mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
                     mesh_.me() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(got) + " bytes where " +
@@ -289,7 +302,7 @@ void Pair::mismatch(size_t expected, size_t got) {
 void Pair::deliver() {
   inBody_ = false;
   if (!aside_) return complete(target_);
-  if (header_.slot == kHereSlot) return;
+  if (header_.slot == kHereSlot) return sayHere();
   if (header_.slot == kGoodbyeSlot) {
     const Failure failure = decode(asideBody_, peer_);
     return mesh_.abortLocked(failure.cause, failure.ranks, failure.what());
@@ -314,10 +327,12 @@ void Pair::fail(const std::string& why) {
   if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, link() + ": " + why);
 }
 
-// Tells a peer that waits for us that we do so too; only where nothing else is on its way.
+// Tells the peer that we live and wait; only where nothing else is on its way.
 void Pair::sayHere() {
-  if (state_ != State::kUp || !sends_.empty()) return;
-  sends_.push_back({nullptr, {kHereSlot, 0}, nullptr});
+  const auto now = Mesh::Clock::now();
+  if (state_ != State::kUp || !sends_.empty() || now - said_ < kHereEvery) return;
+  said_ = now;
+  sends_.push_back({nullptr, {kHereSlot, 0, {}}, nullptr});
   flush();
 }
 
@@ -327,7 +342,7 @@ void Pair::sayGoodbye(const Failure& failure, Mesh::Clock::time_point until) {
   if (state_ == State::kUp) {
     const std::vector<char> body = encode(failure);
     while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
-    sends_.push_back({nullptr, {kGoodbyeSlot, body.size()}, body.data()});
+    sends_.push_back({nullptr, {kGoodbyeSlot, body.size(), {}}, body.data()});
     while (!sends_.empty()) {
       if (sendFront()) continue;
       const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Mesh::Clock::now());

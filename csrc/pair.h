@@ -18,6 +18,7 @@ namespace elastic {
 struct FrameHeader {
   uint64_t slot;
   uint64_t size;
+  Call call;
 };
 
 // Slots that Gloo never uses.
@@ -78,6 +79,7 @@ class Pair : public gloo::transport::Pair {
   void complete(const Receive& receive);
   void deliver();
   void mismatch(size_t expected, size_t got);
+  bool sameCall();
   void fail(const std::string& why);
   void arm();
   std::string link() const;
@@ -100,7 +102,7 @@ class Pair : public gloo::transport::Pair {
   bool inBody_ = false, paused_ = false, aside_ = false, draining_ = false;
   Receive target_{};
   std::vector<char> asideBody_;
-  Mesh::Clock::time_point heard_{};  // when its last byte was read
+  Mesh::Clock::time_point heard_{}, said_{};  // when its last byte was read; when we last told it that we wait
 };
 
 }  // namespace elastic

@@ -1,0 +1,98 @@
+"""How a group ends: killed and stopped peers, abort, mismatch, Ctrl-C; and what comes after it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.component.collectives import calls
+from tests.component.collectives.ranks import Failed, Pool, answers, each
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1), (4, 0), (5, 3)])
+def test_every_survivor_names_the_killed_rank(
+    pool: Pool, size: int, victim: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = pool.take(size)
+    pool.world(ranks)
+    for rank in ranks:
+        rank.call(calls.reduce_until_it_fails, victim, signal.SIGKILL)
+    survivors = [rank for number, rank in enumerate(ranks) if number != victim]
+    ends = answers(survivors)
+    assert [(end.kind, end.ranks) for end in ends] == [("PeerLost", (victim,))] * (size - 1)
+    assert len({end.reason for end in ends}) <= 2  # the cause of whoever noticed first, on both of its sides
+    begin = time.perf_counter()
+    pool.world(survivors)
+    assert each(survivors, calls.reduce_once, 500_000) == [size * (size - 1) / 2] * (size - 1)
+    with capsys.disabled():
+        print(f" [{1000 * (time.perf_counter() - begin):.0f} ms to a new world's sum]", end="")
+
+
+def test_every_rank_names_the_stopped_one(pool: Pool) -> None:
+    ranks = pool.take(4)
+    pool.world(ranks, timeout=1.5)
+    for rank in ranks:
+        rank.call(calls.reduce_until_it_fails, 3, signal.SIGSTOP)
+    ends = answers(ranks[:3])
+    ranks[3].signal(signal.SIGCONT)
+    assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (3,))] * 3
+    assert "waiting for rank(s) 3" in ends[0].reason
+    assert ranks[3].answer().kind in {"CollectiveTimeout", "PeerLost"}  # whether it hears or sees them go
+
+
+def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
+    ranks = pool.take(4)
+    pool.world(ranks, timeout=60)
+    for rank in ranks:
+        rank.call(calls.reduce_until_it_fails, 3, signal.SIGSTOP)
+    time.sleep(0.3)  # for the exchange to stand still; sooner is just as right
+    ranks[0].abort("rank 3 lost its heartbeat")
+    ends = answers(ranks[:3])
+    ranks[3].signal(signal.SIGCONT)
+    assert ends == [Failed("GroupAborted", (), "rank 3 lost its heartbeat")] * 3
+    assert ranks[3].answer().kind in {"GroupAborted", "PeerLost"}
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "bcube"])
+def test_other_sizes_are_a_mismatch_on_every_rank(pool: Pool, algorithm: str) -> None:
+    ranks = pool.take(4)
+    pool.world(ranks)
+    each(ranks, calls.barrier)  # word of a failure goes along connections, so let all be open
+    ends = each(ranks, calls.reduce_own_size, [3, 3, 4, 3], algorithm)
+    assert {end.kind for end in ends} == {"MismatchError"}
+    assert all(2 in end.ranks and "24 bytes" in end.reason and "32 bytes" in end.reason for end in ends)
+
+
+def test_other_collectives_are_a_mismatch_on_every_rank(pool: Pool) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks)
+    each(ranks, calls.barrier)
+    for rank, function in zip(ranks, (calls.barrier, calls.gather, calls.barrier), strict=True):
+        rank.call(function)
+    ends = answers(ranks)
+    assert {end.kind for end in ends} == {"MismatchError"}
+    assert all("barrier" in end.reason and "allgather" in end.reason for end in ends)
+
+
+def test_a_failed_group_never_works_again(pool: Pool) -> None:
+    ranks = pool.take(2)
+    pool.world(ranks)
+    each(ranks, calls.reduce_own_size, [3, 4], "ring")
+    assert each(ranks, calls.try_everything) == [{"MismatchError"}] * 2
+    pool.world(ranks)
+    assert each(ranks, calls.reduce_once, 10) == [3.0, 3.0]
+
+
+def test_ctrl_c_ends_a_blocked_collective_and_the_peers_wait(pool: Pool) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks, timeout=60)
+    for rank in ranks[:2]:
+        rank.call(calls.barrier)
+    time.sleep(0.3)  # for both to be blocked; an interrupt that comes sooner is raised just the same
+    ranks[0].signal(signal.SIGINT)
+    assert ranks[0].answer().kind == "KeyboardInterrupt"
+    end = ranks[1].answer()
+    assert (end.kind, end.ranks) == ("GroupAborted", (0,))
+    assert each(ranks[:1], calls.try_everything) == [{"GroupAborted"}]

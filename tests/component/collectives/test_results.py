@@ -1,0 +1,37 @@
+"""What collectives compute, on real processes, in worlds of one to five."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.component.collectives import calls
+from tests.component.collectives.ranks import Pool, answers, each
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_r07_sums_are_right_and_equal_bit_by_bit(pool: Pool, size: int) -> None:
+    ranks = pool.take(size)
+    pool.world(ranks)
+    found = each(ranks, calls.reduce_everything)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    assert len({digest for _, digest in found}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_other_collective_is_right(pool: Pool, size: int) -> None:
+    ranks = pool.take(size)
+    pool.world(ranks)
+    assert each(ranks, calls.everything_else) == [[]] * size
+
+
+def test_two_hundred_generations_on_one_endpoint_leak_nothing(pool: Pool) -> None:
+    ranks = pool.take(3)
+    first = max(next(pool.generations) for _ in range(200)) - 199
+    everybody = [rank.address for rank in ranks]
+    for number, rank in enumerate(ranks):
+        rank.call(calls.rebuild, everybody, number, first, 200)
+    for answer in answers(ranks):
+        early, late = answer
+        assert late["descriptors"] <= early["descriptors"] + 2  # a neighbour's hello may just be coming in
+        assert late["threads"] == early["threads"]
+        assert late["bytes"] < early["bytes"] + (4 << 20)
