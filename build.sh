@@ -85,7 +85,7 @@ has_gloo() { [ -n "${Gloo_DIR:-}" ] || [ -e /usr/include/gloo/context.h ] || [ -
 # The engine, built where Python finds it (python/elastic_collectives); nothing is done while its sources stay.
 setup_engine() {
     local now
-    now=$({ find csrc CMakeLists.txt -type f -print0 | sort -z | xargs -0 sha256sum; python --version; } | sha256sum)
+    now=$({ find csrc tests/native CMakeLists.txt -type f -print0 | sort -z | xargs -0 sha256sum; python --version; } | sha256sum)
     if [ "$(cat "$NATIVE/.stamp" 2>/dev/null)" = "$now" ] && compgen -G "python/elastic_collectives/_engine*.so" >/dev/null; then
         return
     fi
@@ -93,7 +93,7 @@ setup_engine() {
     system_package libgloo-dev has_gloo
     say "building the engine"
     cmake -S . -B "$NATIVE" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$VENV/bin/python" \
-        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" >"$NATIVE.log" 2>&1 || { cat "$NATIVE.log"; fail "cmake failed."; }
+        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS=ON >"$NATIVE.log" 2>&1 || { cat "$NATIVE.log"; fail "cmake failed."; }
     cmake --build "$NATIVE" -j "$(nproc)"
     cmake --install "$NATIVE" --prefix python >/dev/null
     echo "$now" >"$NATIVE/.stamp"
@@ -175,7 +175,14 @@ verb_faults() { run_tests -m faults "$@"; } # the long fault plans
 verb_native() { # the engine's own tests
     setup
     native_programs
-    python -m pytest tests/native "$@"
+}
+
+verb_sanitize() { # the engine's own tests under the address and undefined-behaviour sanitizers
+    setup
+    cmake -S . -B "$NATIVE/sanitized" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$VENV/bin/python" \
+        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS=ON -DELASTIC_SANITIZE=address,undefined >/dev/null
+    cmake --build "$NATIVE/sanitized" -j "$(nproc)" --target engine_test
+    ctest --test-dir "$NATIVE/sanitized" --output-on-failure
 }
 
 # Test programs in C++, where CMake knows some.

@@ -1,0 +1,141 @@
+// Groups among threads: results under every algorithm, ends from other threads, and many generations.
+#include "group.h"
+
+#include <atomic>
+#include <numeric>
+#include <thread>
+
+#include "check.h"
+
+using namespace elastic;
+
+namespace {
+
+struct Ranks {
+  explicit Ranks(int size, uint64_t generation = 1, int timeout = 20000) {
+    for (int r = 0; r < size; r++) endpoints.push_back(std::make_shared<Endpoint>("key", "127.0.0.1", 0, 0, ""));
+    build(generation, timeout);
+  }
+
+  void build(uint64_t generation, int timeout = 20000) {
+    std::vector<std::string> peers;
+    for (const auto& endpoint : endpoints) peers.push_back(endpoint->address());
+    groups.clear();
+    GroupOptions options;
+    options.timeout = std::chrono::milliseconds(timeout);
+    for (size_t r = 0; r < endpoints.size(); r++) {
+      groups.push_back(
+          std::make_unique<Group>(endpoints[r], static_cast<int>(r), peers, Fence{1, generation}, options));
+    }
+  }
+
+  // Runs the call for each rank in a thread of its own; returns what each of them threw.
+  std::vector<std::string> each(const std::function<void(Group&)>& call) {
+    std::vector<std::string> thrown(groups.size());
+    std::vector<std::thread> threads;
+    for (size_t r = 0; r < groups.size(); r++) {
+      threads.emplace_back([&, r] { thrown[r] = thrownBy([&] { call(*groups[r]); }); });
+    }
+    for (auto& thread : threads) thread.join();
+    return thrown;
+  }
+
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  std::vector<std::unique_ptr<Group>> groups;
+};
+
+void sum(Group& group, size_t count, const std::string& algorithm) {
+  std::vector<int64_t> data(count);
+  std::iota(data.begin(), data.end(), group.rank());
+  group.allreduce(data.data(), count, DataType::kInt64, ReduceOp::kSum, algorithm);
+  const int64_t size = group.size(), offsets = size * (size - 1) / 2;
+  for (size_t i = 0; i < count; i++) CHECK(data[i] == size * static_cast<int64_t>(i) + offsets);
+}
+
+std::vector<std::string> nothing(int size) { return std::vector<std::string>(static_cast<size_t>(size)); }
+
+}  // namespace
+
+TEST(group, sums_of_all_sizes) {
+  for (int size : {1, 2, 3, 5}) {
+    Ranks ranks(size);
+    const auto thrown = ranks.each([](Group& group) {
+      if (group.size() == 1) return;
+      for (size_t count : {1, 7, 1023, 300001}) {
+        for (const char* algorithm : {"ring", "bcube", "auto"}) sum(group, count, algorithm);
+      }
+      group.barrier();
+    });
+    CHECK(thrown == nothing(size));
+  }
+}
+
+TEST(group, parts_of_any_size_are_gathered) {
+  Ranks ranks(3);
+  const auto thrown = ranks.each([](Group& group) {
+    const std::vector<size_t> sizes = {0, 5, 1 << 20};
+    const std::vector<char> own(sizes[static_cast<size_t>(group.rank())] + 1, static_cast<char>('a' + group.rank()));
+    std::vector<char> all((1 << 20) + 5);
+    group.allgather(own.data(), all.data(), sizes);
+    CHECK(all[0] == 'b' && all[4] == 'b' && all[5] == 'c' && all.back() == 'c');
+    for (int root = 0; root < group.size(); root++) {
+      std::vector<char> data(100001, static_cast<char>(group.rank()));
+      group.broadcast(data.data(), data.size(), root);
+      CHECK(data.front() == root && data.back() == root);
+    }
+  });
+  CHECK(thrown == nothing(3));
+}
+
+TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
+  Ranks ranks(3);
+  ranks.each([](Group& group) { group.barrier(); });
+  std::atomic<int> turns{0};
+  std::thread other([&] {
+    while (turns < 20) std::this_thread::yield();
+    ranks.groups[1]->abort("enough");
+  });
+  const auto thrown = ranks.each([&](Group& group) {
+    for (;;) {
+      sum(group, 200000, "ring");
+      turns++;
+    }
+  });
+  other.join();
+  CHECK(thrown == std::vector<std::string>(3, "enough"));
+}
+
+TEST(group, closing_under_a_running_collective_is_safe) {
+  for (uint64_t turn = 1; turn <= 20; turn++) {
+    Ranks ranks(2);
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(turn));
+      ranks.groups[0]->close();
+    });
+    const auto thrown = ranks.each([](Group& group) {
+      for (;;) sum(group, 100000, "ring");
+    });
+    other.join();
+    CHECK(thrown[0].find("closed") != std::string::npos);
+    CHECK(thrown[1].find("rank 0") != std::string::npos);
+  }
+}
+
+TEST(group, several_threads_may_wait_on_one_mesh) {
+  Ranks ranks(2, 1, 300);
+  std::vector<std::thread> threads;
+  std::atomic<int> thrown{0};
+  for (int i = 0; i < 3; i++) {
+    threads.emplace_back([&] { thrown += thrownBy([&] { ranks.groups[0]->barrier(); }).empty() ? 0 : 1; });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(thrown == 3);
+}
+
+TEST(group, generations_follow_one_another) {
+  Ranks ranks(3);
+  for (uint64_t generation = 2; generation < 60; generation++) {
+    ranks.build(generation);
+    CHECK(ranks.each([](Group& group) { sum(group, 100, "ring"); }) == nothing(3));
+  }
+}

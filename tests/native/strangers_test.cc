@@ -1,0 +1,183 @@
+// Whoever dials without the key, or says what makes no sense, loses its connection and disturbs nobody.
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "address.h"
+#include "check.h"
+#include "group.h"
+#include "pair.h"
+
+using namespace elastic;
+
+namespace {
+
+const std::string kKey = "key";
+
+// A connection to an endpoint; reads give up after five seconds.
+class Dial {
+ public:
+  explicit Dial(const Endpoint& endpoint) {
+    const SocketAddress to = parseAddress(endpoint.address());
+    fd_ = socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(connect(fd_, to.get(), to.length) == 0);
+    const timeval patience{5, 0};
+    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+  }
+  ~Dial() { close(fd_); }
+
+  void say(const void* data, size_t size) { send(fd_, data, size, MSG_NOSIGNAL); }
+  bool hear(void* data, size_t size) { return recv(fd_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size); }
+
+  // The peer has hung up: an end or a reset, and no byte before.
+  bool closed() {
+    char byte;
+    const ssize_t got = recv(fd_, &byte, 1, 0);
+    return got == 0 || (got < 0 && errno != EAGAIN);
+  }
+
+  // A whole handshake as `from`; true if the other side has proved the key.
+  bool shake(const std::string& key, const Hello& hello) {
+    say(&hello, sizeof hello);
+    Challenge challenge;
+    if (!hear(&challenge, sizeof challenge)) return false;
+    if (!equalInConstantTime(challenge.mac, macOf(key, "accept", hello, challenge.nonce))) return false;
+    const Proof proof{macOf(key, "dial", hello, challenge.nonce)};
+    say(&proof, sizeof proof);
+    return true;
+  }
+
+ private:
+  int fd_;
+};
+
+Hello helloTo(uint32_t to, Fence fence) {
+  Hello hello;
+  hello.fence = fence;
+  hello.to = to;
+  hello.nonce = freshNonce();
+  return hello;
+}
+
+// Rank 1 of two waits in a barrier, in a thread; rank 0 is whoever dials.
+struct Waiting {
+  explicit Waiting(int timeout = 10000) {
+    GroupOptions options;
+    options.timeout = std::chrono::milliseconds(timeout);
+    group = std::make_unique<Group>(endpoint, 1, std::vector<std::string>{"127.0.0.1:1", endpoint->address()},
+                                    Fence{1, 5}, options);
+    thread = std::thread([this] { thrown = thrownBy([this] { group->barrier(); }); });
+  }
+  ~Waiting() {
+    if (thread.joinable()) end();
+  }
+  std::string end() {
+    group->abort("the test is over");
+    thread.join();
+    return thrown;
+  }
+
+  std::shared_ptr<Endpoint> endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
+  std::unique_ptr<Group> group;
+  std::thread thread;
+  std::string thrown;
+};
+
+}  // namespace
+
+TEST(strangers, garbage_wrong_keys_and_older_fences_lose_their_connection) {
+  Waiting waiting;
+  std::mt19937 random(7);
+  for (int turn = 0; turn < 50; turn++) {
+    Dial dial(*waiting.endpoint);
+    std::vector<char> bytes(1 + random() % 400);
+    for (char& byte : bytes) byte = static_cast<char>(random());
+    dial.say(bytes.data(), bytes.size());
+    if (bytes.size() >= sizeof(Hello)) CHECK(dial.closed());
+  }
+  Dial wrong(*waiting.endpoint);
+  CHECK(!wrong.shake("another key", helloTo(1, {1, 5})));
+  const Proof forged{};
+  wrong.say(&forged, sizeof forged);
+  CHECK(wrong.closed());
+  for (Fence older : {Fence{1, 4}, Fence{0, 9}}) {
+    Dial dial(*waiting.endpoint);
+    CHECK(!dial.shake(kKey, helloTo(1, older)));
+  }
+  Dial astray(*waiting.endpoint);
+  CHECK(astray.shake(kKey, helloTo(2, {1, 5})) && astray.closed());
+  CHECK(waiting.end() == "the test is over");
+}
+
+TEST(strangers, a_recorded_proof_is_worth_nothing) {
+  Waiting waiting;
+  const Hello hello = helloTo(1, {1, 5});
+  Challenge challenge;
+  Dial first(*waiting.endpoint);
+  first.say(&hello, sizeof hello);
+  CHECK(first.hear(&challenge, sizeof challenge));
+  const Proof recorded{macOf(kKey, "dial", hello, challenge.nonce)};
+  Dial second(*waiting.endpoint);
+  second.say(&hello, sizeof hello);
+  second.say(&recorded, sizeof recorded);
+  CHECK(second.hear(&challenge, sizeof challenge) && second.closed());
+  CHECK(waiting.end() == "the test is over");
+}
+
+TEST(strangers, half_open_and_hasty_ones_do_not_keep_a_peer_out) {
+  Waiting waiting;
+  std::vector<std::unique_ptr<Dial>> silent;
+  for (int i = 0; i < 100; i++) silent.push_back(std::make_unique<Dial>(*waiting.endpoint));
+  for (int i = 0; i < 100; i++) Dial hasty(*waiting.endpoint);
+  Dial peer(*waiting.endpoint);
+  CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
+  FrameHeader header{};
+  CHECK(peer.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier && header.size == 0);
+  CHECK(waiting.end() == "the test is over");
+}
+
+TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) {
+  for (uint64_t size : {~uint64_t{0}, ~uint64_t{0} - 100, uint64_t{1} << 40}) {
+    Waiting waiting;
+    Dial peer(*waiting.endpoint);
+    CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
+    const FrameHeader header{12345, size, {}};
+    peer.say(&header, sizeof header);
+    waiting.thread.join();
+    CHECK(waiting.thrown.find("more than anybody here asked for") != std::string::npos);
+  }
+}
+
+TEST(strangers, a_goodbye_without_sense_is_an_abort_that_names_the_sender) {
+  Waiting waiting;
+  Dial peer(*waiting.endpoint);
+  CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
+  const int32_t body[2] = {1, 1 << 30};
+  const FrameHeader header{kGoodbyeSlot, sizeof body, {}};
+  peer.say(&header, sizeof header);
+  peer.say(body, sizeof body);
+  waiting.thread.join();
+  CHECK(waiting.thrown == "rank 0 said goodbye without sense");
+}
+
+TEST(strangers, r10_a_newer_world_is_parked_until_its_group_is_there) {
+  Waiting waiting;
+  Dial peer(*waiting.endpoint);
+  CHECK(peer.shake(kKey, helloTo(1, {2, 1})));
+  Dial barrier(*waiting.endpoint);  // once it is turned away, the one before has been dealt with
+  CHECK(!barrier.shake(kKey, helloTo(1, {1, 1})));
+  CHECK(waiting.end() == "the test is over");
+  waiting.group->close();
+  Group next(waiting.endpoint, 1, {"127.0.0.1:1", waiting.endpoint->address()}, Fence{2, 1}, GroupOptions{});
+  std::string thrown;
+  std::thread thread([&] { thrown = thrownBy([&] { next.barrier(); }); });
+  FrameHeader header{};
+  CHECK(peer.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
+  next.abort("done");
+  thread.join();
+  CHECK(thrown == "done");
+}
