@@ -94,13 +94,15 @@ class Job:
     loss: Any
     shape: tuple[int, ...] = (WIDTH,)
     weight: str | None = None
-    clipping: Clipping = Clipping()
+    clipping: Clipping = field(default_factory=Clipping)
     epochs: int = 3
     batch_size: int = 8
     workers: int = 3
 
     def plan(self, manifest: Manifest) -> DataPlan:
-        return DataPlan.for_run(manifest.group_rows, self.batch_size * self.workers, 5, self.workers, 10_000, 1 << 20)
+        return DataPlan.for_run(
+            manifest.group_rows, self.batch_size * self.workers, 5, self.workers, 10_000, 1 << 20
+        )
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         spec = TrainSpec(
@@ -122,7 +124,12 @@ class Job:
 
 
 def train_elastic(
-    job: Job, store: Store, manifest: Manifest, ledger: str | None, follower: Follower, launcher_for: Callable[[TorchTrainTask], ProcessLauncher]
+    job: Job,
+    store: Store,
+    manifest: Manifest,
+    ledger: str | None,
+    follower: Follower,
+    launcher_for: Callable[[TorchTrainTask], ProcessLauncher],
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
     launcher = launcher_for(job.task(store, manifest, ledger))

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from job import (
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.training import Clipping
+from tests.component.torch.job import (
     CLASSES,
     ROWS,
     WIDTH,
@@ -21,12 +27,6 @@ from job import (
     train_elastic,
     train_plain,
 )
-
-from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.store import Store
-from spark_elastic.testing.processes import ProcessLauncher
-from spark_elastic.torch.train_task import TorchTrainTask
-from spark_elastic.torch.training import Clipping
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
@@ -41,7 +41,10 @@ def mlp() -> torch.nn.Module:
 def conv() -> torch.nn.Module:
     torch.manual_seed(2)
     return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(4 * WIDTH, CLASSES)
+        torch.nn.Conv2d(1, 4, 3, padding=1),
+        torch.nn.Tanh(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4 * WIDTH, CLASSES),
     ).double()
 
 
