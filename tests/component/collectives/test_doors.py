@@ -1,0 +1,178 @@
+"""Who gets in and where: fences, strangers on the port while a world works, addresses and ports."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from elastic_collectives import CollectiveError, Endpoint, Group, PeerLost, connect
+from tests.component.collectives import calls
+from tests.component.collectives.ranks import Pool, answers, each
+
+
+def _pair(first: Endpoint, second: Endpoint, *fences: tuple[int, int]) -> tuple[Group, Group]:
+    blobs = [first.address.encode(), second.address.encode()]
+    low, high = (
+        connect(end, rank, 2, fence, lambda own: blobs, 10.0)
+        for rank, (end, fence) in enumerate(zip((first, second), fences, strict=True))
+    )
+    return low, high
+
+
+def _sum(group: Group) -> float:
+    array = np.full(1000, group.rank + 1.0)
+    group.allreduce(array)
+    return float(array[0])
+
+
+@contextmanager
+def _two_ends() -> Iterator[tuple[Endpoint, Endpoint]]:
+    with Endpoint(b"key") as first, Endpoint(b"key") as second:
+        yield first, second
+
+
+def test_r10_an_older_fence_is_turned_away() -> None:
+    with _two_ends() as (first, second):
+        late, current = _pair(first, second, (1, 4), (1, 5))
+        with late, current, ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(current.barrier)
+            with pytest.raises(PeerLost, match="rank 1") as lost:
+                late.barrier()
+            assert lost.value.ranks == (1,)
+            assert not waiting.done()
+            current.abort("the test is over")
+            with pytest.raises(CollectiveError, match="the test is over"):
+                waiting.result()
+
+
+def test_r10_a_newer_fence_is_parked_and_served_when_its_group_is_there() -> None:
+    with _two_ends() as (first, second), ThreadPoolExecutor(2) as threads:
+        early, current = _pair(first, second, (2, 1), (1, 5))
+        with early, current:
+            behind = threads.submit(current.barrier)  # accepts the dialer of the newer world meanwhile
+            ahead = threads.submit(_sum, early)
+            with pytest.raises(TimeoutError):
+                ahead.result(timeout=0.3)
+            current.abort("a new world is formed")
+            assert isinstance(behind.exception(), CollectiveError)
+            current.close()
+            _, follower = _pair(first, second, (2, 1), (2, 1))
+            with follower:
+                assert (_sum(follower), ahead.result()) == (3.0, 3.0)
+
+
+def test_strangers_disturb_nothing(pool: Pool) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks)
+    stop = threading.Event()
+    addresses = [rank.address.rpartition(":") for rank in ranks]
+
+    def pester() -> int:
+        """Connect and close, say nothing, say nonsense, shake hands with the wrong key."""
+        silent, turns = [], 0
+        while not stop.is_set():
+            for host, _, port in addresses:
+                stranger = socket.create_connection((host, int(port)), timeout=5)
+                stranger.settimeout(5)
+                if turns % 3 == 0 and len(silent) < 60:
+                    silent.append(stranger)
+                    continue
+                if turns % 3 == 1:
+                    stranger.sendall(np.random.default_rng(turns).bytes(1 + turns % 300))
+                stranger.close()
+            turns += 1
+        for stranger in silent:
+            stranger.close()
+        return turns
+
+    with ThreadPoolExecutor(1) as threads:
+        pestered = threads.submit(pester)
+        try:
+            for _ in range(20):
+                assert each(ranks, calls.reduce_once, 100_000) == [6.0] * 3
+        finally:
+            stop.set()
+        assert pestered.result() > 1
+    assert each(ranks, calls.everything_else) == [[]] * 3
+
+
+def test_another_key_is_a_stranger() -> None:
+    with Endpoint(b"key") as first, Endpoint(b"another key") as second:
+        low, high = _pair(first, second, (1, 1), (1, 1))
+        with low, high, ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(high.barrier)
+            with pytest.raises(PeerLost, match="does not hold the job's key"):
+                low.barrier()
+            high.abort("the test is over")
+            assert isinstance(waiting.exception(), CollectiveError)
+
+
+def test_ipv6() -> None:
+    with Endpoint(b"key", host="::1") as first, Endpoint(b"key", host="::1") as second:
+        assert first.address.startswith("[::1]:")
+        low, high = _pair(first, second, (1, 1), (1, 1))
+        with low, high, ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(_sum, (low, high))) == [3.0, 3.0]
+
+
+def test_the_advertised_name_is_what_peers_get() -> None:
+    with Endpoint(b"key", host="0.0.0.0", advertise="127.0.0.1") as first, Endpoint(b"key") as second:
+        assert first.address.startswith("127.0.0.1:")
+        low, high = _pair(second, first, (1, 1), (1, 1))
+        with low, high, ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(_sum, (low, high))) == [3.0, 3.0]
+
+
+def test_ports_come_from_the_range_and_its_end_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"cannot listen on 127.0.0.1, port {port}: .* port_range"):
+            Endpoint(b"key", port_range=(port, port))
+    with Endpoint(b"key", port_range=(port, port)) as only:
+        assert only.address == f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"key": b""}, "key"),
+        ({"host": "0.0.0.0"}, "advertise"),
+        ({"port_range": (9, 8)}, "port_range"),
+        ({"port_range": (0, 8)}, "port_range"),
+        ({"host": "no.such.host.invalid"}, "cannot resolve no.such.host.invalid"),
+    ],
+)
+def test_an_endpoint_that_makes_no_sense_is_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Endpoint(**{"key": b"key", **arguments})  # type: ignore[arg-type]
+
+
+def test_a_group_that_makes_no_sense_is_refused() -> None:
+    end = Endpoint(b"key")
+    blobs = [end.address.encode()]
+    with pytest.raises(ValueError, match="rank"):
+        connect(end, 1, 1, (1, 1), lambda own: blobs)
+    with pytest.raises(ValueError, match="2 ranks"):
+        connect(end, 0, 2, (1, 1), lambda own: blobs)
+    with pytest.raises(ValueError, match="timeout"):
+        connect(end, 0, 1, (1, 1), lambda own: blobs, timeout=0)
+    with pytest.raises(ValueError, match="port"):
+        connect(end, 0, 2, (1, 1), lambda own: [*blobs, b"127.0.0.1:99999"])
+    end.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        connect(end, 0, 1, (1, 1), lambda own: blobs)
+
+
+def test_a_lone_rank_needs_nobody_and_can_be_aborted(pool: Pool) -> None:
+    (rank,) = pool.take(1)
+    pool.world([rank])
+    assert each([rank], calls.reduce_once, 10) == [1.0]
+    rank.abort("enough")
+    rank.call(calls.try_everything)
+    assert answers([rank]) == [{"GroupAborted"}]
