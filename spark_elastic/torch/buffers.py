@@ -15,23 +15,21 @@ import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
+from spark_elastic.torch.snapshot import ForwardSnapshot
 
 
 class BufferExchange:
-    """Buffers of one model: `begin` before the forward pass, `send` in the exchange, `apply` in the apply section."""
+    """Buffers of one model: `send` in the exchange, `apply` in the apply section."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def begin(self) -> None:
-        self._before = {name: (buffer, buffer._version) for name, buffer in self._model.named_buffers()}
-
-    def send(self, group: Group, rows: int, planned: int) -> None:
-        """rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
+    def send(self, group: Group, before: ForwardSnapshot, rows: int, planned: int) -> None:
+        """before: the forward pass. rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
         named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
         self._floats = [b for _, b in named if b.is_floating_point()]
         self._integers = [b for _, b in named if not b.is_floating_point()]
-        written = [self._written(name, b) for name, b in named if b.is_floating_point()]
+        written = [before.wrote(name, b) for name, b in named if b.is_floating_point()]
         # Zeros, not values times zero, which are NaN where a mask holds infinities.
         self._mean = _flat(self._floats, torch.float64)
         self._mean = self._mean * (rows / planned) if rows else np.zeros_like(self._mean)
@@ -43,10 +41,6 @@ class BufferExchange:
         first_flag = len(self._most) - len(self._floats)
         _write(self._floats, self._mean, self._most[first_flag:].tolist())
         _write(self._integers, self._most, [1] * len(self._integers))
-
-    def _written(self, name: str, buffer: torch.Tensor) -> bool:
-        before, version = self._before.get(name, (None, 0))
-        return buffer is not before or buffer._version != version
 
 
 def _flat(buffers: list[torch.Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:

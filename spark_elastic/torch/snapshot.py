@@ -27,11 +27,15 @@ class ForwardSnapshot:
     """Taken at the begin of a step; `restore` puts everything back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self._rng = rng_state()
+
+    def wrote(self, name: str, buffer: torch.Tensor) -> bool:
+        """Whether a buffer's values changed since; torch's version counters miss what BatchNorm writes."""
+        return name not in self._buffers or not torch.equal(self._buffers[name][1], buffer)
 
     def restore(self) -> None:
         with torch.no_grad():
-            for buffer, kept in self._buffers:
+            for buffer, kept in self._buffers.values():
                 buffer.copy_(kept)
         set_rng_state(self._rng)

@@ -52,9 +52,10 @@ class Share:
         return len(self.row_ids)
 
     def micro_batches(self, rows: int) -> Iterator[Share]:
-        """Parts of at most `rows` rows."""
-        for first in range(0, len(self), rows):
-            part = slice(first, first + rows)
+        """Parts of at most `rows` rows, as even as can be: BatchNorm takes no part of a single row."""
+        parts = -(-len(self) // rows)
+        for number in range(parts):
+            part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
             yield Share(
                 self.planned,
                 self.row_ids[part],
@@ -96,12 +97,11 @@ class StepTaker:
         try:
             parts = list(share.micro_batches(self._batch_size))
             self._exchange.begin(group, len(parts))
-            self._buffers.begin()
             self._ledger.write_ahead(group.fence[1], here, share.row_ids)  # buckets go out during backward
             loss, denominator = self._backward(parts)
             self._exchange.finish()
             if group.size > 1:
-                self._buffers.send(group, len(share), share.planned)
+                self._buffers.send(group, before, len(share), share.planned)
             verdict = exchange(
                 group,
                 Trailer(

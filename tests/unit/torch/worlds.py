@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from elastic_collectives import Endpoint, Group, connect
+from elastic_collectives import CollectiveError, Endpoint, Group, connect
 
 T = TypeVar("T")
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -28,9 +28,17 @@ def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeo
             Endpoint(KEY) as endpoint,
             connect(endpoint, rank, size, (1, generation), exchange, timeout) as group,
         ):
-            done = work(group)
+            try:
+                done = work(group)
+            except BaseException:
+                all_there.abort()
+                raise
             all_there.wait(timeout)  # nobody hangs up on ranks that still read
             return done
 
     with ThreadPoolExecutor(size) as pool:
-        return [future.result() for future in [pool.submit(be, rank) for rank in range(size)]]
+        ranks = [pool.submit(be, rank) for rank in range(size)]
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError | CollectiveError)):
+        raise error  # the cause before its consequences
+    return [rank.result() for rank in ranks]

@@ -1,0 +1,60 @@
+"""Layouts: every parameter once, nothing overlaps, the same cut on every rank (R7)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_elastic.torch.buckets import ALIGN, FIRST_BUCKET, Spec, layout, layout_hash
+
+SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
+DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Spec]:
+    kinds = draw(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=30))
+    return [Spec(f"p{i}", shape, *dtype) for i, (shape, dtype) in enumerate(kinds)]
+
+
+@given(models(), st.integers(1, 4 * FIRST_BUCKET))
+def test_r07_every_parameter_lies_once_in_a_bucket_of_its_dtype(specs: list[Spec], size: int) -> None:
+    buckets = layout(specs, size)
+    order = [part.index for bucket in buckets for part in bucket.slices]
+    assert order == list(reversed(range(len(specs))))
+    for number, bucket in enumerate(buckets):
+        end = 0
+        for part in bucket.slices:
+            spec = specs[part.index]
+            assert part.numel == spec.numel
+            assert spec.dtype == bucket.dtype
+            assert part.offset >= end
+            assert part.offset * spec.itemsize % ALIGN == 0
+            end = part.offset + part.numel
+        assert bucket.numel >= end
+        limit = FIRST_BUCKET if number == 0 else size
+        assert len(bucket.slices) == 1 or end * specs[bucket.slices[0].index].itemsize <= limit
+
+
+@given(models(), st.integers(1, 1 << 24))
+def test_r07_the_hash_tells_layouts_apart(specs: list[Spec], size: int) -> None:
+    same = layout_hash(specs, size)
+    assert same == layout_hash([replace(spec) for spec in specs], size)
+    assert same < 1 << 64
+    first = specs[0]
+    for other in (
+        replace(first, name="q"),
+        replace(first, shape=(*first.shape, 1)),
+        replace(first, dtype="int8"),
+    ):
+        assert layout_hash([other, *specs[1:]], size) != same
+    assert layout_hash(specs, size + 1) != same
+
+
+def test_the_first_bucket_is_small_so_that_it_leaves_early() -> None:
+    specs = [Spec(f"p{i}", (1 << 16,), "float32", 4) for i in range(64)]
+    first, second, *_ = layout(specs, 1 << 22)
+    assert first.numel * 4 == FIRST_BUCKET
+    assert second.numel * 4 == 1 << 22
