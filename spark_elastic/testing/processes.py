@@ -106,7 +106,12 @@ class ProcessLauncher:
         process = subprocess.Popen(
             [sys.executable, "-m", "spark_elastic.testing.processes"],
             stdin=subprocess.PIPE,
-            env=dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+            # As Spark does for its Python workers: several of them with a thread per core stand in each other's way.
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
         )
         self._processes[job] = process
         assert process.stdin is not None
