@@ -13,35 +13,14 @@
 #include <cstring>
 
 #include "buffer.h"
+#include "goodbye.h"
 
 namespace elastic {
 namespace {
 
 constexpr size_t kMostAside = size_t{1} << 28;  // bytes stored for collectives that have not begun here
 constexpr size_t kLongestGoodbye = size_t{1} << 16;
-constexpr size_t kLongestReason = 4096;
 constexpr std::chrono::milliseconds kHereEvery{150};
-
-std::vector<char> encode(const Failure& failure) {
-  std::vector<int32_t> numbers{static_cast<int32_t>(failure.cause), static_cast<int32_t>(failure.ranks.size())};
-  numbers.insert(numbers.end(), failure.ranks.begin(), failure.ranks.end());
-  const auto first = reinterpret_cast<const char*>(numbers.data());
-  std::vector<char> body(first, first + numbers.size() * sizeof(int32_t));
-  const std::string reason = std::string(failure.what()).substr(0, kLongestReason);
-  body.insert(body.end(), reason.begin(), reason.end());
-  return body;
-}
-
-Failure decode(const std::vector<char>& body, int peer) {
-  std::vector<int32_t> numbers(body.size() / sizeof(int32_t));
-  std::memcpy(numbers.data(), body.data(), numbers.size() * sizeof(int32_t));
-  const bool sound = numbers.size() >= 2 && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(Cause::kMismatch) &&
-                     numbers[1] >= 0 && static_cast<size_t>(numbers[1]) <= numbers.size() - 2;
-  if (!sound) return Failure(Cause::kAborted, {peer}, "rank " + std::to_string(peer) + " said goodbye without sense");
-  const ptrdiff_t text = 2 + numbers[1];
-  return Failure(static_cast<Cause>(numbers[0]), std::vector<int>(numbers.begin() + 2, numbers.begin() + text),
-                 std::string(body.begin() + text * static_cast<ptrdiff_t>(sizeof(int32_t)), body.end()));
-}
 
 }  // namespace
 
@@ -109,8 +88,8 @@ void Pair::open() {
   mesh_.byFd_[fd_] = this;
   state_ = State::kDialing;
   mesh_.watch(fd_, armed_ = EPOLLOUT, true);
-  if (::connect(fd_, to.get(), to.length) != 0 && errno != EINPROGRESS)
-    fail(std::string("connect: ") + strerror(errno));
+  const bool refused = ::connect(fd_, to.get(), to.length) != 0 && errno != EINPROGRESS;
+  if (refused) fail(std::string("connect: ") + strerror(errno));
 }
 
 void Pair::accept(int fd) {
@@ -304,7 +283,7 @@ void Pair::deliver() {
   if (!aside_) return complete(target_);
   if (header_.slot == kHereSlot) return sayHere();
   if (header_.slot == kGoodbyeSlot) {
-    const Failure failure = decode(asideBody_, peer_);
+    const Failure failure = decodeGoodbye(asideBody_, peer_);
     return mesh_.abortLocked(failure.cause, failure.ranks, failure.what());
   }
   std::vector<char> body = std::move(asideBody_);
@@ -340,7 +319,7 @@ void Pair::sayHere() {
 // would have to take us for dead. A stopped peer takes nothing, hence the deadline.
 void Pair::sayGoodbye(const Failure& failure, Mesh::Clock::time_point until) {
   if (state_ == State::kUp) {
-    const std::vector<char> body = encode(failure);
+    const std::vector<char> body = encodeGoodbye(failure);
     while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
     sends_.push_back({nullptr, {kGoodbyeSlot, body.size(), {}}, body.data()});
     while (!sends_.empty()) {
@@ -353,8 +332,8 @@ void Pair::sayGoodbye(const Failure& failure, Mesh::Clock::time_point until) {
   }
   if (fd_ >= 0) {
     mesh_.unwatch(fd_);
-    ::shutdown(fd_,
-               SHUT_WR);  // not SHUT_RD: what the peer still sends would reset the connection and our words with it
+    // Not SHUT_RD: what the peer still sends would reset the connection, and our words with it.
+    ::shutdown(fd_, SHUT_WR);
   }
   if (why_.empty()) why_ = failure.what();
   state_ = State::kClosed;

@@ -75,7 +75,8 @@ def connect(
     """Build the group of one generation.
 
     fence: (attempt, generation); peers of an older one are turned away, of a newer one kept waiting.
-    exchange: called once with this rank's blob. timeout: seconds that one wait for a peer may last, 0.001 or more.
+    exchange: called once with this rank's blob. timeout: seconds that one wait for a peer may last (two
+    more where all of them are alive and wait in their turn), 0.001 or more.
     bcube_limit: bytes up to which allreduce takes bcube, above it the ring.
 
     Raises:

@@ -6,6 +6,7 @@
 #include "address.h"
 #include "check.h"
 #include "endpoint.h"
+#include "goodbye.h"
 #include "handshake.h"
 #include "sha256.h"
 
@@ -83,6 +84,18 @@ TEST(bytes, addresses) {
   for (const char* wrong : {"host", "host:", "127.0.0.1:65536", "127.0.0.1:8x", "127.0.0.1:-1", "127.0.0.1:999999"}) {
     CHECK(thrownBy([&] { parseAddress(wrong); }).find(wrong) != std::string::npos);
   }
+}
+
+TEST(bytes, a_goodbye_comes_back_as_it_was_and_nonsense_is_survived) {
+  const Failure failure(Cause::kTimeout, {3, 1}, "too late");
+  const std::vector<char> body = encodeGoodbye(failure);
+  const Failure back = decodeGoodbye(body, 7);
+  CHECK(back.cause == Cause::kTimeout && back.ranks == failure.ranks && std::string(back.what()) == "too late");
+  for (size_t size = 0; size < 16; size++) {
+    const Failure cut = decodeGoodbye(std::vector<char>(body.begin(), body.begin() + static_cast<ptrdiff_t>(size)), 7);
+    CHECK(cut.cause == Cause::kAborted && cut.ranks == std::vector<int>{7});
+  }
+  CHECK(decodeGoodbye(std::vector<char>(64, '\xff'), 7).ranks == std::vector<int>{7});
 }
 
 TEST(bytes, fences_order_by_attempt_then_generation) {
