@@ -1,0 +1,186 @@
+"""However a running job is cancelled, it ends within seconds and leaves nothing: no slot job, no process, no thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from pyspark import InheritableThread
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import JobCancelled
+from spark_elastic.launch import launch
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.counting import CountingProgram
+from tests.spark.cluster import StandaloneCluster, await_line, await_true, cluster_environment
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+WITHIN = 5.0  # seconds
+GROUP = "the users own group"
+
+
+class Running:
+    """A narrator that knows when training has begun."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def log(self, rank: int | None, line: str) -> None:
+        """Nothing."""
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self.begun.set()
+
+    def world(self, size: int, reason: str) -> None:
+        """Nothing."""
+
+
+class Job:
+    """A launch that would take for ever, in a thread of its own with the job group GROUP."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self.error: BaseException | None = None
+        self.ended_at = 0.0
+        self._running = Running()
+        self._thread = InheritableThread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._running.begun.wait(60), "training did not begin"
+
+    def cancelled_by(self, cancel: Callable[[], object]) -> float:
+        """Seconds from the cancel to the end of `launch`."""
+        began = time.monotonic()
+        cancel()
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "launch did not return"
+        return self.ended_at - began
+
+    def _run(self) -> None:
+        try:
+            self._spark.sparkContext.setJobGroup(GROUP, "a job to cancel")
+            launch_for_ever(self._spark, self._running)
+        except BaseException as error:  # handed to the test
+            self.error = error
+        self.ended_at = time.monotonic()
+
+
+def launch_for_ever(spark: SparkSession, narrator: Running) -> None:
+    program = CountingProgram(steps=1_000_000, seconds=0.02)
+    launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "for-ever", (), narrator)
+
+
+def assert_nothing_is_left(spark: SparkSession, cluster: StandaloneCluster) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    await_true(lambda: not tracker.getActiveJobsIds(), "no active slot job", WITHIN)
+    await_true(lambda: not children(cluster), "no training process", WITHIN)
+
+
+def children(cluster: StandaloneCluster) -> list[psutil.Process]:
+    """Training processes of the whole cluster."""
+    return [child for executor in cluster.executor_pids() for child in cluster.training_children(executor)]
+
+
+def assert_a_new_launch_works(spark: SparkSession) -> None:
+    program = CountingProgram(steps=3)
+    result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "afterwards")
+    assert result.results
+    assert f'"sum": {program.expected()}' in result.results[0]
+
+
+@pytest.mark.parametrize("how", ["job group", "all jobs"])
+def test_cancelling_at_spark_ends_the_job(
+    how: str, spark: SparkSession, spark_cluster: StandaloneCluster
+) -> None:
+    sc = spark.sparkContext
+    job = Job(spark)
+    assert sc.statusTracker().getJobIdsForGroup(GROUP), "slot jobs are not in the caller's job group"
+    taken = job.cancelled_by(lambda: sc.cancelJobGroup(GROUP) if how == "job group" else sc.cancelAllJobs())
+    assert isinstance(job.error, JobCancelled)
+    assert taken < WITHIN
+    assert_nothing_is_left(spark, spark_cluster)
+    assert_a_new_launch_works(spark)
+
+
+def test_an_interrupted_cell_ends_the_job(spark: SparkSession, spark_cluster: StandaloneCluster) -> None:
+    """What a notebook does: SIGINT to the process, KeyboardInterrupt in the main thread."""
+    narrator = Running()
+
+    def interrupt() -> None:
+        if narrator.begun.wait(60):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch_for_ever(spark, narrator)
+    helper.join()
+    assert_nothing_is_left(spark, spark_cluster)
+    assert_a_new_launch_works(spark)
+
+
+def test_stopping_spark_ends_the_job(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster
+) -> None:
+    spark = spark_with({"spark.task.maxFailures": "1"})
+    job = Job(spark)
+    taken = job.cancelled_by(spark.stop)
+    assert isinstance(job.error, JobCancelled)
+    assert taken < 2 * WITHIN  # the stop itself is Spark's own time
+    await_true(lambda: not children(standalone), "no training process", WITHIN)
+    assert_a_new_launch_works(spark_with({}))
+
+
+SCRIPT = """
+    from pyspark.sql import SparkSession
+    from tests.spark.test_cancel import Running, launch_for_ever
+
+    class Loud(Running):
+        def progress(self, numbers):
+            if not self.begun.is_set():
+                print("training", flush=True)
+            super().progress(numbers)
+
+    spark = SparkSession.builder.master("{url}").config("spark.executor.memory", "512m").getOrCreate()
+    try:
+        launch_for_ever(spark, Loud())
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_a_driver_and_all_of_its_processes(
+    free_cluster: StandaloneCluster, tmp_path: Path
+) -> None:
+    log = tmp_path / "driver.log"
+    with log.open("wb") as output:
+        driver = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT).format(url=free_cluster.url)],
+            stdout=output,
+            stderr=output,
+            env=os.environ | cluster_environment(free_cluster.scratch),
+        )
+    try:
+        await_line(log, "(training)", driver)
+        began = time.monotonic()
+        driver.send_signal(signal.SIGINT)
+        await_line(log, "(interrupted)", driver)
+        assert time.monotonic() - began < WITHIN
+        driver.wait(60)
+    finally:
+        driver.kill()
+        driver.wait()
+    await_true(lambda: not children(free_cluster), "no training process", WITHIN)
