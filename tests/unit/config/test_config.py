@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.errors import InvalidInput
+
+
+def test_an_explicit_argument_wins_over_the_environment() -> None:
+    environment = {"SPARK_ELASTIC_DRIVER_PORT": "7000", "SPARK_ELASTIC_LEDGER": "true"}
+    assert from_env(environment) == ElasticConfig(driver_port=7000, ledger=True)
+    assert from_env(environment, driver_port=7001, ledger=None) == ElasticConfig(
+        driver_port=7001, ledger=True
+    )
+
+
+def test_values_are_read_by_their_kind() -> None:
+    environment = {"SPARK_ELASTIC_WORKER_PORT_RANGE": "7000-7010", "SPARK_ELASTIC_LEASE": "2.5"}
+    assert from_env(environment) == ElasticConfig(worker_port_range=(7000, 7010), lease=2.5)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"SPARK_ELASTIC_LEASE": "soon"}, "SPARK_ELASTIC_LEASE='soon'"),
+        ({"SPARK_ELASTIC_LEDGER": "maybe"}, "SPARK_ELASTIC_LEDGER='maybe'"),
+        ({"SPARK_ELASTIC_WORKER_PORT_RANGE": "7010-7000"}, "worker_port_range"),
+        ({"SPARK_ELASTIC_DRIVER_PORT": "99999"}, "driver_port"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        from_env(environment)
+
+
+def test_an_unknown_setting_is_refused_with_what_there_is() -> None:
+    with pytest.raises(InvalidInput, match=r"'leese'.*lease"):
+        from_env({}, leese=3.0)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.loop import DriverLoop, Inbox
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import DriverCommand, End, LaunchSlot, Outcome
+from spark_elastic.protocol.events import CancelRequested, SlotBeat
+from spark_elastic.protocol.types import Limits
+
+
+def make(
+    done: list[DriverCommand], limits: Limits, journal: Journal | None = None
+) -> tuple[DriverLoop, Inbox]:
+    inbox: Inbox = Inbox()
+    initial = driver_machine.initial(limits, 1)
+    return DriverLoop(initial, inbox, done.append, SystemClock(), journal or Journal()), inbox
+
+
+def test_it_carries_out_the_first_commands_and_the_end() -> None:
+    done: list[DriverCommand] = []
+    journal = Journal()
+    loop, _ = make(done, Limits(2, 1, 2), journal)
+    loop.start()
+    loop.cancel("enough")
+    end = loop.wait(5)
+    loop.close()
+    assert end is not None
+    assert end.outcome is Outcome.CANCELLED
+    assert [type(c) for c in done[:2]] == [LaunchSlot, LaunchSlot]
+    assert any("CancelRequested" in line and "enough" in line for line in journal.story())
+
+
+def test_ticks_are_not_starved_by_a_busy_inbox() -> None:
+    """A deadline is met although an event is always waiting."""
+    done: list[DriverCommand] = []
+    loop, inbox = make(done, Limits(1, 1, 1, start_timeout=0.3))
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            inbox.put(SlotBeat(time.monotonic(), "nobody", "", ""))
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    loop.start()
+    end = loop.wait(10)
+    stop.set()
+    thread.join()
+    loop.close()
+    assert end is not None
+    assert end.outcome is Outcome.NOT_ENOUGH_WORKERS
+
+
+def test_a_defect_in_carrying_out_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    inbox: Inbox = Inbox()
+
+    def broken(command: DriverCommand) -> None:
+        raise RuntimeError("no room")
+
+    loop = DriverLoop(driver_machine.initial(Limits(1, 1, 1), 1), inbox, broken, SystemClock(), Journal())
+    loop.start()
+    end = loop.wait(5)
+    inbox.put(CancelRequested(0.0, "too late"))
+    loop.close()
+    assert isinstance(end, End)
+    assert "no room" in end.reason
+    assert "the driver loop failed" in caplog.text
