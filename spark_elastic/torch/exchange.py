@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from elastic_collectives import Group
+from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.buckets import Bucket, Spec, layout, layout_hash
 
@@ -25,22 +25,22 @@ BUCKET_BYTES = 25 << 20
 
 
 class _Engine:
-    """One thread that reduces what it is handed, in order. The first error stays until `clear`."""
+    """One thread that does what it is handed, in order, until something raises. The error stays until `clear`."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Group, npt.NDArray[np.generic]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open = 0
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, group: Group, array: npt.NDArray[np.generic]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
             self._thread.start()
         with self._changed:
             self._open += 1
-        self._work.put((group, array))
+        self._work.put(work)
 
     def drain(self) -> None:
         """Until nothing is under way, broken or not. The group's own timeout bounds the wait."""
@@ -51,7 +51,7 @@ class _Engine:
         self._error = None
 
     def wait(self) -> None:
-        """Until all is reduced; raises what broke."""
+        """Until all is done; raises what broke."""
         self.drain()
         if self._error is not None:
             raise self._error
@@ -64,10 +64,9 @@ class _Engine:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            group, array = work
             try:
                 if self._error is None:
-                    group.allreduce(array)
+                    work()
             except BaseException as error:  # raised again in the training thread by `wait`
                 self._error = error
             with self._changed:
@@ -111,6 +110,7 @@ class GradientExchange:
         self._passes = 0
         self._open = False
         self._group: Group | None = None
+        self._agreed: Group | None = None
         self._engine = _Engine()
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda tensor, index=i: self._arrived(index))  # type: ignore[no-untyped-call]
@@ -183,6 +183,7 @@ class GradientExchange:
         """Send what has not gone out (unused parameters, ranks without rows) and wait for all sums.
 
         Raises:
+            MismatchError: in the first step of a world, ranks have other parameters than rank 0; on every rank alike.
             CollectiveError: the group broke; the gradients are void.
         """
         for index, arrivals in enumerate(self._arrivals):
@@ -218,6 +219,15 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
         self.drop_absent(np.zeros(len(self._parameters), np.bool_))
+
+    def _agree(self, group: Group) -> None:
+        """R7: the layout's hash precedes data."""
+        hashes = group.allgather(np.array(self.layout_hash, np.uint64)).tolist()
+        off = [rank for rank, cut in enumerate(hashes) if cut != hashes[0]]
+        if off:
+            raise MismatchError(
+                off, f"ranks {off} train parameters of other names, shapes or dtypes than rank 0"
+            )
 
     def _place(self, number: int, bucket: Bucket) -> None:
         for part in bucket.slices:
@@ -260,10 +270,15 @@ class GradientExchange:
     def _launch(self) -> None:
         flat = self._flat[self._launched]
         self._launched += 1
-        if self._group is not None and self._group.size > 1:
-            if self._prescale != 1.0:
-                flat.mul_(self._prescale)
-            self._engine.submit(self._group, flat.numpy())
+        group, array = self._group, flat.numpy()
+        if group is None or group.size == 1:
+            return
+        if group is not self._agreed:
+            self._engine.submit(lambda: self._agree(group))
+            self._agreed = group
+        if self._prescale != 1.0:
+            flat.mul_(self._prescale)
+        self._engine.submit(lambda: group.allreduce(array))
 
 
 def _trainable(

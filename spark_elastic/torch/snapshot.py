@@ -1,11 +1,15 @@
 """What a forward pass changes besides gradients, kept so that an aborted step can be taken again (R3).
 
-Module buffers (running statistics), and the random generators of torch, numpy and Python.
+Module buffers (running statistics), and the random generators of torch, numpy and Python: a forward pass draws from
+streams of its own, so that the generators' states stay equal on all ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,10 +27,25 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
+@contextmanager
+def drawing_by(*key: int) -> Iterator[None]:
+    """Inside, random numbers follow from `key` alone; after it, the generators go on as if nothing had been drawn."""
+    kept = rng_state()
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(kept)
+
+
 class ForwardSnapshot:
     """Taken at the begin of a step; `restore` puts everything back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self._rng = rng_state()
 
@@ -36,6 +55,9 @@ class ForwardSnapshot:
 
     def restore(self) -> None:
         with torch.no_grad():
-            for buffer, kept in self._buffers.values():
+            for name, (buffer, kept) in self._buffers.items():
+                owner, _, own_name = name.rpartition(".")
+                # A forward pass may have put a new tensor in its place.
+                self._model.get_submodule(owner)._buffers[own_name] = buffer
                 buffer.copy_(kept)
         set_rng_state(self._rng)

@@ -102,6 +102,7 @@ class TorchTrainTask:
             spec.batch_size,
             spec.clipping,
             self._ledger,
+            spec.seed,
         )
         used = [c.name for c in spec.features] + [*spec.labels, *([spec.weight] if spec.weight else [])]
         columns = [spec.manifest.column(name) for name in dict.fromkeys(used)]
@@ -147,8 +148,6 @@ class TorchTrainTask:
         """The rest of an epoch's steps; False when it stopped at a boundary."""
         here = self._state.position
         session.tell(here)
-        if group.size not in self._state.extras["sizes"]:
-            self._state.extras["sizes"].append(group.size)
         with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
             for rows in steps:
                 if rows.step == here.step:
@@ -156,7 +155,7 @@ class TorchTrainTask:
                 began = self._clock.now()
 
                 def account(verdict: Verdict, began: float = began) -> Position:
-                    return self._account(verdict, self._clock.now() - began)
+                    return self._account(verdict, group.size, self._clock.now() - began)
 
                 verdict = self._taker.take(
                     group, self._columns.share(rows), session.membership_version(), account
@@ -167,13 +166,15 @@ class TorchTrainTask:
                     return False
         return True
 
-    def _account(self, verdict: Verdict, seconds: float) -> Position:
+    def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
         """The epoch's sums, part of the state, and the position after the step."""
         sums, here = self._state.extras, self._state.position
         sums["loss"] += verdict.loss
         sums["divisor"] += verdict.denominator or 1.0
         sums["rows"] += verdict.rows
         sums["seconds"] += seconds
+        if size not in sums["sizes"]:
+            sums["sizes"].append(size)
         if here.step + 1 == self._spec.plan.steps:
             return Position(here.epoch, Phase.CLOSE, 0)
         return Position(here.epoch, here.phase, here.step + 1)

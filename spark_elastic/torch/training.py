@@ -22,7 +22,7 @@ from spark_elastic.torch.buffers import BufferExchange
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.ledger import Ledger
 from spark_elastic.torch.loss import RowLoss
-from spark_elastic.torch.snapshot import ForwardSnapshot
+from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.trailer import Trailer, Verdict, exchange
 
@@ -66,7 +66,7 @@ class Share:
 
 
 class StepTaker:
-    """Takes steps on one state. batch_size: most rows in one forward pass."""
+    """Takes steps on one state. batch_size: most rows in one forward pass. seed: of what forward passes draw."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class StepTaker:
         batch_size: int,
         clipping: Clipping,
         ledger: Ledger,
+        seed: int = 0,
     ) -> None:
         self._state = state
         self._loss = loss
@@ -84,6 +85,7 @@ class StepTaker:
         self._batch_size = batch_size
         self._clipping = clipping
         self._ledger = ledger
+        self._seed = seed
 
     def take(self, group: Group, share: Share, version: int, after: Callable[[Verdict], Position]) -> Verdict:
         """One step. version: newest membership version heard of. after: part of the apply section; accounts for the
@@ -98,7 +100,9 @@ class StepTaker:
             parts = list(share.micro_batches(self._batch_size))
             self._exchange.begin(group, len(parts))
             self._ledger.write_ahead(group.fence[1], here, share.row_ids)  # buckets go out during backward
-            loss, denominator = self._backward(parts)
+            # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
+            with drawing_by(self._seed, here.epoch, here.phase, here.step, group.rank):
+                loss, denominator = self._backward(parts)
             self._exchange.finish()
             if group.size > 1:
                 self._buffers.send(group, before, len(share), share.planned)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_elastic.torch.snapshot import ForwardSnapshot
+from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
 
 
 def test_r03_buffers_and_generators_come_back() -> None:
@@ -25,3 +25,40 @@ def test_r03_buffers_and_generators_come_back() -> None:
     again = (model(x), np.random.rand(), random.random())
     assert torch.equal(first[0], again[0])
     assert first[1:] == again[1:]
+
+
+class Decaying(nn.Module):
+    """Its forward pass puts a new tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.5
+        return x * self.mean
+
+
+def test_r03_a_replaced_buffer_comes_back() -> None:
+    model = nn.Sequential(Decaying())
+    snapshot = ForwardSnapshot(model)
+    model(torch.ones(2))
+    assert snapshot.wrote("0.mean", model.get_buffer("0.mean"))
+    snapshot.restore()
+    assert torch.equal(model.get_buffer("0.mean"), torch.ones(2))
+
+
+def test_draws_follow_from_the_key_and_leave_the_generators_alone() -> None:
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    snapshot = ForwardSnapshot(nn.Linear(1, 1))
+    plain = draw()
+    snapshot.restore()
+    drawn = []
+    for key in [(1, 0, 2), (1, 0, 2), (1, 0, 3)]:
+        with drawing_by(*key):
+            drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+    assert draw() == plain

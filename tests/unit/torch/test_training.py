@@ -141,6 +141,32 @@ def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_r09_each_rank_drops_for_itself_and_the_generators_stay_equal() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3).double())
+
+    def masks(own_rank: int) -> list[torch.Tensor]:
+        class Alone:
+            rank, size, fence = own_rank, 1, (1, 1)
+
+            def allgather(self, array: Any) -> Any:
+                return array[None]
+
+        trainee = Trainee(model, batch_size=ROWS)
+        seen: list[torch.Tensor] = []
+        trainee.model[0].register_forward_hook(lambda module, given, out: seen.append(out == 0))  # type: ignore[index]
+        for _ in range(2):
+            trainee.take(Alone(), range(ROWS))  # type: ignore[arg-type]
+        trainee.exchange.close()
+        return seen
+
+    generator = torch.get_rng_state()
+    first, second, again = masks(0), masks(1), masks(0)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_r02_a_rank_writes_its_rows_before_any_bucket_goes_out() -> None:
     trainee = Trainee(NET)
     seen: list[list[str]] = []
@@ -168,9 +194,9 @@ def test_r02_a_rank_writes_its_rows_before_any_bucket_goes_out() -> None:
     assert trainee.ledger.lines[-1] == "applied"
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(5))
 def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: int) -> None:
-    """It breaks at the at-th allreduce on its way (buckets, then buffers), or (3) at the trailer."""
+    """It breaks at the layout's hash (0), at an allreduce on its way (bucket, then buffers), or at the trailer (4)."""
     model = nn.Sequential(NORMED, nn.Dropout(0.5), nn.Linear(3, 3).double())
 
     def work(group: Group) -> None:
@@ -189,6 +215,7 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
 
             def allgather(self, array: Any) -> Any:
                 self._call()
+                return np.stack([array, array])
 
             def abort(self, reason: str) -> None: ...
 

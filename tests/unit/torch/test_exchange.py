@@ -1,0 +1,101 @@
+"""Gradients summed over a world: what ranks must have in common, and when the engine's thread lives."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_collectives import Group, MismatchError
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.exchange import GradientExchange
+from tests.unit.torch.worlds import in_a_world
+
+
+def backward(model: nn.Module, inputs: int) -> None:
+    model(torch.ones(2, inputs)).sum().backward()
+
+
+def test_r07_the_layouts_hash_precedes_data() -> None:
+    """Both have one bucket of 15 elements, so that the sizes on the wire agree."""
+
+    def work(group: Group) -> None:
+        inputs = 5 if group.rank == 0 else 3
+        model = nn.Linear(inputs, 15 // inputs, bias=False)
+        with GradientExchange(model.named_parameters()) as exchange:
+            exchange.begin(group, 1)
+            backward(model, inputs)
+            mine = model.weight.grad
+            assert mine is not None
+            with pytest.raises(MismatchError, match=r"ranks \[1\] train parameters of other"):
+                exchange.finish()
+            assert torch.equal(mine, torch.full_like(mine, 2.0))  # nothing was added to it
+
+    in_a_world(2, work)
+
+
+def test_r07_ranks_agree_once_in_each_world() -> None:
+    gathered = []
+
+    class Counting:
+        def __init__(self, group: Group) -> None:
+            self.group, self.rank, self.size, self.fence = group, group.rank, group.size, group.fence
+
+        def allgather(self, array: Any) -> Any:
+            gathered.append(self.fence)
+            return self.group.allgather(array)
+
+        def allreduce(self, array: Any) -> None:
+            self.group.allreduce(array)
+
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    exchanges = [GradientExchange(model.named_parameters()) for model in models]
+
+    def work(group: Group) -> None:
+        counting: Any = Counting(group)
+        for _ in range(3):
+            exchanges[group.rank].begin(counting, 1)
+            backward(models[group.rank], 4)
+            exchanges[group.rank].finish()
+
+    for generation in (1, 2):
+        in_a_world(2, work, generation)
+    for exchange in exchanges:
+        exchange.close()
+    assert sorted(gathered) == [(1, 1), (1, 1), (1, 2), (1, 2)]
+
+
+def test_a_lone_worker_needs_no_thread() -> None:
+    model = nn.Linear(4, 3)
+    threads = threading.active_count()
+    with GradientExchange(model.named_parameters()) as exchange:
+        exchange.begin(None, 1)
+        backward(model, 4)
+        exchange.finish()
+        assert threading.active_count() == threads
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_parameter_that_thaws_later_is_named() -> None:
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    with GradientExchange(model.named_parameters()) as exchange:
+        model.bias.requires_grad_(True)
+        with pytest.raises(InvalidInput, match="'bias' was frozen when training began"):
+            exchange.begin(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (nn.Linear(2, 2).bfloat16(), "'weight' is torch.bfloat16: only float32 and float64"),
+        (nn.Linear(2, 2, device="meta"), "'weight' is on meta: only CPU"),
+        (nn.ReLU(), "no parameter that requires a gradient"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(model: nn.Module, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        GradientExchange(model.named_parameters())
