@@ -1,7 +1,7 @@
 """What a forward pass changes besides gradients, kept so that an aborted step can be taken again (R3).
 
-Module buffers (running statistics), and the random generators of torch, numpy and Python: a forward pass draws from
-streams of its own, so that the generators' states stay equal on all ranks.
+Module buffers (running statistics) are put back on abort. The random generators of torch, numpy and Python are put
+back always: forward passes draw from streams of their own, so that the generators' states stay equal on all ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ def drawing_by(*key: int) -> Iterator[None]:
 
 
 class ForwardSnapshot:
-    """Taken at the begin of a step; `restore` puts everything back."""
+    """The buffers at the begin of a step; `restore` puts them back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-        self._rng = rng_state()
 
     def wrote(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether a buffer's values changed since; torch's version counters miss what BatchNorm writes."""
@@ -60,4 +59,3 @@ class ForwardSnapshot:
                 # A forward pass may have put a new tensor in its place.
                 self._model.get_submodule(owner)._buffers[own_name] = buffer
                 buffer.copy_(kept)
-        set_rng_state(self._rng)

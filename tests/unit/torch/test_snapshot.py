@@ -8,23 +8,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
+from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by, rng_state, set_rng_state
 
 
-def test_r03_buffers_and_generators_come_back() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout())
+def test_r03_buffers_come_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
     x = torch.randn(8, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     snapshot = ForwardSnapshot(model)
-    first = (model(x), np.random.rand(), random.random())
+    model(x)
     assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
     assert snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
     snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
-    again = (model(x), np.random.rand(), random.random())
-    assert torch.equal(first[0], again[0])
-    assert first[1:] == again[1:]
 
 
 class Decaying(nn.Module):
@@ -48,13 +45,13 @@ def test_r03_a_replaced_buffer_comes_back() -> None:
     assert torch.equal(model.get_buffer("0.mean"), torch.ones(2))
 
 
-def test_draws_follow_from_the_key_and_leave_the_generators_alone() -> None:
+def test_r03_draws_follow_from_the_key_and_leave_the_generators_alone() -> None:
     def draw() -> tuple[float, float, float]:
         return float(torch.rand(())), float(np.random.rand()), random.random()
 
-    snapshot = ForwardSnapshot(nn.Linear(1, 1))
+    kept = rng_state()
     plain = draw()
-    snapshot.restore()
+    set_rng_state(kept)
     drawn = []
     for key in [(1, 0, 2), (1, 0, 2), (1, 0, 3)]:
         with drawing_by(*key):
