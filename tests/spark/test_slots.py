@@ -1,0 +1,107 @@
+"""Slots on a real cluster: Spark's own retries do not matter, ports are kept, output reaches the driver."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+
+from elastic_collectives import Group
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import NotEnoughWorkers
+from spark_elastic.launch import launch
+from spark_elastic.protocol.types import Limits, World
+from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.worker.program import Outcome, Session
+from tests.spark.cluster import StandaloneCluster
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+
+class Striker:
+    """A narrator that strikes at given steps, once each, and keeps what workers print."""
+
+    def __init__(self, strikes: dict[int, Callable[[], None]] | None = None) -> None:
+        self._strikes = dict(strikes or {})
+        self.lines: list[tuple[int | None, str]] = []
+
+    def log(self, rank: int | None, line: str) -> None:
+        self.lines.append((rank, line))
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        for step in [step for step in self._strikes if numbers["step"] >= step]:
+            threading.Thread(target=self._strikes.pop(step), name="strike").start()
+
+    def world(self, size: int, reason: str) -> None:
+        """Nothing."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("max_failures", ["1", "4"])
+def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
+    max_failures: str,
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+) -> None:
+    spark = spark_with({"spark.task.maxFailures": max_failures})
+    program = CountingProgram(steps=400, seconds=0.04)
+
+    def kill_slot_task() -> None:
+        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
+        standalone.slot_tasks(busy[0])[0].kill()
+
+    def kill_executor() -> None:
+        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
+        standalone.kill_executor(busy[-1])
+
+    striker = Striker({30: kill_slot_task, 200: kill_executor})
+    result = launch(spark, program, Limits(3, 1, 3), ElasticConfig(), "strikes", (), striker)
+    sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
+    assert sums == {program.expected()}
+    sizes = [world.size for world in result.worlds]
+    assert sizes[0] == 3
+    assert min(sizes) < 3
+    assert max(sizes) == 3  # Spark's own retry makes no fourth worker
+
+
+class Talkative(CountingProgram):
+    """Prints its rank and the port it listens on."""
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        sys.stdout.write(f"I am {group.rank}\n")
+        return super().run(world, group, session)
+
+
+def test_output_and_ports(spark: SparkSession) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[Talkative.__module__])
+    port, first = free_port(), free_port()
+    config = ElasticConfig(
+        driver_port=port, worker_port_range=(first, first + 20), advertise_address="localhost"
+    )
+    striker = Striker()
+    program = Talkative(steps=5)
+    result = launch(spark, program, Limits(2, 1, 2), config, "ports", (), striker)
+    assert json.loads(result.results[0])["sum"] == program.expected()
+    said = {(rank, line) for rank, line in striker.lines if line.startswith("I am")}
+    assert said == {(0, "I am 0"), (1, "I am 1")}
+
+
+def test_an_address_that_executors_cannot_reach_is_named(spark: SparkSession) -> None:
+    """Nothing listens at that port of that address."""
+    config = ElasticConfig(advertise_address="127.0.0.2", bind_address="127.0.0.1", start_timeout=20.0)
+    with pytest.raises(NotEnoughWorkers):
+        launch(spark, CountingProgram(5), Limits(1, 1, 1, start_timeout=45.0), config, "unreachable", ())
