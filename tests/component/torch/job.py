@@ -95,7 +95,7 @@ class Job:
     shape: tuple[int, ...] = (WIDTH,)
     weight: str | None = None
     clipping: Clipping = field(default_factory=Clipping)
-    epochs: int = 3
+    epochs: int = 2
     batch_size: int = 8
     workers: int = 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,11 @@ def ledger_of(folder: Path) -> Counter[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_p2_undisturbed_training_equals_a_plain_loop(name: str, data: tuple[Store, Manifest]) -> None:
-    job = JOBS[name]
-    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=3))
-    assert [world.size for world in result.worlds] == [3]
+def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest]) -> None:
+    """Two workers and one net: the kills below cover the others, and a start of processes is what takes the time."""
+    job = replace(JOBS["class weights, clipped"], workers=2, epochs=1)
+    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=2))
+    assert [world.size for world in result.worlds] == [2]
     assert difference(ours, train_plain(job, *data)) < 1e-9
 
 
