@@ -81,8 +81,9 @@ void Group::allreduce(void* data, size_t count, DataType type, ReduceOp op, cons
 }
 
 uint32_t Group::enter(CallKind kind, size_t bytes, uint64_t details) {
-  mesh_->enter(Call{bytes, tag_, kind, details});
-  return tag_++;
+  const uint32_t tag = tag_++;
+  mesh_->enter(Call{bytes, tag, kind, details});
+  return tag;
 }
 
 void Group::broadcast(void* data, size_t bytes, int root) {

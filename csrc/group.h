@@ -3,6 +3,7 @@
 
 #include <gloo/context.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -51,7 +52,7 @@ class Group {
   std::shared_ptr<World> world_;
   uint32_t enter(CallKind kind, size_t bytes, uint64_t details);
 
-  uint32_t tag_ = 0;  // equal on all ranks as long as they call the same collectives in the same order
+  std::atomic<uint32_t> tag_{0};  // equal on all ranks as long as they call the same collectives in the same order
 };
 
 }  // namespace elastic
