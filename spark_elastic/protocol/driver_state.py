@@ -43,6 +43,7 @@ class DriverState:
     waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
     suspected: members that peers saw break in this world. hiccup: when last all workers were cut at once.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
+    fruitless_end: what the last slot job said that ended before its worker was warm.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
     """
 
@@ -78,6 +79,7 @@ class DriverState:
     short_since: float | None = None
     done_since: float | None = None
     because: str = ""
+    fruitless_end: str = ""
 
     @property
     def fence(self) -> Fence:

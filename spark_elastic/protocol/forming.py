@@ -190,6 +190,8 @@ def _shortage(turn: Turn, count: int) -> str:
         parts.append(f"waited for slot jobs that the cluster did not start: {names(silent)}")
     if starting:
         parts.append(f"waited for {names(starting)} to get warm")
+    if state.fruitless_end:
+        parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
     return "; ".join(parts)
 
 

@@ -72,6 +72,8 @@ def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
         end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
     elif state.done_since is None:
         fruitless = 0 if job.warmed or job.host_lost else job.fruitless + 1
+        if fruitless:
+            state.fruitless_end = event.reason
         number = state.next_job
         launch(turn, JobRecord(number, fruitless), f"slot job {event.job} ended ({event.reason})")
 

@@ -101,7 +101,8 @@ def test_output_and_ports(spark: SparkSession) -> None:
 
 
 def test_an_address_that_executors_cannot_reach_is_named(spark: SparkSession) -> None:
-    """Nothing listens at that port of that address."""
-    config = ElasticConfig(advertise_address="127.0.0.2", bind_address="127.0.0.1", start_timeout=20.0)
-    with pytest.raises(NotEnoughWorkers):
+    """Nothing listens at that port of that address; the slot gives up within 30 s and says where it knocked."""
+    port = free_port()
+    config = ElasticConfig(advertise_address="127.0.0.2", bind_address="127.0.0.1", driver_port=port)
+    with pytest.raises(NotEnoughWorkers, match=f"127.0.0.2:{port} does not answer"):
         launch(spark, CountingProgram(5), Limits(1, 1, 1, start_timeout=45.0), config, "unreachable", ())
