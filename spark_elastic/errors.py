@@ -1,21 +1,21 @@
 """Every error a user of spark_elastic can meet, in one tree.
 
-    ElasticError                      everything below
-    ├── InvalidInput (ValueError)     an argument, column or setting is wrong; the sentence says what to change
-    ├── PreflightError                a host cannot run the job: versions, function or store
-    ├── JobFailed                     training ended without a result
-    │   ├── WorkerFailed              user code raised; carries traceback, step and position
-    │   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
-    │   └── FailureBudgetExceeded     too many failures inside the window
-    ├── JobCancelled                  the user or Spark cancelled the job
-    ├── DriverUnreachable             the rendezvous server does not answer; names host:port
-    ├── Unauthorized                  a request without the job's key
-    ├── StaleGeneration               a message of a world that is over
-    ├── PeersMissing                  a wait for other workers reached its deadline; names who was missing
-    ├── ConnectionClosed              this side closed its connection to the driver while a request was open
-    └── StoreError                    the store cannot be read or written
+ElasticError                      everything below
+├── InvalidInput (ValueError)     an argument, column or setting is wrong; the sentence says what to change
+├── PreflightError                a host cannot run the job: versions, function or store
+├── JobFailed                     training ended without a result
+│   ├── WorkerFailed              user code raised; carries traceback, step and position
+│   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
+│   └── FailureBudgetExceeded     too many failures inside the window
+├── JobCancelled                  the user or Spark cancelled the job
+├── DriverUnreachable             the rendezvous server does not answer; names host:port
+├── Unauthorized                  a request without the job's key
+├── StaleGeneration               a message of a world that is over
+├── PeersMissing                  a wait for other workers reached its deadline; names who was missing
+├── ConnectionClosed              this side closed its connection to the driver while a request was open
+└── StoreError                    the store cannot be read or written
 
-    MembershipChanged (BaseException) control flow: the world changes; no `except Exception` of user code swallows it
+MembershipChanged (BaseException) control flow: the world changes; no `except Exception` of user code swallows it
 """
 
 from __future__ import annotations

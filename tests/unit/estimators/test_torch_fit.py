@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,11 +68,11 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
     )
 
 
-def test_a_ledger_needs_a_folder() -> None:
+def test_a_ledger_needs_a_folder(tmp_path: Path) -> None:
     wanted = request(config=ElasticConfig(ledger=True))
     with pytest.raises(InvalidInput, match="ledger=True needs a store that is a folder; memory://"):
         _ledger(wanted, Store.open("memory://x"), "r")
-    assert _ledger(wanted, Store.open("/tmp/x"), "r") == "/tmp/x/runs/r/ledger"
+    assert _ledger(wanted, Store.open(str(tmp_path)), "r") == f"{tmp_path}/runs/r/ledger"
     assert _ledger(request(), Store.open("memory://x"), "r") is None
 
 
