@@ -14,8 +14,6 @@ ElasticError                      everything below
 ├── PeersMissing                  a wait for other workers reached its deadline; names who was missing
 ├── ConnectionClosed              this side closed its connection to the driver while a request was open
 └── StoreError                    the store cannot be read or written
-
-MembershipChanged (BaseException) control flow: the world changes; no `except Exception` of user code swallows it
 """
 
 from __future__ import annotations
@@ -75,7 +73,3 @@ class ConnectionClosed(ElasticError):
 
 class StoreError(ElasticError):
     """The store cannot be read or written."""
-
-
-class MembershipChanged(BaseException):
-    """The world is about to change; raised at a step boundary and handled by the worker's loop alone."""

@@ -24,7 +24,6 @@ PUBLIC = {
     "InvalidInput": "errors",
     "JobCancelled": "errors",
     "JobFailed": "errors",
-    "MembershipChanged": "errors",
     "NotEnoughWorkers": "errors",
     "PeersMissing": "errors",
     "PreflightError": "errors",
