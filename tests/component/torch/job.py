@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +26,26 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.launch import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch import progress
 from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
 from spark_elastic.torch.training import Clipping
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
+PACE = 0.04  # seconds
+
+
+class Paced(torch.nn.Module):
+    """A net whose forward takes PACE seconds in a worker, so that a quick machine, too, is met in mid-epoch."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if progress() is not None:
+            time.sleep(PACE)
+        output: torch.Tensor = self.net(x)
+        return output
 
 
 class NoDiscovery:
