@@ -20,7 +20,7 @@ KILL_WAIT = 10.0  # seconds for the kernel to end a killed process
 
 
 class Child:
-    """A training process. `worker` is None while it is a spare."""
+    """A training process. `worker` is None while it is a spare; `warm` is kept by the slot's main thread."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Child:
     ) -> None:
         """header: makes the child's header from the descriptor of its status pipe."""
         self.worker: str | None = None
+        self.warm = False
         status_read, status_write = os.pipe()
         environment = dict(
             os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p)

@@ -94,6 +94,8 @@ class SlotAgent:
         self._active, self._spare = child, None
         self._driver.started(worker)
         child.activate(worker)
+        if child.warm:  # it was a spare, and will not say again that it is warm
+            self._spare = self._spawn()
 
     def _exited(self, child: Child, code: int) -> str | None:
         if child is self._spare:
@@ -107,6 +109,7 @@ class SlotAgent:
 
     def _warm(self, child: Child) -> str | None:
         """Only once the worker is warm does its spare get to take the processor from it."""
+        child.warm = True
         if child is self._active and self._spare is None:
             self._spare = self._spawn()
         return None
