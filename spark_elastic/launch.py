@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
@@ -94,7 +96,7 @@ class Site:
 
 @dataclass
 class _Audience:
-    """Keeps who is which rank, for log prefixes and the history of worlds."""
+    """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails harms no job."""
 
     narrator: Narrator
     clock: Clock
@@ -105,18 +107,25 @@ class _Audience:
     def world(self, world: World) -> None:
         self.ranks = {member.worker: member.rank for member in world.members}
         self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
-        self.narrator.world(world.size, world.reason)
+        self._tell(lambda: self.narrator.world(world.size, world.reason))
 
     def said(self, text: str) -> None:
         log.info("%s", text)
 
     def lines(self, lines: LogLines) -> None:
+        rank = self.ranks.get(lines.worker)
         for line in lines.lines:
-            self.narrator.log(self.ranks.get(lines.worker), line)
+            self._tell(partial(self.narrator.log, rank, line))
 
     def report(self, report: Report) -> None:
         if self.ranks.get(report.worker) == 0:
-            self.narrator.progress(report.numbers)
+            self._tell(lambda: self.narrator.progress(report.numbers))
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            log.exception("the narrator failed")
 
 
 def launch(
@@ -187,21 +196,26 @@ def supervise(
     server = RendezvousServer(key, FIRST_ATTEMPT, hooks, clock, bind)
     effects = Effects(server, launcher, audience)
     loop = DriverLoop(driver_machine.initial(limits, FIRST_ATTEMPT), inbox, effects.carry_out, clock, journal)
-    try:
-        server.start()
+    server.start()
+    with (
+        ExitStack() as closing
+    ):  # last in, first out; an interrupt while one closes does not spare the others
+        closing.callback(server.close)
+        closing.callback(loop.close)
+        closing.callback(discovery.close)
+        closing.callback(_close_launcher, launcher)
+        closing.callback(server.end, "the job is over")
         launcher.start(Contact(server.address, key, FIRST_ATTEMPT, name), inbox.put)
         discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)
-    finally:
-        server.end("the job is over")
-        left = launcher.close(STOP_WITHIN)
-        discovery.close()
-        loop.close()
-        server.close()
-        if left:
-            log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
     return LaunchResult(_results(end), tuple(audience.worlds), tuple(journal.story()))
+
+
+def _close_launcher(launcher: Launcher) -> None:
+    left = launcher.close(STOP_WITHIN)
+    if left:
+        log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
 
 
 def _await_end(loop: DriverLoop) -> End:

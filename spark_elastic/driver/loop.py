@@ -21,6 +21,7 @@ log = logging.getLogger("spark_elastic.driver")
 
 Inbox: TypeAlias = queue.SimpleQueue[DriverEvent | None]  # any thread puts events; None ends the loop
 TICK = 0.05  # seconds; deadlines are met within it
+END_WAIT = 5.0  # seconds for the command that is being carried out when the loop is closed
 
 
 class DriverLoop:
@@ -63,7 +64,7 @@ class DriverLoop:
         """Stop the thread; events after this are lost."""
         self._inbox.put(None)
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(END_WAIT)
         self._journal.close()
 
     def _run(self) -> None:
@@ -77,7 +78,7 @@ class DriverLoop:
                     self._execute(command)
         except Exception as error:  # the machine's own defect must end the job, not hang it
             log.exception("the driver loop failed")
-            self._finish(End(f"the driver loop failed: {error!r}", Outcome.CANCELLED))
+            self._finish(End(f"the driver loop failed: {error!r}", Outcome.DEFECT))
 
     def _next(self) -> DriverEvent | None:
         """The next event; a tick whenever one is due, however busy the queue is."""

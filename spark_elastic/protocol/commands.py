@@ -74,6 +74,7 @@ class Outcome(Enum):
     FAILURE_BUDGET = "failure budget exceeded"
     RESET_LIMIT = "reset limit exceeded"
     CANCELLED = "cancelled"
+    DEFECT = "defect of the driver"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from spark_elastic.protocol.events import DrainRequested, HostLost
 log = logging.getLogger("spark_elastic.spark")
 
 POLL_EVERY = 0.5  # seconds; a poll costs about 3 ms
+END_WAIT = 5.0  # seconds for a poll that the JVM has not answered yet
 
 
 class ExecutorWatch:
@@ -41,7 +42,7 @@ class ExecutorWatch:
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(END_WAIT)
 
     def _watch(self, post: Post) -> None:
         known: set[str] = set()

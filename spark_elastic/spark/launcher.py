@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from py4j.protocol import Py4JError
+from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import InheritableThread, SparkContext
 
 from spark_elastic.clock import Clock
@@ -31,6 +32,7 @@ CANCELLED = (
     "JOB_GROUP_CANCELLED",
 )
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
+CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
 
 
 class SparkLauncher:
@@ -50,7 +52,8 @@ class SparkLauncher:
         self._dispatcher: InheritableThread | None = None
 
     def start(self, contact: Contact, post: Post) -> None:
-        self._tag = f"spark_elastic-{contact.job_name}"
+        # A tag of this launch alone; Spark refuses commas in it.
+        self._tag = f"spark_elastic-{contact.job_name}-{secrets.token_hex(4)}".replace(",", "_")
         task = self._make_task(contact)
         self._dispatcher = InheritableThread(target=self._dispatch, args=(task, post), daemon=True)
         self._dispatcher.start()
@@ -66,12 +69,15 @@ class SparkLauncher:
         if self._dispatcher is None:
             return []
         self._dispatcher.join(timeout)
-        grace = timeout / 3
-        _join_all(self._carriers, self._clock, self._clock.now() + grace)
-        if any(thread.is_alive() for thread in self._carriers):
+        _join_all(self._carriers, self._clock, min(deadline, self._clock.now() + timeout / 3))
+        # More than once: a job that was just being submitted is not cancelled by the first.
+        while self._alive() and self._clock.now() < deadline:
             self._cancel()
-        _join_all(self._carriers, self._clock, deadline)
-        return [thread.name for thread in self._carriers if thread.is_alive()]
+            _join_all(self._carriers, self._clock, min(deadline, self._clock.now() + CANCEL_EVERY))
+        return [thread.name for thread in self._alive()]
+
+    def _alive(self) -> list[InheritableThread]:
+        return [thread for thread in self._carriers if thread.is_alive()]
 
     def _cancel(self) -> None:
         try:
@@ -80,7 +86,6 @@ class SparkLauncher:
             log.debug("nothing left to cancel: %s", error)  # the SparkContext is gone, and its jobs with it
 
     def _dispatch(self, task: SlotTask, post: Post) -> None:
-        self._sc.addJobTag(self._tag)
         while (order := self._orders.get()) is not None:
             job, delay = order
             carrier = InheritableThread(
@@ -98,15 +103,22 @@ class SparkLauncher:
 
     def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
         try:
+            self._sc.addJobTag(self._tag)
             results: list[Any] = self._sc.parallelize([job], 1).mapPartitions(task).collect()
             return str(results[0]) if results else "the slot task returned nothing", False
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
-            text = str(error)
-            if any(word in text for word in STOPPED) or self._sc._jsc is None:
+            if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):
                 return "the SparkContext was stopped", True
-            if any(word in text for word in CANCELLED):
-                return f"the slot job was cancelled: {_first_line(text)}", True
-            return _first_line(text), False
+            return classify(str(error))
+
+
+def classify(text: str) -> tuple[str, bool]:
+    """Why a Spark job failed, in one line, and whether it was cancelled rather than lost; text: of the error."""
+    if any(word in text for word in STOPPED):
+        return "the SparkContext was stopped", True
+    if any(word in text for word in CANCELLED):
+        return f"the slot job was cancelled: {_first_line(text)}", True
+    return _first_line(text), False
 
 
 def _join_all(threads: list[InheritableThread], clock: Clock, deadline: float) -> None:

@@ -10,12 +10,14 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
+from spark_elastic.errors import DriverUnreachable
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.preflight import facts
 from spark_elastic.worker.entry import Header
@@ -73,20 +75,21 @@ class SlotTask:
             return SlotAgent(plan, client, clock).run()
 
 
-def executor_id() -> str:
+def executor_id(proc: Path = Path("/proc")) -> str:
     """Spark's id of the executor that this task runs in; "driver" in local mode.
 
     Spark does not tell Python workers; the executor's command line, an ancestor of this process, does.
     """
     pid = os.getpid()
-    while pid > 1:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-        if b"--executor-id" in words:
-            return words[words.index(b"--executor-id") + 1].decode()
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            pid = int(file.read().rpartition(")")[2].split()[1])
-    return os.environ.get("SPARK_EXECUTOR_ID", "driver")
+    try:
+        while pid > 1:
+            words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
+            if b"--executor-id" in words:
+                return words[words.index(b"--executor-id") + 1].decode()
+            pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        pass  # other users' processes are hidden here; an executor would be of this user
+    return "driver"
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -96,7 +99,13 @@ def _split(address: str) -> tuple[str, int]:
 
 def _address_towards(host: str, port: int) -> str:
     """This machine's own address on the way to the driver: peers of the same cluster reach it there, too."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise DriverUnreachable(
+            f"There is no way to the driver's rendezvous server at {host}:{port} ({error}): set advertise_address to "
+            "a name or address that executors know."
+        ) from error

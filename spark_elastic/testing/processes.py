@@ -73,7 +73,7 @@ class ProcessLauncher:
             thread.join(max(0.0, (deadline - self._clock.now()) / 2) if not self._closing.is_set() else 0.0)
         self._closing.set()
         self._room.release(len(self._threads) or 1)
-        for process in self._processes.values():
+        for process in list(self._processes.values()):
             process.kill()
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock.now()))

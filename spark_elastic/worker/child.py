@@ -13,10 +13,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import IO
 
 from spark_elastic.worker.entry import Header
 
-KILL_WAIT = 10.0  # seconds for the kernel to end a killed process
+CLOSE_WAIT = (
+    2.0  # seconds for a killed process and its last lines; what it forked may keep its output open longer
+)
 
 
 class Child:
@@ -92,7 +95,7 @@ class Child:
         self._process.kill()
         self._input.put(None)
         for thread in self._threads:
-            thread.join(KILL_WAIT)
+            thread.join(CLOSE_WAIT)
 
     def _write(self) -> None:
         """A large program takes its time through a pipe; the slot's main thread must not wait for it."""
@@ -102,9 +105,10 @@ class Child:
             while (data := self._input.get()) is not None:
                 pipe.write(data)
                 pipe.flush()
-            pipe.close()
         except OSError:
-            self._process.stdin = None  # it died; `on_exit` tells
+            pass  # it died; `on_exit` tells
+        finally:
+            _close_quietly(pipe)
 
     def _read_status(self, descriptor: int, on_warm: Callable[[Child], None]) -> None:
         with os.fdopen(descriptor, "rb") as pipe:
@@ -120,3 +124,11 @@ class Child:
         with pipe:
             for raw in pipe:
                 on_line(self, raw.decode("utf-8", errors="replace").rstrip("\n"))
+
+
+def _close_quietly(pipe: IO[bytes]) -> None:
+    """Closes the descriptor though the process at its other end is gone and what is left cannot be written."""
+    try:
+        pipe.close()
+    except OSError:
+        pass

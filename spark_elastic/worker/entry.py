@@ -67,13 +67,15 @@ def main() -> int:
     payload = channel.read(header.payload_bytes)
     program, failure = _load(payload, header.preload)
     os.write(header.status_fd, b"warm\n")
+    os.close(header.status_fd)
     activation = channel.readline()
     if not activation:
         return 0
     me = Identity(json.loads(activation)["worker"], header.slot)
     threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
     clock = SystemClock()
-    with RendezvousClient(header.address, bytes.fromhex(header.key), header.attempt, clock) as client:
+    key = bytes.fromhex(header.key)
+    with RendezvousClient(header.address, key, header.attempt, clock, header.driver_timeout) as client:
         driver = client.worker(me.worker, me.slot)
         if program is None:
             driver.failed(None, None, *failure)

@@ -23,6 +23,9 @@ BEAT_EVERY = 1.0  # seconds
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
+SPARE_AFTER = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
+LAST_WORDS = 2.0  # seconds for the last log lines on their way to the driver
+END_WAIT = 5.0  # seconds for threads whose requests were cut off
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,11 @@ class SlotAgent:
         self._spare: Child | None = None
         self._started = 0
         self._closing = threading.Event()
+        self._no_more_lines = threading.Event()
+        self._shipper = threading.Thread(target=self._ship_lines, name="spark-elastic-logs", daemon=True)
         self._threads = [
             threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
-            for name, target in (("watch", self._watch), ("beat", self._beat), ("logs", self._ship_lines))
+            for name, target in (("watch", self._watch), ("beat", self._beat))
         ]
 
     def run(self) -> str:
@@ -66,11 +71,10 @@ class SlotAgent:
         answer = self._driver.register(self._plan.host, self._plan.job, dict(self._plan.facts))
         if not answer.accepted:
             return answer.reason
-        self._spare = self._spawn()
-        self._promote()
-        for thread in self._threads:
+        for thread in (self._shipper, *self._threads):
             thread.start()
         try:
+            self._promote()
             while True:
                 reason = self._events.get()()
                 if reason is not None:
@@ -94,16 +98,20 @@ class SlotAgent:
         self._active, self._spare = child, None
         self._driver.started(worker)
         child.activate(worker)
-        if child.warm:  # it was a spare, and will not say again that it is warm
-            self._spare = self._spawn()
+        if child.warm:
+            self._later(SPARE_AFTER, lambda: self._on_warm(child))
 
     def _exited(self, child: Child, code: int) -> str | None:
         if child is self._spare:
-            self._spare = None  # the worker's next crash starts from cold: no loop of crashing spares
+            self._spare = None  # none before the worker's next crash: no loop of crashing spares
         elif child is self._active:
             assert child.worker is not None
-            self._driver.exited(child.worker, code, _how(code))
-            self._promote()
+            try:
+                self._driver.exited(child.worker, code, _how(code))
+                self._promote()
+            finally:
+                child.close()
+            return None
         child.close()
         return None
 
@@ -122,25 +130,28 @@ class SlotAgent:
                 if stop.kill:
                     self._active.kill()
                 else:
-                    self._kill_later(self._active)
+                    self._later(PATIENCE, self._active.kill)
         return None
 
-    def _kill_later(self, child: Child) -> None:
-        def wait() -> None:
-            if not self._closing.wait(PATIENCE):
-                child.kill()
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        """In a thread of its own; not at all once the slot closes."""
 
-        threading.Thread(target=wait, name="spark-elastic-patience", daemon=True).start()
+        def wait() -> None:
+            if not self._closing.wait(seconds):
+                call()
+
+        threading.Thread(target=wait, name="spark-elastic-later", daemon=True).start()
 
     def _close(self) -> None:
         self._closing.set()
         for child in (self._active, self._spare):
             if child is not None:
                 child.close()
-        self._ship_waiting_lines()
+        self._no_more_lines.set()
+        self._shipper.join(LAST_WORDS)
         self._client.close()
-        for thread in self._threads:
-            thread.join()
+        for thread in (self._shipper, *self._threads):
+            thread.join(END_WAIT)
 
     # ---- other threads
 
@@ -183,8 +194,9 @@ class SlotAgent:
                 continue  # the watch thread minds the driver's absence
 
     def _ship_lines(self) -> None:
-        while not self._closing.wait(SHIP_EVERY):
+        while not self._no_more_lines.wait(SHIP_EVERY):
             self._ship_waiting_lines()
+        self._ship_waiting_lines()
 
     def _ship_waiting_lines(self) -> None:
         while not self._lines.empty():

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -20,8 +22,9 @@ from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
-from spark_elastic.errors import NotEnoughWorkers, WorkerFailed
+from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
 from spark_elastic.launch import LaunchResult, Site, supervise
+from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.testing.processes import ProcessLauncher
@@ -117,9 +120,16 @@ def test_a_killed_child_is_followed_by_its_warm_spare() -> None:
 def test_a_stopped_child_is_given_up_after_the_lease() -> None:
     program = CountingProgram(STEPS, 0.03)
     cluster = launcher(program)
-    result = run(cluster, 3, Watcher(lambda: workers(cluster)[0].send_signal(signal.SIGSTOP)), lease=2.0)
+    stopped: list[psutil.Process] = []
+
+    def strike() -> None:
+        stopped.append(workers(cluster)[0])
+        stopped[0].send_signal(signal.SIGSTOP)
+
+    result = run(cluster, 3, Watcher(strike), lease=2.0)
     assert_exact(result, program)
-    assert any("lease" in line or "silent" in line or "T" in line for line in result.story)
+    assert any("its process has not run for" in line for line in result.story)
+    assert not stopped[0].is_running()
 
 
 def test_two_die_at_once() -> None:
@@ -133,6 +143,40 @@ def test_two_die_at_once() -> None:
     result = run(cluster, 3, Watcher(strike))
     assert_exact(result, program)
     assert 1 in sizes(result) or 2 in sizes(result)
+
+
+def test_all_die_at_once_and_the_job_starts_again() -> None:
+    program = CountingProgram(40, 0.03)
+    cluster = launcher(program, room=2)
+
+    def strike() -> None:
+        for worker in workers(cluster):
+            worker.kill()
+
+    result = run(cluster, 2, Watcher(strike))
+    assert_exact(result, program)
+    assert len(result.worlds) >= 2
+
+
+class Drainer(NoDiscovery):
+    """A discovery that drains a host when told to."""
+
+    def start(self, post: Post) -> None:
+        self._post = post
+
+    def drain(self, host: str) -> None:
+        self._post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=host))
+
+
+def test_a_drained_host_leaves_at_a_step_boundary() -> None:
+    program = CountingProgram(STEPS, 0.03)
+    cluster, drainer = launcher(program), Drainer()
+    watcher = Watcher(lambda: drainer.drain(f"host-{max(cluster.slots())}"))
+    bounds = Limits(3, 1, 3, gather_timeout=60.0)
+    result = supervise(cluster, drainer, Site(), bounds, ElasticConfig(), "test", watcher)
+    assert_exact(result, program)
+    assert sizes(result)[:2] == [3, 2]
+    assert not any("GroupBroke" in line or "broke" in line for line in result.story)
 
 
 def test_newcomers_join_while_the_others_train() -> None:
@@ -154,14 +198,55 @@ class Broken(CountingProgram):
 
 
 def test_r13_an_exception_of_user_code_on_every_worker_ends_the_job_with_its_traceback() -> None:
-    import cloudpickle
-
-    cloudpickle.register_pickle_by_value(__import__(Broken.__module__, fromlist=["Broken"]))
+    cloudpickle.register_pickle_by_value(sys.modules[Broken.__module__])
     watcher = Watcher()
     with pytest.raises(WorkerFailed, match="the user's own mistake") as failed:
         run(launcher(Broken(5), room=2), 2, watcher)
     assert "Traceback" in str(failed.value)
     assert "about to raise" in {line for _, line in watcher.lines}
+
+
+class BrokenOnce(CountingProgram):
+    """Rank 1 of the first world raises; whoever comes after it does not."""
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        if world.fence.generation == 1 and group.rank == 1:
+            raise ValueError("one worker's bad moment")
+        return super().run(world, group, session)
+
+
+def test_an_exception_on_one_worker_is_borne() -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[BrokenOnce.__module__])
+    program = BrokenOnce(40, 0.03)
+    result = run(launcher(program, room=2), 2, Watcher())
+    assert_exact(result, program)
+    assert any("one worker's bad moment" in line for line in result.story)
+    assert len(result.worlds) >= 2
+
+
+class Mumbler(Watcher):
+    """A narrator that fails at everything."""
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        raise OSError("the terminal is gone")
+
+    def world(self, size: int, reason: str) -> None:
+        raise OSError("the terminal is gone")
+
+
+def test_a_narrator_that_fails_harms_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    program = CountingProgram(20, 0.03)
+    assert_exact(run(launcher(program, room=2), 2, Mumbler()), program)
+    assert "the narrator failed" in caplog.text
+
+
+def test_a_taken_driver_port_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = ElasticConfig(driver_port=port)
+        cluster = launcher(CountingProgram(1))
+        with pytest.raises(InvalidInput, match=rf"port {port} .*driver_port"):
+            supervise(cluster, NoDiscovery(), Site(), Limits(1, 1, 1), config, "test", Watcher())
 
 
 def test_too_few_workers_end_the_job_with_a_sentence() -> None:

@@ -70,5 +70,6 @@ def test_a_defect_in_carrying_out_ends_the_job(caplog: pytest.LogCaptureFixture)
     inbox.put(CancelRequested(0.0, "too late"))
     loop.close()
     assert isinstance(end, End)
+    assert end.outcome is Outcome.DEFECT
     assert "no room" in end.reason
     assert "the driver loop failed" in caplog.text

@@ -1,0 +1,158 @@
+"""A slot's agent with real training processes, under a driver that is the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.protocol.events import SlotRegistered, WorkerExited, WorkerStarted
+from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.worker.child import CLOSE_WAIT
+from spark_elastic.worker.entry import Header
+from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
+
+pytestmark = pytest.mark.native
+
+SLOT = "4-0"
+CLOCK = SystemClock()
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = start_driver()
+    yield made
+    made.close()
+
+
+def serve(
+    driver: Driver, program: CountingProgram, play: Callable[[], Any], driver_timeout: float = 60.0
+) -> str:
+    """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    payload = cloudpickle.dumps(program)
+
+    def header(status_fd: int, payload_bytes: int) -> Header:
+        address, me = driver.server.address, psutil.Process().pid
+        return Header(
+            me, address, KEY.hex(), ATTEMPT, SLOT, "127.0.0.1", None, (), 20.0, 20.0, payload_bytes, status_fd
+        )
+
+    played = driver.aside(play)
+    plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout)
+    with driver.client(timeout=min(30.0, driver_timeout)) as client:
+        ended = SlotAgent(plan, client, CLOCK).run()
+    played.result(20.0)
+    return ended
+
+
+def await_children(count: int) -> list[psutil.Process]:
+    """The slot's processes, oldest first, once there are so many."""
+    deadline = CLOCK.now() + 20.0
+    while True:
+        living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        if len(living) == count:
+            return sorted(living, key=lambda child: child.create_time())
+        assert CLOCK.now() < deadline, f"{len(living)} processes, not {count}"
+        CLOCK.sleep(0.02)
+
+
+class Announced(CountingProgram):
+    """Says that it is prepared."""
+
+    def prepare(self) -> None:
+        sys.stdout.write("prepared\n")
+
+
+def test_every_crash_finds_a_warm_spare(driver: Driver) -> None:
+    spares: list[int] = []
+
+    def play() -> None:
+        driver.heard(SlotRegistered)
+        for number in (1, 2, 3):
+            assert driver.heard(WorkerStarted).worker == f"{SLOT}.{number}"
+            worker, spare = await_children(2)
+            assert number == 1 or worker.pid == spares[-1], "the worker was not made of the spare"
+            spares.append(spare.pid)
+            while driver.logs.get(timeout=20.0).worker:
+                continue  # the spare, which is no worker yet, is the one to be prepared
+            worker.kill()
+            exited = driver.heard(WorkerExited)
+            assert (exited.worker, exited.reason) == (f"{SLOT}.{number}", "killed by signal 9")
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, Announced(1), play) == "enough"
+    assert len(set(spares)) == 3
+
+
+class LeavesOneBehind(CountingProgram):
+    """Starts a process that keeps the worker's output open after the worker's death."""
+
+    def prepare(self) -> None:
+        left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        sys.stdout.write(f"left behind: {left.pid}\n")
+
+
+def test_what_a_worker_leaves_behind_does_not_hold_its_slot(driver: Driver) -> None:
+    """Data loaders and the like outlive a killed worker for a while; its slot ends without them."""
+    left: list[psutil.Process] = []
+    released: list[float] = []
+
+    def play() -> None:
+        driver.heard(WorkerStarted)
+        while len(left) < 2:  # the worker's and the spare's
+            lines = driver.logs.get(timeout=20.0).lines
+            left.extend(psutil.Process(int(line.rpartition(" ")[2])) for line in lines)
+        released.append(CLOCK.now())
+        driver.server.release_slot(SLOT, "enough")
+
+    try:
+        assert serve(driver, LeavesOneBehind(1), play) == "enough"
+        assert CLOCK.now() - released[0] < 2 * CLOSE_WAIT + 5.0
+        assert all(process.is_running() for process in left)
+    finally:
+        for process in left:
+            process.kill()
+
+
+class Farewell(CountingProgram):
+    """Says something and is gone."""
+
+    def prepare(self) -> None:
+        sys.stdout.write("farewell\n")
+        sys.exit(3)
+
+
+def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
+    def play() -> None:
+        exited = driver.heard(WorkerExited)
+        assert (exited.worker, exited.exit_code) == (f"{SLOT}.1", 3)
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, Farewell(1), play) == "enough"
+    lines = [message for message in list(driver.logs.queue) if message.lines]
+    assert lines[0].lines[0] == "farewell"
+    assert lines[0].worker == f"{SLOT}.1"
+
+
+def test_a_refused_slot_starts_nothing(driver: Driver) -> None:
+    driver.server.end("the job is over")
+    assert serve(driver, CountingProgram(1), lambda: None) == "the job is over"
+    assert driver.events.empty()
+
+
+def test_a_slot_whose_driver_is_gone_ends_with_its_address(driver: Driver) -> None:
+    def play() -> None:
+        driver.heard(WorkerStarted)
+        await_children(2)
+        driver.server._serving.close()  # type: ignore[union-attr] - dies without a word
+
+    ended = serve(driver, CountingProgram(1), play, driver_timeout=1.0)
+    assert driver.server.address in ended

@@ -1,0 +1,46 @@
+"""How a slot job ended, read off Spark's own words: cancelled jobs end the training, lost ones are launched again."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.spark.launcher import classify
+
+LOST = (
+    "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
+    ": org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 3.0 failed 1 times, most "
+    "recent failure: Lost task 0.0 in stage 3.0 (TID 3): ExecutorLostFailure (executor 1 exited)\n\tat scala..."
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[SPARK_JOB_CANCELLED] Job 5 cancelled part of cancelled job group g SQLSTATE: XXKDA",
+        "org.apache.spark.SparkException: Job 4 cancelled as part of cancellation of all jobs: it was cancelled",
+        "org.apache.spark.SparkException: Job 2 cancelled because Stage 7 was cancelled",
+    ],
+)
+def test_a_cancelled_job_is_told_from_a_lost_one(text: str) -> None:
+    reason, cancelled = classify(text)
+    assert cancelled
+    assert text.splitlines()[0] in reason
+
+
+def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
+    reason, cancelled = classify(LOST)
+    assert not cancelled
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Job 3 cancelled because SparkContext was shut down",
+        "java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.",
+    ],
+)
+def test_a_stopped_context_cancels(text: str) -> None:
+    assert classify(text) == ("the SparkContext was stopped", True)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.errors import DriverUnreachable
+from spark_elastic.spark.slot_task import _address_towards, executor_id
+
+
+def process(proc: Path, pid: int, parent: int, *words: str) -> None:
+    (proc / str(pid)).mkdir(parents=True)
+    (proc / str(pid) / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
+    (proc / str(pid) / "stat").write_text(f"{pid} (a name) with) S {parent} 1 1 0")
+
+
+def test_the_executor_is_the_ancestor_that_says_so(tmp_path: Path) -> None:
+    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
+    process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
+    process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
+    assert executor_id(tmp_path) == "12"
+
+
+def test_in_local_mode_it_is_the_driver(tmp_path: Path) -> None:
+    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
+    process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
+    assert executor_id(tmp_path) == "driver"
+
+
+def test_ancestors_that_cannot_be_seen_do_no_harm(tmp_path: Path) -> None:
+    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
+    assert executor_id(tmp_path) == "driver"
+
+
+def test_the_address_towards_a_driver_on_this_machine() -> None:
+    assert _address_towards("127.0.0.1", 7) == "127.0.0.1"
+
+
+def test_a_name_that_nobody_knows_is_named_with_its_port() -> None:
+    with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
+        _address_towards("no-such-host.invalid", 7077)
