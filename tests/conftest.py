@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
+from tests import scenarios
 from tests.leaks import SETTLE_SECONDS, SessionOwned, leaked, marked, take
 
 # The same examples in each run, and no deadline: a busy machine is no failure.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-faults",
+        action="store_true",
+        help="play the scenarios without their faults: each must then fail",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without faults only what has some is played."""
+    if config.getoption("--without-faults"):
+        played = [
+            item for item in items if scenarios.numbers(item) and "fault" in getattr(item, "fixturenames", ())
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in played])
+        items[:] = played
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    scenarios.judge(item, report)
+    return report
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest) -> Iterator[scenarios.Fault]:
+    """What a scenario does to a job goes through this: `fault(os.kill, pid, SIGKILL)`."""
+    yield from scenarios.given(request)
 
 
 @pytest.fixture(scope="session")
