@@ -29,6 +29,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
+from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
@@ -101,8 +102,11 @@ def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest
     assert difference(ours, train_plain(job, *data)) < 1e-9
 
 
+@pytest.mark.scenario("G1", "G2", "G3")
 @pytest.mark.parametrize("name", JOBS)
-def test_p1_p2_p3_p4_with_two_kills(name: str, data: tuple[Store, Manifest], tmp_path: Path) -> None:
+def test_p1_p2_p3_p4_with_two_kills(
+    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+) -> None:
     job = JOBS[name]
     made: list[ProcessLauncher] = []
     killed: list[int] = []
@@ -117,12 +121,12 @@ def test_p1_p2_p3_p4_with_two_kills(name: str, data: tuple[Store, Manifest], tmp
         if len(killed) == min(epoch, 1) and step > 3:
             victim = living[1] if not killed else living[0]
             killed.append(victim)
-            made[0].kill(victim)
+            fault(made[0].kill, victim)
 
     ledger = tmp_path / "ledger"
     ours, result = train_elastic(job, *data, str(ledger), Follower(strike), make)
     assert len(killed) == 2
-    assert len(result.worlds) > 1
+    assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, train_plain(job, *data)) < 1e-9
     seen = ledger_of(ledger)
     assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
