@@ -22,7 +22,7 @@ from spark_elastic.data.footers import read_footers
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.driver.ports import Post
+from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.processes import ProcessLauncher
@@ -147,11 +147,14 @@ def train_elastic(
     ledger: str | None,
     follower: Follower,
     launcher_for: Callable[[TorchTrainTask], ProcessLauncher],
+    discovery: Discovery | None = None,
+    lease: float = 5.0,
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
     launcher = launcher_for(job.task(store, manifest, ledger))
-    limits = Limits(job.workers, 1, job.workers, max_global_batch=job.batch_size * job.workers)
-    result = supervise(launcher, NoDiscovery(), Site(), limits, ElasticConfig(), "test", follower)
+    limits = Limits(job.workers, 1, job.workers, lease=lease, max_global_batch=job.batch_size * job.workers)
+    watch = discovery or NoDiscovery()
+    result = supervise(launcher, watch, Site(), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
     return torch.load(Path(store.path("final.pt")), weights_only=True), result
