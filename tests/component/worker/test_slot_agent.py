@@ -54,14 +54,21 @@ def serve(
 
 
 def await_children(count: int) -> list[psutil.Process]:
-    """The slot's processes, oldest first, once there are so many."""
+    """The slot's processes, oldest first, once there are so many. Other children are of other tests' fixtures."""
     deadline = CLOCK.now() + 20.0
     while True:
-        living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        living = [child for child in psutil.Process().children() if _is_of_the_slot(child)]
         if len(living) == count:
             return sorted(living, key=lambda child: child.create_time())
         assert CLOCK.now() < deadline, f"{len(living)} processes, not {count}"
         CLOCK.sleep(0.02)
+
+
+def _is_of_the_slot(child: psutil.Process) -> bool:
+    try:
+        return "spark_elastic.worker.entry" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Announced(CountingProgram):
