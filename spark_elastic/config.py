@@ -24,6 +24,7 @@ class ElasticConfig:
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
     lease: silence after which a worker is taken for lost.
+    stall_after: a worker that keeps others waiting for so long is named in the log, with what it is doing.
     collective_timeout: longest wait of a worker for its peers in one collective.
     driver_timeout: a worker that cannot reach the driver for so long ends itself.
     failure_budget: failures of workers within failure_window that the job bears (lost hosts do not count).
@@ -39,6 +40,7 @@ class ElasticConfig:
     gather_timeout: float = 10.0
     start_timeout: float = 600.0
     lease: float = 5.0
+    stall_after: float = 3.0
     collective_timeout: float = 60.0
     driver_timeout: float = 60.0
     failure_budget: int = 10
@@ -60,6 +62,7 @@ class ElasticConfig:
             "gather_timeout",
             "start_timeout",
             "lease",
+            "stall_after",
             "collective_timeout",
             "driver_timeout",
             "failure_window",

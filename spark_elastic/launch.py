@@ -21,6 +21,7 @@ from spark_elastic.driver.effects import Effects
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, Inbox
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
+from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.errors import (
     FailureBudgetExceeded,
     JobCancelled,
@@ -101,11 +102,13 @@ class _Audience:
     narrator: Narrator
     clock: Clock
     started: float
+    stalls: StallWatch
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
 
     def world(self, world: World) -> None:
         self.ranks = {member.worker: member.rank for member in world.members}
+        self.stalls.world(world)
         self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
         self._tell(lambda: self.narrator.world(world.size, world.reason))
 
@@ -187,11 +190,12 @@ def supervise(
     """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds."""
     clock = SystemClock()
     narrator = narrate or Silent()
-    audience = _Audience(narrator, clock, clock.now())
+    inbox: Inbox = Inbox()
+    stalls = StallWatch(inbox.put, clock, config.stall_after)
+    audience = _Audience(narrator, clock, clock.now(), stalls)
     journal = Journal()
     key = secrets.token_bytes(32)
-    inbox: Inbox = Inbox()
-    hooks = Hooks(inbox.put, audience.lines, site.admit, audience.report)
+    hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report)
     bind = Bind(site.bind, config.driver_port, site.advertise)
     server = RendezvousServer(key, FIRST_ATTEMPT, hooks, clock, bind)
     effects = Effects(server, launcher, audience)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol import slot_events, worker_events
+from spark_elastic.protocol import slot_events, stall, worker_events
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.evidence import judge, mark_hiccup, scan
@@ -116,6 +116,7 @@ HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
     on.WorkerExited: worker_events.worker_exited,
     on.WorkerFailed: worker_events.worker_failed,
     on.WorkerDone: worker_events.worker_done,
+    on.WorkerStalled: stall.worker_stalled,
     on.DrainRequested: _drain_requested,
     on.CancelRequested: _cancel_requested,
 }

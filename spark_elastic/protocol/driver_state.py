@@ -42,6 +42,7 @@ class DriverState:
     absent, unformed: how many living members of the world have not come back from it / have not built it yet.
     waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
     suspected: members that peers saw break in this world. hiccup: when last all workers were cut at once.
+    stalled: members of this world that kept others waiting, and what they were doing.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
     fruitless_end: what the last slot job said that ended before its worker was warm.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
@@ -66,6 +67,7 @@ class DriverState:
     absent: int = 0
     unformed: int = 0
     suspected: frozenset[WorkerId] = frozenset()
+    stalled: Table[WorkerId, str] = field(default_factory=Table)
     results: Table[WorkerId, str] = field(default_factory=Table)
     version: int = 0
     announced: bool = False

@@ -37,11 +37,18 @@ class SlotRegistered(Event):
 
 @dataclass(frozen=True)
 class SlotBeat(Event):
-    """A slot task is alive and says how its child is: the letter of its process state, "" where it has none."""
+    """A slot task is alive and says how its child is: the letter of its process state, "" where it has none.
+
+    waits, seconds: its main thread waits for other workers, or works, and for how long already. stack: where it is;
+    told only while that may be of interest.
+    """
 
     slot: SlotId
     worker: WorkerId
     state: str
+    waits: bool = False
+    seconds: float = 0.0
+    stack: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,15 @@ class WorkerDone(Event):
 
 
 @dataclass(frozen=True)
+class WorkerStalled(Event):
+    """A member has kept others of its world waiting; `text` says for how long, and what it was doing."""
+
+    worker: WorkerId
+    fence: Fence
+    text: str
+
+
+@dataclass(frozen=True)
 class DrainRequested(Event):
     """A worker or all workers of a host shall leave at a step boundary. Exactly one of both is set."""
 
@@ -171,6 +187,7 @@ DriverEvent: TypeAlias = (
     | WorkerExited
     | WorkerFailed
     | WorkerDone
+    | WorkerStalled
     | DrainRequested
     | CancelRequested
 )

@@ -18,6 +18,8 @@ def break_world(turn: Turn, reason: str) -> None:
     state = turn.state
     if state.stage is not Stage.RUNNING or state.done_since is not None:
         return
+    for stall in state.stalled.values():
+        reason = reason if stall in reason else f"{reason}; {stall}"
     state.stage = Stage.REGROUPING
     state.because = reason
     state.regroup_since = turn.now
@@ -28,6 +30,8 @@ def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liab
     """Take a living worker off the records. kill: it may be alive, its slot shall end it. liable: see `Gone`."""
     state = turn.state
     title = turn.title(worker)
+    if worker.worker in state.stalled:
+        reason = f"{reason}; {state.stalled[worker.worker]}"
     retire(turn, worker, Gone(reason, WorkerStatus.FAILURE, liable))
     if kill:
         turn.say(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))

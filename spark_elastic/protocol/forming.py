@@ -236,6 +236,7 @@ def _enter(turn: Turn, world: World, chosen: list[WorkerRecord]) -> None:
     state.world = world
     state.absent = state.unformed = len(chosen)
     state.suspected = frozenset()
+    state.stalled = type(state.stalled)()
     state.results = type(state.results)()
     state.announced = False
     state.published_at = turn.now

@@ -33,8 +33,15 @@ class SlotCalls:
     def register(self, host: HostId, job: int, facts: dict[str, Any]) -> m.Admission:
         return self._client.ask(m.RegisterSlot(self._slot, host, job, facts))
 
-    def beat(self, worker: WorkerId = "", state: str = "") -> m.Acknowledged:
-        return self._client.ask(m.Beat(self._slot, worker, state))
+    def beat(
+        self,
+        worker: WorkerId = "",
+        state: str = "",
+        waits: bool = False,
+        seconds: float = 0.0,
+        stack: str = "",
+    ) -> m.Acknowledged:
+        return self._client.ask(m.Beat(self._slot, worker, state, waits, seconds, stack))
 
     def started(self, worker: WorkerId) -> m.Acknowledged:
         return self._client.ask(m.Started(self._slot, worker))

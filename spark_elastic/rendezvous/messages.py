@@ -56,13 +56,16 @@ class RegisterSlot(Request[Admission]):
 
 @dataclass(frozen=True)
 class Beat(Request[Acknowledged]):
-    """The slot is alive. worker, state: its child and the letter of its process state, "" without one."""
+    """The slot is alive. Fields as in `protocol.events.SlotBeat`."""
 
     path = "/v1/slot/beat"
     reply = Acknowledged
     slot: SlotId
     worker: WorkerId = ""
     state: str = ""
+    waits: bool = False
+    seconds: float = 0.0
+    stack: str = ""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,12 @@ class Routes:
 
     def _beat(self, request: m.Beat) -> m.Acknowledged:
         self._presence.heard((request.slot, None))
-        self._post(events.SlotBeat(self._clock.now(), request.slot, request.worker, request.state))
+        self._post(
+            events.SlotBeat(
+                self._clock.now(), request.slot, request.worker, request.state,
+                request.waits, request.seconds, request.stack,
+            )
+        )  # fmt: skip
         return m.Acknowledged(self._board.ended)
 
     def _started(self, request: m.Started) -> m.Acknowledged:

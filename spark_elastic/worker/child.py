@@ -13,9 +13,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import IO
 
 from spark_elastic.worker.entry import Header
+from spark_elastic.worker.stack_dump import Glimpse, Window
 
 CLOSE_WAIT = (
     2.0  # seconds for a killed process and its last lines; what it forked may keep its output open longer
@@ -37,6 +39,8 @@ class Child:
         self.worker: str | None = None
         self.warm = False
         status_read, status_write = os.pipe()
+        self._window = Window()
+        watch = self._window.activity, self._window.stacks
         environment = dict(
             os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p)
         )
@@ -45,12 +49,12 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=(status_write,),
+            pass_fds=(status_write, *watch),
             env=environment,
         )
         os.close(status_write)
         self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._input.put(header(status_write).to_json().encode() + b"\n")
+        self._input.put(replace(header(status_write), watch_fds=watch).to_json().encode() + b"\n")
         self._input.put(payload)
         self._threads = [
             threading.Thread(target=self._write, name="spark-elastic-child-input", daemon=True),
@@ -87,6 +91,10 @@ class Child:
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return ""
 
+    def look(self, now: float) -> Glimpse:
+        """What its main thread does; `now` by this machine's monotonic clock."""
+        return self._window.look(now)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -96,6 +104,7 @@ class Child:
         self._input.put(None)
         for thread in self._threads:
             thread.join(CLOSE_WAIT)
+        self._window.close()
 
     def _write(self) -> None:
         """A large program takes its time through a pipe; the slot's main thread must not wait for it."""

@@ -20,19 +20,23 @@ from typing import IO, Any
 import cloudpickle
 
 from elastic_collectives import Endpoint
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import SystemClock
 from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.control import Control
 from spark_elastic.worker.loop import Identity, WorkerLoop, fingerprint
 from spark_elastic.worker.program import Program
+from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
 
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a slot tells its child. status_fd: pipe on which the child says that it is warm."""
+    """What a slot tells its child.
+
+    status_fd: pipe on which the child says that it is warm. watch_fds: see `stack_dump`; filled in by the `Child`.
+    """
 
     parent: int
     address: str
@@ -46,6 +50,7 @@ class Header:
     driver_timeout: float
     payload_bytes: int
     status_fd: int
+    watch_fds: tuple[int, int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -53,10 +58,9 @@ class Header:
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:
         fields: dict[str, Any] = json.loads(text)
-        span = fields["port_range"]
-        return cls(
-            **{**fields, "port_range": tuple(span) if span else None, "preload": tuple(fields["preload"])}
-        )
+        for name, value in fields.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value  # JSON has lists only
+        return cls(**fields)
 
 
 def main() -> int:
@@ -64,6 +68,10 @@ def main() -> int:
     channel = sys.stdin.buffer
     header = Header.from_json(channel.readline())
     die_with_parent(header.parent)
+    clock = SystemClock()
+    assert header.watch_fds is not None
+    sampler = Sampler(*header.watch_fds, clock)
+    sampler.start()
     payload = channel.read(header.payload_bytes)
     program, failure = _load(payload, header.preload)
     os.write(header.status_fd, b"warm\n")
@@ -73,14 +81,13 @@ def main() -> int:
         return 0
     me = Identity(json.loads(activation)["worker"], header.slot)
     threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
-    clock = SystemClock()
     key = bytes.fromhex(header.key)
     with RendezvousClient(header.address, key, header.attempt, clock, header.driver_timeout) as client:
-        driver = client.worker(me.worker, me.slot)
+        driver = WorkerCalls(WatchedAsks(client, sampler), me.worker, me.slot)
         if program is None:
             driver.failed(None, None, *failure)
             return 1
-        return _work(me, program, driver, header, clock)
+        return _work(me, program, driver, header, sampler)
 
 
 def die_with_parent(parent: int) -> None:
@@ -104,9 +111,11 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     return program, ("", "")
 
 
-def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, clock: Clock) -> int:
+def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, sampler: Sampler) -> int:
+    clock = SystemClock()
     with Endpoint(bytes.fromhex(header.key), host=header.bind, port_range=header.port_range) as endpoint:
         loop = WorkerLoop(me, program, driver, endpoint, clock, header.collective_timeout)
+        loop.watched = sampler.watched
         control = Control(me, loop, driver, clock, header.driver_timeout)
         control.start()
         try:

@@ -57,6 +57,7 @@ class WorkerLoop:
         self._aborted: Fence | None = None
         self.membership_version: Callable[[], int] = lambda: 0
         self.report: Callable[..., None] = lambda numbers: None
+        self.watched: Callable[[Group], Group] = lambda group: group
 
     def run(self) -> int:
         """Until the machine says exit; returns the process's exit code."""
@@ -142,6 +143,7 @@ class WorkerLoop:
             )
         except (CollectiveError, StaleGeneration, PeersMissing) as error:
             return self._broke(world.fence, error)
+        group = self.watched(group)
         with self._lock:
             self._group, self._world = group, world
             aborted = self._aborted is not None and self._aborted >= world.fence

@@ -14,12 +14,14 @@ from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
+from spark_elastic.protocol.evidence import STOPPED
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 
 BEAT_EVERY = 1.0  # seconds
+STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
@@ -188,8 +190,10 @@ class SlotAgent:
             child = self._active
             if child is None or child.worker is None:
                 continue
+            state, seen = child.state(), child.look(self._clock.now())
+            told = seen.stack if state in STOPPED or (not seen.waits and seen.seconds > STACK_AFTER) else ""
             try:
-                self._driver.beat(child.worker, child.state())
+                self._driver.beat(child.worker, state, seen.waits, seen.seconds, told)
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
 

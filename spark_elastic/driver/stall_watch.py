@@ -1,0 +1,54 @@
+"""Watches the slots' beats for members that keep others waiting, and names them: in the log, and to the driver machine.
+
+Stands between the server and the driver's inbox. `post` is called by the server's thread, `world` by the driver
+loop's; the current world, replaced whole, is all that they share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from spark_elastic.clock import Clock
+from spark_elastic.protocol.events import DriverEvent, SlotBeat, WorkerStalled
+from spark_elastic.protocol.stall import stalls
+from spark_elastic.protocol.types import SlotId, WorkerId, World
+
+log = logging.getLogger("spark_elastic.driver")
+
+LOOK_EVERY = 0.2  # seconds
+
+
+class StallWatch:
+    """after: seconds that others have to wait for a member before it is named, once per world."""
+
+    def __init__(self, post: Callable[[DriverEvent], None], clock: Clock, after: float) -> None:
+        self._forward = post
+        self._clock = clock
+        self._after = after
+        self._world: tuple[World, float] | None = None
+        self._beats: dict[SlotId, SlotBeat] = {}
+        self._named: set[tuple[int, WorkerId]] = set()
+        self._next_look = 0.0
+
+    def world(self, world: World) -> None:
+        """The members to watch from now on."""
+        self._world = world, self._clock.now()
+
+    def post(self, event: DriverEvent) -> None:
+        """Hand an event on; a beat may be the one that shows a stall."""
+        self._forward(event)
+        if not isinstance(event, SlotBeat):
+            return
+        self._beats[event.slot] = event
+        if self._world is not None and event.now >= self._next_look:
+            self._next_look = event.now + LOOK_EVERY
+            self._look(*self._world, event.now)
+
+    def _look(self, world: World, since: float, now: float) -> None:
+        for stall in stalls(world, self._beats, now, self._after, since):
+            once = world.fence.generation, stall.member.worker
+            if once not in self._named:
+                self._named.add(once)
+                log.warning("%s", stall.text)
+                self._forward(WorkerStalled(now, stall.member.worker, world.fence, stall.text))

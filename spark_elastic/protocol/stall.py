@@ -1,0 +1,79 @@
+"""Who keeps the others of a world waiting: decided from what the slots' beats say. Pure.
+
+A member waits when its main thread is in an exchange or asks for its next world. Somebody who has done that for long
+shows that somebody else has not come: one that works on, is stopped, or whose slot is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.events import SlotBeat, WorkerStalled
+from spark_elastic.protocol.evidence import STOPPED
+from spark_elastic.protocol.types import Member, SlotId, World
+
+SILENT_AFTER = 2.5  # seconds without a beat of a slot, which sends one each second
+STATES = {
+    "R": "runs (R)",
+    "S": "sleeps (S)",
+    "D": "waits for a device (D)",
+    "T": "is stopped (T)",
+    "Z": "has ended (Z)",
+}
+
+
+@dataclass(frozen=True)
+class Stall:
+    member: Member
+    text: str
+
+
+def stalls(
+    world: World, beats: Mapping[SlotId, SlotBeat], now: float, after: float, since: float
+) -> tuple[Stall, ...]:
+    """The members that have kept another waiting for `after` seconds or more; `since`: when the world began.
+
+    beats: the newest of each slot.
+    """
+    longest = min(now - since, max(_waited(member, beats, now) for member in world.members))
+    if longest < after:
+        return ()
+    found = []
+    for member in world.members:
+        beat = beats.get(member.slot)
+        if beat is None or now - beat.now > SILENT_AFTER:
+            how = f"its slot has been silent for {now - (beat.now if beat is not None else since):.1f} s"
+        elif beat.worker == member.worker and beat.state in STOPPED:
+            how = f"its process {STATES.get(beat.state, beat.state)}"
+        elif beat.worker == member.worker and not beat.waits and beat.seconds >= after / 2:
+            how = f"its process {STATES.get(beat.state, f'is in state {beat.state}')}"
+        else:
+            continue
+        found.append(Stall(member, _sentence(member, longest, how, beat)))
+    return tuple(found)
+
+
+def _waited(member: Member, beats: Mapping[SlotId, SlotBeat], now: float) -> float:
+    """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
+    beat = beats.get(member.slot)
+    if beat is None or beat.worker != member.worker or now - beat.now > SILENT_AFTER:
+        return 0.0
+    return beat.seconds if beat.waits and beat.state not in STOPPED else 0.0
+
+
+def _sentence(member: Member, waited: float, how: str, beat: SlotBeat | None) -> str:
+    stack = beat.stack if beat is not None and beat.worker == member.worker else ""
+    where = f", last seen in {stack}" if stack else ""
+    return (
+        f"rank {member.rank} (worker {member.worker}, host {member.host}) has kept others waiting for "
+        f"{waited:.1f} s: {how}{where}"
+    )
+
+
+def worker_stalled(turn: Turn, event: WorkerStalled) -> None:
+    """Remembered until the next world: whatever becomes of this one, its story then says what the member was doing."""
+    state = turn.state
+    if event.fence == state.fence and state.stage in (Stage.RUNNING, Stage.REGROUPING):
+        state.stalled = state.stalled.put(event.worker, event.text)

@@ -1,0 +1,129 @@
+"""A counting job on plain processes, and acts that befall it at chosen moments.
+
+An act waits for its moment in the job's story (a step of rank 0, a world), then runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.ports import Post
+from spark_elastic.launch import LaunchResult, Site, supervise
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.processes import ProcessLauncher
+
+
+@dataclass
+class Moment:
+    """step: newest that rank 0 reported. sizes: of all worlds so far."""
+
+    step: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+Act = tuple[Callable[[Moment], bool], Callable[[], object]]
+
+
+@dataclass
+class Job:
+    """`size` workers on `room` slots (default: as many). `post` reaches the driver as discovery does."""
+
+    program: CountingProgram
+    size: int = 3
+    room: int | None = None
+    slots_per_host: int = 1
+    config: ElasticConfig = field(default_factory=ElasticConfig)
+    lines: list[tuple[int | None, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cluster = ProcessLauncher(
+            self.program, SystemClock(), slots_per_host=self.slots_per_host, room=self.room or self.size
+        )
+        self.moment = Moment()
+        self.post: Post = lambda event: None
+        self._acts: list[Act] = []
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._failed: list[BaseException] = []
+
+    def at_step(self, step: int, act: Callable[[], object]) -> None:
+        self._acts.append((lambda now: now.step >= step, act))
+
+    def at_world(self, number: int, act: Callable[[], object]) -> None:
+        """As soon as the world of that number is published (1: the first)."""
+        self._acts.append((lambda now: len(now.sizes) >= number, act))
+
+    def run(self, **limits: Any) -> LaunchResult:
+        """To the end; the result is exact, or this fails."""
+        bounds = Limits(
+            **{
+                "num_workers": self.size,
+                "min_workers": 1,
+                "max_workers": self.size,
+                "gather_timeout": 60.0,
+                **limits,
+            }
+        )
+        try:
+            result = supervise(self.cluster, self, Site(), bounds, self.config, "test", self)
+        finally:
+            for thread in self._threads:
+                thread.join()
+        assert not self._failed, self._failed
+        sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
+        assert sums == {self.program.expected()}, "a step was lost, doubled or torn"
+        return result
+
+    def workers(self) -> list[psutil.Process]:
+        """The training process of each living slot, in the order of the slots' numbers; spares are younger."""
+        slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
+        return [
+            min(slot.children(), key=lambda child: child.create_time()) for slot in slots if slot.children()
+        ]
+
+    # ---- discovery
+
+    def start(self, post: Post) -> None:
+        self.post = post
+
+    def close(self) -> None:
+        """Nothing."""
+
+    # ---- narrator
+
+    def log(self, rank: int | None, line: str) -> None:
+        self.lines.append((rank, line))
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self._meet(Moment(numbers["step"], self.moment.sizes))
+
+    def world(self, size: int, reason: str) -> None:
+        self._meet(Moment(self.moment.step, (*self.moment.sizes, size)))
+
+    def _meet(self, moment: Moment) -> None:
+        with self._lock:
+            self.moment = moment
+            due = [act for when, act in self._acts if when(moment)]
+            self._acts = [(when, act) for when, act in self._acts if not when(moment)]
+            for act in due:
+                self._threads.append(threading.Thread(target=self._play, args=(act,), name="act"))
+                self._threads[-1].start()
+
+    def _play(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self._failed.append(error)
+
+
+def sizes(result: LaunchResult) -> list[int]:
+    return [world.size for world in result.worlds]

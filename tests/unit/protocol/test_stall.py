@@ -1,0 +1,86 @@
+"""Who is named for keeping others waiting, by beats alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.protocol.events import SlotBeat
+from spark_elastic.protocol.stall import Stall, stalls
+from spark_elastic.protocol.types import Fence, Member, World
+
+NOW, AFTER = 100.0, 3.0
+
+
+def member(rank: int) -> Member:
+    return Member(f"{rank}-0.1", f"{rank}-0", f"host-{rank}", rank, 0, 1, rank, 3, None)
+
+
+WORLD = World(Fence(1, 1), (member(0), member(1), member(2)), None, "start")
+Sign = tuple[str, bool, float]
+WAITING: Sign = ("S", True, 4.0)
+
+
+def find(*signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5) -> tuple[Stall, ...]:
+    """signs: (state, waits, seconds) of each rank's newest beat."""
+    beats = {
+        f"{rank}-0": SlotBeat(at, f"{rank}-0", f"{rank}-0.1", *sign, "f (a.py:1)")
+        for rank, sign in enumerate(signs)
+        if sign is not None
+    }
+    return stalls(WORLD, beats, NOW, AFTER, began)
+
+
+def ranks(found: tuple[Stall, ...]) -> list[int]:
+    return [stall.member.rank for stall in found]
+
+
+@pytest.mark.parametrize(
+    ("sign", "how"),
+    [
+        (("T", False, 4.0), "its process is stopped (T), last seen in f (a.py:1)"),
+        (("T", True, 4.0), "its process is stopped (T)"),  # in the middle of an exchange
+        (("R", False, 4.0), "its process runs (R), last seen in f (a.py:1)"),
+        (("D", False, 4.0), "its process waits for a device (D)"),
+        (("I", False, 4.0), "its process is in state I"),
+        (None, "its slot has been silent for 100.0 s"),
+    ],
+)
+def test_the_one_who_does_not_come_is_named(sign: Sign | None, how: str) -> None:
+    (stall,) = find(WAITING, sign, WAITING)
+    assert stall.text.startswith("rank 1 (worker 1-0.1, host host-1) has kept others waiting for 4.0 s: ")
+    assert how in stall.text
+
+
+def test_two_may_be_missing() -> None:
+    assert ranks(find(("T", False, 9.0), WAITING, ("R", False, 4.0))) == [0, 2]
+
+
+def test_nobody_is_named_while_nobody_has_waited_for_long() -> None:
+    assert not find(("S", True, 2.9), ("R", False, 50.0), ("S", True, 2.9))
+    assert not find(("R", False, 50.0), ("R", False, 50.0), ("R", False, 50.0))
+
+
+def test_one_who_has_just_begun_to_work_is_not_the_cause() -> None:
+    assert ranks(find(WAITING, ("R", False, 50.0), ("R", False, 0.2))) == [1]
+
+
+def test_who_waits_names_nobody_who_waits_too() -> None:
+    assert not find(WAITING, WAITING, WAITING)
+
+
+def test_waiting_from_before_the_world_began_does_not_count() -> None:
+    assert not find(("S", True, 60.0), ("R", False, 2.0), ("S", True, 60.0), began=NOW - 2.0)
+
+
+def test_a_stopped_member_waits_for_nobody() -> None:
+    assert not find(("T", True, 60.0), ("R", False, 60.0), ("R", False, 60.0))
+
+
+def test_a_silent_slot_cannot_say_that_it_waits() -> None:
+    assert not find(WAITING, WAITING, WAITING, at=NOW - 30.0)
+
+
+def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
+    beats = {f"{rank}-0": SlotBeat(NOW, f"{rank}-0", f"{rank}-0.1", *WAITING) for rank in range(3)}
+    beats["1-0"] = SlotBeat(NOW, "1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)")
+    assert not stalls(WORLD, beats, NOW, AFTER, 0.0)

@@ -1,0 +1,21 @@
+"""Waiting for what must come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from spark_elastic.clock import SystemClock
+
+T = TypeVar("T")
+SECONDS = 20.0
+
+
+def until(look: Callable[[], T]) -> T:
+    """The first truthy answer of `look`."""
+    clock = SystemClock()
+    deadline = clock.now() + SECONDS
+    while not (seen := look()):
+        assert clock.now() < deadline, f"did not come within {SECONDS} s"
+        clock.sleep(0.005)
+    return seen
