@@ -215,10 +215,13 @@ class Formed(Event):
 
 @dataclass(frozen=True)
 class Synced(Event):
-    """R5: received state was verified and swapped in together with its position."""
+    """R5: received state was verified and swapped in together with its position.
+
+    position: None for a program that hands its state on while it runs: what it had stays until `Applied` tells more.
+    """
 
     fence: Fence
-    position: Position
+    position: Position | None
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
         case on.Formed() if state.stage is Stage.FORMING:
             return _formed(state)
         case on.Synced() if state.stage is Stage.SYNCING:
-            return _run(replace(state, position=event.position))
+            return _run(replace(state, position=event.position or state.position))
         case on.Applied() if state.stage is Stage.RUNNING:
             return replace(state, position=event.position), ()
         case on.Boundary() if state.stage is Stage.RUNNING:
@@ -154,12 +154,13 @@ def _formed(state: WorkerState) -> Answer:
 
 
 def _run(state: WorkerState) -> Answer:
-    """Train on. Who begins from nothing holds the initial state from here on."""
+    """Train on. Where all begin from nothing, each holds the initial state from here on."""
     world = state.world
     assert world is not None
     if _is_over(state):
         return _leave(state, f"world {world.fence.generation} is over")
-    running = replace(state, stage=Stage.RUNNING, position=state.position or START)
+    position = START if world.source is None else state.position
+    running = replace(state, stage=Stage.RUNNING, position=position)
     return running, (Run(f"rank {_rank(state)} of {world.size}", world, state.position),)
 
 

@@ -6,24 +6,61 @@ thread; readers in other threads see the last complete value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position, WorkerId, World
+from spark_elastic.worker.program import Session
+
+
+class Floor:
+    """What the façades of a process share about one group. Main thread only."""
+
+    def __init__(self) -> None:
+        self._agreed: int | None = None
+        self._drains: dict[object, Callable[[], None]] = {}
+
+    def agree(self, version: int) -> None:
+        """An exchange brought every rank the same newest version of the membership (R6)."""
+        self._agreed = max(version, self._agreed or 0)
+
+    def take_agreed(self) -> int | None:
+        """That version; None where no exchange took place since it was last taken. The same on every rank."""
+        agreed, self._agreed = self._agreed, None
+        return agreed
+
+    def keep(self, who: object, drain: Callable[[], None]) -> None:
+        """`who` may use the group from a thread of its own; `drain` returns once it does not."""
+        self._drains[who] = drain
+
+    def clear(self) -> None:
+        """Before a collective of the main thread: one at a time."""
+        for drain in self._drains.values():
+            drain()
 
 
 @dataclass(frozen=True)
 class Current:
-    """The worker that this process is. `group` is None between worlds; `position` is the step being taken."""
+    """The worker that this process is. `group` is None between worlds; `position` is the step being taken.
+
+    resources: addresses of what Spark gave to the slot, by name ("gpu"). address: of this worker for its peers.
+    """
 
     worker: WorkerId
     world: World | None = None
     group: Group | None = None
     position: Position | None = None
+    session: Session | None = None
+    floor: Floor = field(default_factory=Floor)
+    address: str = "127.0.0.1"
+    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class _Holder:
     value: Current | None = None
+    handlers: list[tuple[type, Any]] | None = None
 
 
 def current() -> Current | None:
@@ -34,3 +71,13 @@ def current() -> Current | None:
 def set_current(value: Current | None) -> None:
     """For the worker's loop alone."""
     _Holder.value = value
+
+
+def registered_handlers() -> list[tuple[type, Any]] | None:
+    """What the user set as handlers of states, (type, handler class) pairs; None: nothing."""
+    return _Holder.handlers
+
+
+def register_handlers(handlers: list[tuple[type, Any]] | None) -> None:
+    """For the façades' `set_handler_registry`."""
+    _Holder.handlers = handlers

@@ -10,8 +10,9 @@ import hashlib
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 from spark_elastic.clock import Clock
@@ -22,14 +23,18 @@ from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World
 from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.messages import NextWorld
-from spark_elastic.worker.context import Current, set_current
-from spark_elastic.worker.program import Completed, Program, Session
+from spark_elastic.worker.context import Current, Floor, current, set_current
+from spark_elastic.worker.program import CHANGE, Completed, Left, Program, Session
 
 
 @dataclass(frozen=True)
 class Identity:
+    """Who a worker is. address: where its peers find it. resources: what Spark gave to its slot, by name."""
+
     worker: WorkerId
     slot: SlotId
+    address: str = "127.0.0.1"
+    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class WorkerLoop:
@@ -58,22 +63,52 @@ class WorkerLoop:
         self.membership_version: Callable[[], int] = lambda: 0
         self.report: Callable[..., None] = lambda numbers: None
         self.watched: Callable[[Group], Group] = lambda group: group
+        self._session = Session(
+            self._version,
+            self._tell,
+            self._report,
+            self._next_world,
+        )
+        self._nobody = Current(me.worker, session=self._session, address=me.address, resources=me.resources)
 
     def run(self) -> int:
         """Until the machine says exit; returns the process's exit code."""
-        todo = deque(self._post(on.Warm(self._clock.now())))
         try:
-            while todo:
-                command = todo.popleft()
-                if isinstance(command, do.Exit):
-                    return command.code
-                event = self._carry_out(command)
-                if event is not None:
-                    todo.extend(self._post(event))
+            turn = self._advance(on.Warm(self._clock.now()))
+            while not isinstance(turn, do.Exit):
+                turn = self._advance(self._guarded(turn))
+            return turn.code
+        except Left as left:
+            return left.code
         finally:
             self._close_group()
             self._program.close()
+
+    def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
+        """Post the event and carry out what follows, up to the next thing that is the program's, or the end."""
+        todo = deque(self._post(event))
+        while todo:
+            command = todo.popleft()
+            if isinstance(command, do.Sync | do.Run | do.Exit):
+                return command
+            answer = self._carry_out(command)
+            if answer is not None:
+                todo.extend(self._post(answer))
         raise ElasticError(f"worker {self._me.worker} was left without a command")
+
+    def _next_world(self, error: CollectiveError | None) -> tuple[World, Group]:
+        """For a program that is in `run`: leave this world and come back in the next."""
+        assert self._world is not None
+        if error is None:
+            turn = self._advance(on.Boundary(self._clock.now(), self._world.fence, CHANGE))
+        else:
+            turn = self._advance(self._broke(self._world.fence, error))
+        while isinstance(turn, do.Sync):
+            turn = self._advance(self._guarded(turn))
+        if isinstance(turn, do.Exit):
+            raise Left(turn.code)
+        assert self._group is not None
+        return turn.world, self._group
 
     def hear(self, event: on.WorkerEvent) -> int | None:
         """For the control thread: carry out what must not wait for the main thread. Returns an exit code, if any."""
@@ -96,10 +131,6 @@ class WorkerLoop:
                 return self._join(command)
             case do.Form():
                 return self._form(command.world)
-            case do.Sync():
-                return self._guarded(command.world, lambda group: self._sync(command.world, group))
-            case do.Run():
-                return self._guarded(command.world, lambda group: self._train(command.world, group))
             case do.AbortGroup():
                 self._abort_group(command)
             case do.CloseGroup():
@@ -108,12 +139,12 @@ class WorkerLoop:
                 self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
             case do.ReportDone(_, fence, position, result):
                 return self._ask(lambda: self._driver.done(fence, position, result))
-            case do.Exit():
-                pass
+            case do.Sync() | do.Run() | do.Exit():
+                pass  # not for here
         return None
 
     def _join(self, command: do.Join) -> on.WorkerEvent:
-        set_current(Current(self._me.worker))
+        set_current(self._nobody)
         fence, position, suspects = command.fence, command.position, command.suspects
         return self._ask(
             lambda: self._driver.join(fence, position, suspects, command.reason, command.planned)
@@ -153,33 +184,47 @@ class WorkerLoop:
             self._driver.formed(world.fence)
         except StaleGeneration as error:
             return self._broke(world.fence, error)
-        set_current(Current(self._me.worker, world, group, self._program.position()))
+        set_current(
+            replace(self._nobody, world=world, group=group, position=self._program.position(), floor=Floor())
+        )
         return on.Formed(self._clock.now(), world.fence)
 
-    def _guarded(self, world: World, work: Callable[[Group], on.WorkerEvent]) -> on.WorkerEvent:
-        """Run `work` in this world's group; what breaks becomes an event."""
-        assert self._group is not None
+    def _guarded(self, turn: do.Sync | do.Run) -> on.WorkerEvent:
+        """Let the program do its part in this world; what breaks becomes an event."""
+        group = self._group
+        assert group is not None
         try:
-            return work(self._group)
+            if isinstance(turn, do.Run):
+                return self._train(turn.world, group)
+            return on.Synced(self._clock.now(), turn.world.fence, self._program.sync(turn.world, group))
         except CollectiveError as error:
-            return self._broke(world.fence, error)
+            return self._broke(self._fence(), error)
         except (Exception, SystemExit) as error:
             # The user's, or ours inside the user's: told to the driver, which decides (R13).
             return on.UserRaised(self._clock.now(), fingerprint(error), traceback.format_exc())
 
-    def _sync(self, world: World, group: Group) -> on.WorkerEvent:
-        return on.Synced(self._clock.now(), world.fence, self._program.sync(world, group))
-
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
-        def tell(position: Position) -> None:
-            set_current(Current(self._me.worker, world, group, position))
-            self._post(on.Applied(self._clock.now(), world.fence, position))
-
-        outcome = self._program.run(world, group, Session(self.membership_version, tell, self.report))
-        now = self._clock.now()
+        outcome = self._program.run(world, group, self._session)
+        now = self._clock.now()  # and not `world` from here on: the program may be in a later one by now
         if isinstance(outcome, Completed):
-            return on.Finished(now, world.fence, outcome.result)
-        return on.Boundary(now, world.fence, outcome.reason)
+            return on.Finished(now, self._fence(), outcome.result)
+        return on.Boundary(now, self._fence(), outcome.reason)
+
+    def _version(self) -> int:
+        return self.membership_version()  # looked up late: the control thread puts its own in place
+
+    def _report(self, numbers: Mapping[str, Any]) -> None:
+        self.report(numbers)
+
+    def _tell(self, position: Position) -> None:
+        here = current()
+        assert here is not None
+        set_current(replace(here, position=position))
+        self._post(on.Applied(self._clock.now(), self._fence(), position))
+
+    def _fence(self) -> Fence:
+        assert self._world is not None
+        return self._world.fence
 
     def _broke(self, fence: Fence, error: Exception) -> on.GroupBroke:
         suspects = error.ranks if isinstance(error, CollectiveError) else ()

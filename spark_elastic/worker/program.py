@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from elastic_collectives import Group
+from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Position, World
+
+CHANGE = "the membership changes"
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,24 @@ class Session:
     membership_version: newest version of the membership that this worker heard of; goes into the trailer.
     tell: called with the position after each change of it; cheap, no I/O.
     report: ships a few numbers to the driver for the progress line; may drop some, never blocks.
+    next_world: for a program that keeps control over worlds: leaves this one (None: at a boundary that all ranks agreed
+    on; an error: because it broke) and returns the next and its group. Unwinds by `Left` when there is none.
+    kept: what outlives one call of a user's function, by name.
     """
 
     membership_version: Callable[[], int]
     tell: Callable[[Position], None]
     report: Callable[[Mapping[str, Any]], None]
+    next_world: Callable[[CollectiveError | None], tuple[World, Group]]
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Left(BaseException):
+    """The job has no more use for this worker. Raised through user code, which must let it pass."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("this worker is to end; let this exception pass")
+        self.code = code
 
 
 class Program(Protocol):
@@ -56,8 +71,12 @@ class Program(Protocol):
         """Where the program's state stands; None before it took part in any world."""
         ...
 
-    def sync(self, world: World, group: Group) -> Position:
-        """R5: hand over or take the state of `world.source`, into staging, verified, then swapped."""
+    def sync(self, world: World, group: Group) -> Position | None:
+        """R5: hand over or take the state of `world.source`, into staging, verified, then swapped.
+
+        Returns the position of the state that it then holds; None: the program hands its state on in `run`, and tells
+        it there.
+        """
         ...
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:

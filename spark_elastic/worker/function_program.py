@@ -1,0 +1,67 @@
+"""A function of the user as a program: called once in the worker's main thread, and elastic where it says so.
+
+A function that hands its loop to `elastic.run` keeps control over all worlds. One that does not is called again from
+its beginning, on fresh copies of its arguments, in each world that follows a loss; a planned change waits for its end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import cloudpickle
+
+from elastic_collectives import Group, MismatchError
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Position, World
+from spark_elastic.worker import results
+from spark_elastic.worker.context import current
+from spark_elastic.worker.program import Completed, Outcome, Session
+from spark_elastic.worker.surroundings import surround
+
+
+class FunctionProgram:
+    """`fn(*args, **kwargs)` on every worker. environment: variables of the training process, set before `fn` is loaded.
+
+    dumps: how the call is pickled.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+        dumps: Callable[[object], bytes] = cloudpickle.dumps,
+    ) -> None:
+        self._call = dumps((fn, tuple(args), dict(kwargs or {})))
+        self._environment = dict(environment or {})
+
+    def prepare(self) -> None:
+        """Everything that the function's loading imports."""
+        os.environ.update(self._environment)
+        cloudpickle.loads(self._call)
+
+    def position(self) -> Position | None:
+        """Told through the session, if the function is elastic."""
+        return None
+
+    def sync(self, world: World, group: Group) -> Position | None:
+        """The function hands its state on itself."""
+        return None
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        here = current()
+        assert here is not None
+        try:
+            surround(world, group, here.address)
+            fn, args, kwargs = cloudpickle.loads(self._call)
+            return Completed(results.encode(fn(*args, **kwargs)))
+        except MismatchError as error:
+            # Not a loss that another world could mend.
+            raise InvalidInput(
+                f"the workers did not call the same collectives in the same order: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Nothing to free."""

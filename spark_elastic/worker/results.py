@@ -1,0 +1,35 @@
+"""What a function returned, on its way from a worker to the caller: any object that cloudpickle takes.
+
+The text travels in messages that prove the job's key; nothing else is ever decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import cloudpickle
+
+from spark_elastic.errors import InvalidInput
+
+
+def encode(value: object) -> str:
+    """JSON text.
+
+    Raises:
+        InvalidInput: the value cannot be pickled.
+    """
+    try:
+        pickled = cloudpickle.dumps(value)
+    except Exception as error:  # objects raise anything when they are asked for their state
+        raise InvalidInput(
+            f"the function returned a {type(value).__name__} that cannot be pickled ({error}): return plain data."
+        ) from error
+    return json.dumps(base64.b64encode(pickled).decode("ascii"))
+
+
+def decode(text: str) -> Any:
+    """The value; None for `null`, which stands for a worker that ended without a result."""
+    encoded = json.loads(text)
+    return None if encoded is None else cloudpickle.loads(base64.b64decode(encoded))
