@@ -43,6 +43,7 @@ log = logging.getLogger("spark_elastic")
 
 STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
 FIRST_ATTEMPT = 1
+BEATS_PER_LEASE = 5
 
 
 class Narrator(Protocol):
@@ -193,9 +194,10 @@ def supervise(
     inbox: Inbox = Inbox()
     stalls = StallWatch(inbox.put, clock, config.stall_after)
     audience = _Audience(narrator, clock, clock.now(), stalls)
-    journal = Journal()
+    journal = Journal(config.journal)
     key = secrets.token_bytes(32)
-    hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report)
+    beat_every = min(1.0, limits.lease / BEATS_PER_LEASE)
+    hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, beat_every)
     bind = Bind(site.bind, config.driver_port, site.advertise)
     server = RendezvousServer(key, FIRST_ATTEMPT, hooks, clock, bind)
     effects = Effects(server, launcher, audience)

@@ -11,6 +11,10 @@ from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
 STOPPED = frozenset("TZX")  # states of a process that does not run: stopped, zombie, dead
 SCANS_PER_LEASE = 20
+STARTING_LEASE = (
+    30.0  # seconds: imports keep a host busy, nobody waits for a worker that is not warm, and a new one
+)
+# would have to import again
 
 
 def break_world(turn: Turn, reason: str) -> None:
@@ -127,9 +131,10 @@ def scan(turn: Turn) -> None:
     state.next_lease_scan = turn.now + lease / SCANS_PER_LEASE
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
-        if slot is not None and turn.now - slot.heard > lease:
+        patience = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
+        if slot is not None and turn.now - slot.heard > patience:
             lose(turn, worker, f"its slot was silent for {turn.now - slot.heard:.1f} s", kill=True)
-        elif turn.now - worker.heard > lease:
+        elif turn.now - worker.heard > patience:
             lose(turn, worker, f"its process has not run for {turn.now - worker.heard:.1f} s", kill=True)
 
 

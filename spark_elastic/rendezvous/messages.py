@@ -36,10 +36,11 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a slot may carry a worker. reason: the refusing sentence, "" when accepted."""
+    """Whether a slot may carry a worker. reason: the refusing sentence, "" when accepted. beat_every: seconds."""
 
     accepted: bool
     reason: str = ""
+    beat_every: float = 1.0
 
 
 @dataclass(frozen=True)

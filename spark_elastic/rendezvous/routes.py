@@ -28,7 +28,7 @@ class Routes:
     """Handlers of all requests over one board.
 
     admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output; on_report:
-    their progress. No callable may block.
+    their progress. No callable may block. beat_every: seconds between two beats that slots are told to keep.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Routes:
         on_logs: Callable[[m.LogLines], None],
         admit: Callable[[dict[str, Any]], str | None],
         on_report: Callable[[m.Report], None],
+        beat_every: float = 1.0,
     ) -> None:
         self._board = board
         self._post = post
@@ -46,6 +47,7 @@ class Routes:
         self._on_logs = on_logs
         self._admit = admit
         self._on_report = on_report
+        self._beat_every = beat_every
         self._presence = Presence(post, clock)
 
     def handlers(self) -> Mapping[type[m.Request[Any]], Handler]:
@@ -75,7 +77,7 @@ class Routes:
             return m.Admission(False, refusal)
         self._presence.heard((request.slot, None))
         self._post(events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job))
-        return m.Admission(True)
+        return m.Admission(True, beat_every=self._beat_every)
 
     def _beat(self, request: m.Beat) -> m.Acknowledged:
         self._presence.heard((request.slot, None))

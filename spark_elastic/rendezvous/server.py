@@ -39,13 +39,14 @@ class Hooks:
 
     post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
     called in the event loop and must not block; on_report, which takes workers' progress, too. on_logs: takes workers'
-    output, in a thread of its own.
+    output, in a thread of its own. beat_every: seconds between two beats of a slot; several fit into a lease.
     """
 
     post: Callable[[DriverEvent], None]
     on_logs: Callable[[LogLines], None]
     admit: Callable[[dict[str, Any]], str | None] = _everyone
     on_report: Callable[[Report], None] = _unread
+    beat_every: float = 1.0
 
 
 class RendezvousServer:
@@ -66,7 +67,9 @@ class RendezvousServer:
             )
         self._board = Board(attempt)
         self._logs = LogPump(hooks.on_logs)
-        routes = Routes(self._board, hooks.post, clock, self._logs.put, hooks.admit, hooks.on_report)
+        routes = Routes(
+            self._board, hooks.post, clock, self._logs.put, hooks.admit, hooks.on_report, hooks.beat_every
+        )
         self._gate = Gate(key, attempt, routes.handlers())
         self._serving: Serving | None = None
         self._port = 0

@@ -20,7 +20,6 @@ from spark_elastic.rendezvous.messages import SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 
-BEAT_EVERY = 1.0  # seconds
 STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
@@ -56,6 +55,7 @@ class SlotAgent:
         self._active: Child | None = None
         self._spare: Child | None = None
         self._started = 0
+        self._beat_every = 1.0
         self._closing = threading.Event()
         self._no_more_lines = threading.Event()
         self._shipper = threading.Thread(target=self._ship_lines, name="spark-elastic-logs", daemon=True)
@@ -73,6 +73,7 @@ class SlotAgent:
         answer = self._driver.register(self._plan.host, self._plan.job, dict(self._plan.facts))
         if not answer.accepted:
             return answer.reason
+        self._beat_every = answer.beat_every
         for thread in (self._shipper, *self._threads):
             thread.start()
         try:
@@ -186,7 +187,7 @@ class SlotAgent:
             self._events.put(lambda orders=orders: self._obey(orders))  # type: ignore[misc]
 
     def _beat(self) -> None:
-        while not self._closing.wait(BEAT_EVERY):
+        while not self._closing.wait(self._beat_every):
             child = self._active
             if child is None or child.worker is None:
                 continue

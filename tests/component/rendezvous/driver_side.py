@@ -22,6 +22,7 @@ from spark_elastic.rendezvous.serving import Bind
 KEY = b"0123456789abcdef0123456789abcdef"
 ATTEMPT = 7
 PATIENCE = 20.0  # seconds that a test waits for what must come
+BEAT_EVERY = 0.25  # seconds
 
 E = TypeVar("E", bound=DriverEvent)
 R = TypeVar("R")
@@ -119,7 +120,7 @@ def start_driver(
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
     reports: queue.Queue[Report] = queue.Queue()
-    hooks = Hooks(events.put, logs.put, admit, reports.put)
+    hooks = Hooks(events.put, logs.put, admit, reports.put, BEAT_EVERY)
     server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind)
     server.start()
     return Driver(server, events, logs, reports)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from spark_elastic.protocol import events
 from spark_elastic.rendezvous.messages import Acknowledged, Admission, SlotOrders, WorkerStop
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, start_driver
+from tests.component.rendezvous.driver_side import BEAT_EVERY, PATIENCE, Driver, start_driver
 
 
 def test_each_message_becomes_its_event(driver: Driver) -> None:
     slot = driver.client().slot("3-0")
-    assert slot.register("host-a", 3, {"python": "3.11", "pid": 1}) == Admission(True)
+    assert slot.register("host-a", 3, {"python": "3.11", "pid": 1}) == Admission(True, beat_every=BEAT_EVERY)
     assert slot.started("3-0.1") == Acknowledged()
     assert slot.beat("3-0.1", "R") == Acknowledged()
     assert slot.exited("3-0.1", -9, "killed") == Acknowledged()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, ReleaseSlot, StopWorker
-from tests.unit.protocol.driver_bench import Bench, name
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 W2 = name(2)
 
@@ -131,6 +133,17 @@ def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
     assert not bench.all(Abort)
     bench.wait(0.5, beating=[1, 3, 4])
     assert "its slot was silent" in bench.all(Abort)[0].reason
+
+
+def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
+    """Whoever is given up while it starts is started again: on a busy machine that would go on for ever."""
+    bench = Bench(replace(FOUR, max_workers=5))
+    bench.start(1, 2, 3, 4)
+    bench.slot(5)
+    bench.wait(29.0, beating=[1, 2, 3, 4])
+    assert name(5) in bench.state.workers
+    bench.wait(2.0, beating=[1, 2, 3, 4])
+    assert name(5) not in bench.state.workers
 
 
 def test_a_loss_aborts_a_world_once() -> None:
