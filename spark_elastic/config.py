@@ -31,6 +31,8 @@ class ElasticConfig:
     reset_limit: most new worlds after the first; None for no limit.
     ledger: workers write which rows they trained in which step, and when.
     show_logs: print the workers' output, prefixed with their rank.
+    journal: a file of the driver's machine to which every event and decision is added, for
+        `spark_elastic.testing.replay`; None for none.
     """
 
     driver_port: int = 0
@@ -48,6 +50,7 @@ class ElasticConfig:
     reset_limit: int | None = None
     ledger: bool = False
     show_logs: bool = True
+    journal: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.driver_port < 65536:

@@ -1,45 +1,72 @@
 """The job's story: every event and command in order, kept in memory (bounded) and, where asked, in a file.
 
-One writer, the driver loop; readers take copies.
+The file is JSON lines: what the machine began from, then one line a turn (an event and the commands that it led to),
+with every field of each, so that `spark_elastic.testing.replay` can take the machine through it again. Left out are
+only events that changed nothing at all. One writer, the driver loop; readers take copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import logging
+import os
+import typing
 from collections import deque
-from enum import Enum
-from typing import IO, Any
+from collections.abc import Sequence
+from io import FileIO
+from typing import Any, TypeAlias
 
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.driver_state import DriverState
 from spark_elastic.protocol.events import DriverEvent, SlotBeat, Tick
+from spark_elastic.rendezvous import codec
 
+log = logging.getLogger("spark_elastic.driver")
+
+Commands: TypeAlias = tuple[DriverCommand, ...]
+FORMAT = 1  # of the file
 KEPT = 10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
 
 
 class Journal:
-    """Entries are (seconds since the start, kind, value)."""
+    """Entries are (seconds since the start, kind, value). path: the file, which is appended to; None for none."""
 
     def __init__(self, path: str | None = None) -> None:
         self._entries: deque[tuple[float, str, Any]] = deque(maxlen=KEPT)
-        self._file: IO[str] | None = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115 - closed in close()
+        self._path = path
+        self._file: FileIO | None = None
         self._start: float | None = None
+        self._state: DriverState | None = None
 
-    def record(self, event: DriverEvent, commands: tuple[DriverCommand, ...]) -> None:
-        """Note an event and what the machine made of it. Uneventful ticks and beats are left out."""
+    def begin(self, state: DriverState, commands: Commands) -> None:
+        """Open the file and note what the machine begins from, and its first commands.
+
+        Raises:
+            InvalidInput: the file cannot be opened.
+        """
+        if self._path is not None:
+            self._file = _open(self._path)
+        self._state = state
+        self._write({"journal": FORMAT, "initial": initial_of(state), "commands": encoded(commands)})
+
+    def record(self, event: DriverEvent, commands: Commands, after: DriverState | None = None) -> None:
+        """Note an event and what the machine made of it. after: the state that followed, None where none did."""
         if self._start is None:
             self._start = event.now
-        if isinstance(event, Tick | SlotBeat) and not commands:
-            return
         at = event.now - self._start
-        self._keep(at, "event", event)
-        for command in commands:
-            self._keep(at, "command", command)
-        if self._file is not None:
-            self._file.flush()
+        if commands or not isinstance(event, Tick | SlotBeat):
+            self._entries.append((at, "event", event))
+            self._entries.extend((at, "command", command) for command in commands)
+        if commands or after is None or not _same(self._state, after):
+            self._write({"at": round(at, 6), "event": encoded((event,))[0], "commands": encoded(commands)})
+        self._state = after
 
     def story(self) -> list[str]:
-        """One readable line per entry."""
+        """One readable line per entry. Uneventful ticks and beats are left out."""
         return [
             f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}"
             for at, kind, value in list(self._entries)
@@ -50,19 +77,87 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _keep(self, at: float, kind: str, value: Any) -> None:
-        self._entries.append((at, kind, value))
-        if self._file is not None:
-            line = {"at": round(at, 6), "kind": kind, "type": type(value).__name__, "value": _plain(value)}
-            self._file.write(json.dumps(line) + "\n")
+    def _write(self, line: dict[str, Any]) -> None:
+        """A turn is one write, so that a killed driver leaves at most its last one torn."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        except OSError as error:  # a full disk must not end the job
+            log.warning("the journal %s ends here: %s", self._path, error)
+            self.close()
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value.name if isinstance(value, Enum) else value
+def _open(path: str) -> FileIO:
+    """Unbuffered, behind what is there; the torn end of a killed driver is ended."""
+    try:
+        file = FileIO(path, "a+")
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        return file
+    except OSError as error:
+        raise InvalidInput(
+            f"The journal {path} cannot be written ({error}): set journal to a file in a folder of this machine "
+            "that exists, or to none."
+        ) from error
+
+
+def _same(before: DriverState | None, after: DriverState) -> bool:
+    """Whether the machine will answer as if the event had not been."""
+    return before is not None and all(getattr(before, name) is getattr(after, name) for name in STATE)
+
+
+STATE = tuple(field.name for field in dataclasses.fields(DriverState))
+
+# ---- values to JSON and back, derived from the type hints of events and commands
+
+
+def encoded(values: Sequence[DriverEvent | DriverCommand]) -> list[dict[str, Any]]:
+    return [{"type": type(value).__name__, **codec.plain(value)} for value in values]
+
+
+def event_of(value: dict[str, Any]) -> DriverEvent:
+    """Raises codec.Garbled."""
+    return typing.cast(DriverEvent, _decoded(EVENTS, value))
+
+
+def commands_of(values: list[dict[str, Any]]) -> Commands:
+    """Raises codec.Garbled."""
+    return tuple(typing.cast(DriverCommand, _decoded(COMMANDS, value)) for value in values)
+
+
+def initial_of(state: DriverState) -> dict[str, Any]:
+    """The arguments of `driver_machine.initial`, which a fresh state still holds under the same names."""
+    return {name: codec.plain(getattr(state, name)) for name in INITIAL}
+
+
+def arguments_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments again. Raises codec.Garbled."""
+    if set(values) != set(INITIAL):
+        raise codec.Garbled(
+            f"the machine begins from {sorted(INITIAL)}, and the journal has {sorted(values)}"
+        )
+    return {name: codec.read_as(hint, values[name], name) for name, hint in INITIAL.items()}
+
+
+def _decoded(known: dict[str, type], value: dict[str, Any]) -> object:
+    fields = dict(value)
+    cls = known.get(fields.pop("type", ""))
+    if cls is None:
+        raise codec.Garbled(f"there is no {value.get('type')!r}")
+    return codec.read(cls, fields)
+
+
+EVENTS = {cls.__name__: cls for cls in typing.get_args(DriverEvent)}
+COMMANDS = {cls.__name__: cls for cls in typing.get_args(DriverCommand)}
+INITIAL = {
+    name: typing.get_type_hints(driver_machine.initial)[name]
+    for name in inspect.signature(driver_machine.initial).parameters
+}
+
+# ---- for people
 
 
 def _fields(value: Any) -> str:
@@ -75,5 +170,5 @@ def _fields(value: Any) -> str:
 
 
 def _short(item: Any) -> str:
-    text = str(_plain(item))
+    text = str(codec.plain(item))
     return text if len(text) <= 200 else text[:200] + "…"

@@ -50,6 +50,8 @@ class DriverLoop:
         self._thread = threading.Thread(target=self._run, name="spark-elastic-driver", daemon=True)
 
     def start(self) -> None:
+        """Raises InvalidInput where the journal cannot be written."""
+        self._journal.begin(self._state, self._first)
         self._thread.start()
 
     def wait(self, timeout: float) -> End | None:
@@ -72,13 +74,20 @@ class DriverLoop:
             for command in self._first:
                 self._execute(command)
             while (event := self._next()) is not None:
-                self._state, commands = driver_machine.step(self._state, event)
-                self._journal.record(event, commands)
-                for command in commands:
+                for command in self._step(event):
                     self._execute(command)
         except Exception as error:  # the machine's own defect must end the job, not hang it
             log.exception("the driver loop failed")
             self._finish(End(f"the driver loop failed: {error!r}", Outcome.DEFECT))
+
+    def _step(self, event: DriverEvent) -> tuple[DriverCommand, ...]:
+        try:
+            self._state, commands = driver_machine.step(self._state, event)
+        except Exception:
+            self._journal.record(event, ())  # a replay meets the same defect
+            raise
+        self._journal.record(event, commands, self._state)
+        return commands
 
     def _next(self) -> DriverEvent | None:
         """The next event; a tick whenever one is due, however busy the queue is."""

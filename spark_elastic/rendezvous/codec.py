@@ -73,7 +73,16 @@ def read(cls: type[T], value: object) -> T:
     Raises:
         Garbled: a field is missing, unknown or of another type.
     """
-    return typing.cast(T, _reader(typing.cast(Hashable, cls))(value, cls.__name__))
+    return typing.cast(T, read_as(cls, value, cls.__name__))
+
+
+def read_as(hint: Any, value: object, where: str) -> object:
+    """`value` (JSON types) as what a type hint says; `where` is its name in errors.
+
+    Raises:
+        Garbled: it is of another type.
+    """
+    return _reader(hint)(value, where)
 
 
 @functools.cache

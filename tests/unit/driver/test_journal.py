@@ -2,10 +2,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_elastic.driver import journal as codec
 from spark_elastic.driver.journal import Journal
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome
-from spark_elastic.protocol.events import CancelRequested, SlotBeat, SlotJobEnded, Tick
+from spark_elastic.protocol.events import CancelRequested, SlotBeat, SlotJobEnded, SlotRegistered, Tick
+from spark_elastic.protocol.types import Limits
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_story_leaves_out_what_changed_nothing() -> None:
@@ -24,14 +37,78 @@ def test_the_story_leaves_out_what_changed_nothing() -> None:
 def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(str(path))
+    journal.begin(*driver_machine.initial(Limits(2, 1, 3, lease=1.5), 7))
     journal.record(SlotJobEnded(5.0, 3, "lost"), ())
     journal.record(CancelRequested(7.5, "enough"), (End("enough", Outcome.CANCELLED),))
     journal.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["at"], line["kind"], line["type"]) for line in lines] == [
-        (0.0, "event", "SlotJobEnded"),
-        (2.5, "event", "CancelRequested"),
-        (2.5, "command", "End"),
-    ]
-    assert lines[0]["value"] == {"now": 5.0, "job": 3, "reason": "lost", "cancelled": False}
-    assert lines[2]["value"]["outcome"] == "CANCELLED"
+    head, first, second = _lines(path)
+    assert head["initial"]["attempt"] == 7
+    assert head["initial"]["limits"]["lease"] == 1.5
+    assert [command["job"] for command in head["commands"]] == [1, 2, 3]
+    assert first["event"] == {
+        "type": "SlotJobEnded", "now": 5.0, "job": 3, "reason": "lost", "cancelled": False
+    }  # fmt: skip
+    assert (first["at"], second["at"]) == (0.0, 2.5)
+    assert second["commands"][0]["outcome"] == "cancelled"
+
+
+def test_events_that_change_nothing_are_left_out_and_beats_are_not(tmp_path: Path) -> None:
+    """A beat that is missing here is a worker that is lost in the replay."""
+    path = tmp_path / "journal"
+    journal = Journal(str(path))
+    state, commands = driver_machine.initial(Limits(1, 1, 1, lease=2.0), 1)
+    journal.begin(state, commands)
+    events = [SlotRegistered(0.0, "1-0", "h", 1), *(Tick(0.05 * n) for n in range(1, 21))]
+    for event in (*events, SlotBeat(1.01, "1-0", "", "S")):
+        state, commands = driver_machine.step(state, event)
+        journal.record(event, commands, state)
+    journal.close()
+    kinds = [line["event"]["type"] for line in _lines(path)[1:]]
+    assert kinds[0] == "SlotRegistered"
+    assert kinds[-1] == "SlotBeat"
+    assert 5 <= kinds.count("Tick") <= 12  # of 20: those at which the leases were looked at
+
+
+@pytest.mark.parametrize("name", [*codec.EVENTS, *codec.COMMANDS])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_event_and_command_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
+    """Drawn from the type hints: a new class, or a new field, is covered on the day it is written."""
+    value = data.draw(st.from_type({**codec.EVENTS, **codec.COMMANDS}[name]))
+    text = json.dumps(codec.encoded([value]))
+    (plain,) = json.loads(text)
+    back = codec.event_of(plain) if name in codec.EVENTS else codec.commands_of([plain])[0]
+    assert repr(back) == repr(value)  # NaN differs from itself
+
+
+@settings(max_examples=20, deadline=None)
+@given(limits=st.from_type(Limits), attempt=st.integers())
+def test_what_a_machine_begins_from_comes_back(limits: Limits, attempt: int) -> None:
+    values = json.loads(json.dumps(codec.initial_of(driver_machine.DriverState(limits, attempt))))
+    assert repr(codec.arguments_of(values)) == repr({"limits": limits, "attempt": attempt})
+
+
+def test_a_second_job_and_a_torn_end_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b'{"journal":1,"ini')
+    journal = Journal(str(path))
+    journal.begin(*driver_machine.initial(Limits(1, 1, 1), 2))
+    journal.close()
+    torn, whole = path.read_text().splitlines()
+    assert torn == '{"journal":1,"ini'
+    assert json.loads(whole)["initial"]["attempt"] == 2
+
+
+def test_a_file_that_cannot_be_opened_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "no folder" / "journal"))
+    with pytest.raises(InvalidInput, match=r"cannot be written .*: set journal to a file in a folder"):
+        journal.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
+
+
+def test_a_full_disk_ends_the_file_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal("/dev/full")
+    journal.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
+    journal.record(CancelRequested(1.0, "enough"), (End("enough", Outcome.CANCELLED),))
+    journal.close()
+    assert caplog.text.count("the journal /dev/full ends here") == 1
+    assert len(journal.story()) == 2

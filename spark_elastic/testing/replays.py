@@ -1,0 +1,185 @@
+"""Takes the driver machine through a journal again, and writes it down as a unit test.
+
+Reads files that `ElasticConfig(journal=...)` made. Pure but for reading the file; any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from spark_elastic.driver.journal import FORMAT, arguments_of, commands_of, event_of
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.rendezvous.codec import Garbled
+
+
+class ReplayDiffers(AssertionError):
+    """The machine decided otherwise than the journal says, or fell over an event of it."""
+
+
+@dataclass(frozen=True)
+class JournalTurn:
+    """An event and the commands that it led to. line: of the journal."""
+
+    line: int
+    event: DriverEvent
+    commands: tuple[DriverCommand, ...]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A job that decided again as it had. initial: arguments of `driver_machine.initial`. state: how it ended."""
+
+    initial: dict[str, Any]
+    first: tuple[DriverCommand, ...]
+    turns: tuple[JournalTurn, ...]
+    state: DriverState
+
+    def as_test(self, name: str = "test_replayed_journal", turns: int | None = None) -> str:
+        """Source of a test that takes the machine through the first `turns` of it (default: all)."""
+        lines = _Source()
+        table = [f"    ({lines.of(t.event)}, {lines.of(t.commands)})," for t in self.turns[:turns]]
+        arguments = ", ".join(f"{key}={lines.of(value)}" for key, value in self.initial.items())
+        first = lines.of(self.first)
+        return "\n".join(
+            [
+                "# ruff: noqa: E501",
+                "from __future__ import annotations",
+                "",
+                "from spark_elastic.protocol import driver_machine",
+                *lines.imports(),
+                "",
+                "TURNS = [",
+                *table,
+                "]",
+                "",
+                "",
+                f"def {name}() -> None:",
+                f"    state, commands = driver_machine.initial({arguments})",
+                f"    assert commands == {first}",
+                "    for event, expected in TURNS:",
+                "        state, commands = driver_machine.step(state, event)",
+                "        assert commands == expected, event",
+                "",
+            ]
+        )
+
+
+def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
+    """Take the machine through a journal and compare each decision. job: which of the file's; by default the last.
+
+    Raises:
+        ReplayDiffers: at the first difference.
+        InvalidInput: the file is no journal, or of a release whose events this one does not know.
+    """
+    jobs = list(_jobs(Path(path)))
+    if not -len(jobs) <= job < len(jobs):
+        raise InvalidInput(f"The journal {path} holds {len(jobs)} jobs, and number {job} is asked for.")
+    initial, first, turns = jobs[job]
+    state, commands = driver_machine.initial(**initial)
+    _compare(path, "the beginning", first, commands)
+    for turn in turns:
+        try:
+            state, commands = driver_machine.step(state, turn.event)
+        except Exception as error:
+            raise ReplayDiffers(
+                f"{path}, line {turn.line}: the machine fails at {turn.event}: {error!r}"
+            ) from error
+        _compare(path, f"line {turn.line}, at {turn.event}", turn.commands, commands)
+    return Replay(initial, first, tuple(turns), state)
+
+
+Job = tuple[dict[str, Any], tuple[DriverCommand, ...], list[JournalTurn]]
+
+
+def _jobs(path: Path) -> Iterator[Job]:
+    """The jobs of a file. A torn line is passed over where nothing of its job follows: its driver was killed."""
+    job: Job | None = None
+    torn = 0
+    for number, text in enumerate(_lines(path), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            torn = number
+            continue
+        try:
+            if "journal" in line:
+                if job is not None:
+                    yield job
+                job, torn = _begun(line), 0
+            elif job is None or torn:
+                raise Garbled(f"line {torn or number} does not belong to a job")
+            else:
+                job[2].append(JournalTurn(number, event_of(line["event"]), commands_of(line["commands"])))
+        except (Garbled, KeyError, TypeError) as error:
+            raise InvalidInput(
+                f"{path} is not a journal that this release can read: line {number}: {error}. "
+                "Replay it with the release that wrote it."
+            ) from error
+    if job is not None:
+        yield job
+
+
+def _begun(line: dict[str, Any]) -> Job:
+    if line["journal"] != FORMAT:
+        raise Garbled(f"it has format {line['journal']!r}, and this release knows {FORMAT}")
+    return arguments_of(line["initial"]), commands_of(line["commands"]), []
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidInput(f"The journal {path} cannot be read: {error}.") from error
+
+
+def _compare(
+    path: object, where: str, recorded: Sequence[DriverCommand], now: Sequence[DriverCommand]
+) -> None:
+    for number, (old, new) in enumerate(zip(recorded, now, strict=False), start=1):
+        if old != new:
+            raise ReplayDiffers(f"{path}, {where}: command {number} was {old}, and now it is {new}")
+    if len(recorded) != len(now):
+        missing, extra = recorded[len(now) :], now[len(recorded) :]
+        what = f"{extra[0]} comes in addition" if extra else f"{missing[0]} does not come"
+        raise ReplayDiffers(f"{path}, {where}: {what}")
+
+
+class _Source:
+    """Values as Python source; fields that have their default are left out."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, set[str]] = {}
+
+    def of(self, value: Any) -> str:
+        if isinstance(value, Enum):
+            return f"{self._name(type(value))}.{value.name}"
+        if isinstance(value, tuple):
+            inner = ", ".join(self.of(item) for item in value)
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, float) and not -1e308 < value < 1e308:
+            return f'float("{value}")'
+        if dataclasses.is_dataclass(value):
+            fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
+            inner = ", ".join(f"{f.name}={self.of(getattr(value, f.name))}" for f in fields)
+            return f"{self._name(type(value))}({inner})"
+        return repr(value)
+
+    def imports(self) -> list[str]:
+        return [
+            f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(self._used.items())
+        ]
+
+    def _name(self, cls: type) -> str:
+        self._used.setdefault(cls.__module__, set()).add(cls.__name__)
+        return cls.__name__

@@ -1,0 +1,27 @@
+"""A real job's journal: what its driver decided, it decides again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.protocol.commands import Abort, End, Publish
+from spark_elastic.testing import replay
+from spark_elastic.testing.counting import CountingProgram
+from tests.component.worker.losses import Job
+
+
+def test_a_real_job_with_a_loss_decides_again_as_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    job = Job(CountingProgram(steps=25, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
+    job.at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
+    result = job.run()
+    again = replay(path)
+    said = [command for turn in again.turns for command in turn.commands]
+    assert [c.world.size for c in said if isinstance(c, Publish)] == [world.size for world in result.worlds]
+    assert sum(isinstance(c, Abort) for c in said) == 1
+    ends = [c for c in said if isinstance(c, End)]
+    assert [end.results for end in ends] == [result.results]
+    again.as_test()

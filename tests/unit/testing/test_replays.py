@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.driver.journal import Journal
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.events import DriverEvent, WorkerJoins
+from spark_elastic.testing import ReplayDiffers, replay
+from spark_elastic.testing.fault_plan import random_plan
+from spark_elastic.testing.simulation import simulate
+
+
+def _journal_of(seed: int, path: Path) -> None:
+    """A simulated job, journalled as the driver loop does it."""
+    plan = random_plan(seed)
+    journal = Journal(str(path))
+    journal.begin(*driver_machine.initial(plan.limits, 1))
+
+    def step(state: DriverState, event: DriverEvent) -> tuple[DriverState, tuple[DriverCommand, ...]]:
+        after, commands = driver_machine.step(state, event)
+        journal.record(event, commands, after)
+        return after, commands
+
+    simulate(plan, step)
+    journal.close()
+
+
+@pytest.mark.parametrize("seed", range(40, 52))
+def test_a_job_decides_again_as_it_had(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    _journal_of(seed, path)
+    again = replay(path)
+    assert len(again.turns) == len(path.read_text().splitlines()) - 1
+    assert again.state.stage is driver_machine.Stage.ENDED
+
+
+def test_it_becomes_a_unit_test_that_passes_and_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    _journal_of(43, path)
+    source = replay(path).as_test("test_the_job_of_monday")
+    module: dict[str, object] = {}
+    exec(compile(source, "pasted", "exec"), module)
+    test = module["test_the_job_of_monday"]
+    assert callable(test)
+    test()
+    monkeypatch.setitem(driver_machine.HANDLERS, WorkerJoins, lambda turn, event: None)
+    with pytest.raises(AssertionError):
+        test()
+
+
+def test_a_part_of_it_is_a_shorter_test(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    _journal_of(43, path)
+    source = replay(path).as_test(turns=10)
+    assert source.count("(now=") == 10
+    exec(compile(source, "pasted", "exec"), {})
+
+
+def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+    _journal_of(43, path)
+    lines = path.read_text().splitlines()
+    number, changed = next(
+        (number, json.loads(line)) for number, line in enumerate(lines, 1) if '"Abort"' in line
+    )
+    changed["commands"] = []
+    path.write_text("\n".join([*lines[: number - 1], json.dumps(changed), *lines[number:], ""]))
+    with pytest.raises(ReplayDiffers, match=rf"line {number}, at .*: Abort\(.*comes in addition"):
+        replay(path)
+
+
+def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+    _journal_of(43, path)
+
+    def broken(turn: object, event: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(driver_machine.HANDLERS, WorkerJoins, broken)
+    with pytest.raises(ReplayDiffers, match="the machine fails at WorkerJoins"):
+        replay(path)
+
+
+def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    _journal_of(43, path)
+    whole = len(replay(path).turns)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert len(replay(path).turns) == whole - 1
+    _journal_of(44, path)  # the next driver goes on behind it
+    assert len(replay(path, 0).turns) == whole - 1
+    assert replay(path).initial["limits"] == random_plan(44).limits
+    with pytest.raises(InvalidInput, match="holds 2 jobs, and number 2 is asked for"):
+        replay(path, 2)
+
+
+def test_a_torn_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    _journal_of(43, path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:5], lines[5][:30], *lines[6:]]))
+    with pytest.raises(InvalidInput, match="line 6 does not belong to a job"):
+        replay(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "holds 0 jobs"),
+        ('{"at": 1}\n', "line 1 does not belong to a job"),
+        ('{"journal": 9}\n', "it has format 9, and this release knows 1"),
+        ('{"journal": 1, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
+        ("[1]\n", "is not a journal"),
+    ],
+)
+def test_what_is_no_journal_is_refused_with_a_sentence(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=why):
+        replay(path)
+
+
+def test_a_missing_file_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"The journal .* cannot be read"):
+        replay(tmp_path / "nothing")
