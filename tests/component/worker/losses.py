@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.ports import Post
+from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.launch import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
@@ -24,13 +24,24 @@ from spark_elastic.testing.processes import ProcessLauncher
 
 @dataclass
 class Moment:
-    """step: newest that rank 0 reported. sizes: of all worlds so far."""
+    """step: newest that rank 0 reported. sizes: of all worlds so far. said: lines that workers wrote."""
 
     step: int = 0
     sizes: tuple[int, ...] = ()
+    said: tuple[str, ...] = ()
 
 
 Act = tuple[Callable[[Moment], bool], Callable[[], object]]
+
+
+class Cluster(ProcessLauncher):
+    """Also remembers how its slots reach the driver."""
+
+    contact: Contact
+
+    def start(self, contact: Contact, post: Post) -> None:
+        self.contact = contact
+        super().start(contact, post)
 
 
 @dataclass
@@ -42,10 +53,9 @@ class Job:
     room: int | None = None
     slots_per_host: int = 1
     config: ElasticConfig = field(default_factory=ElasticConfig)
-    lines: list[tuple[int | None, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cluster = ProcessLauncher(
+        self.cluster = Cluster(
             self.program, SystemClock(), slots_per_host=self.slots_per_host, room=self.room or self.size
         )
         self.moment = Moment()
@@ -61,6 +71,10 @@ class Job:
     def at_world(self, number: int, act: Callable[[], object]) -> None:
         """As soon as the world of that number is published (1: the first)."""
         self._acts.append((lambda now: len(now.sizes) >= number, act))
+
+    def at_line(self, text: str, act: Callable[[], object]) -> None:
+        """Once a worker has written a line with that text."""
+        self._acts.append((lambda now: any(text in line for line in now.said), act))
 
     def run(self, **limits: Any) -> LaunchResult:
         """To the end; the result is exact, or this fails."""
@@ -101,17 +115,17 @@ class Job:
     # ---- narrator
 
     def log(self, rank: int | None, line: str) -> None:
-        self.lines.append((rank, line))
+        self._meet(lambda now: replace(now, said=(*now.said, line)))
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
-        self._meet(Moment(numbers["step"], self.moment.sizes))
+        self._meet(lambda now: replace(now, step=numbers["step"]))
 
     def world(self, size: int, reason: str) -> None:
-        self._meet(Moment(self.moment.step, (*self.moment.sizes, size)))
+        self._meet(lambda now: replace(now, sizes=(*now.sizes, size)))
 
-    def _meet(self, moment: Moment) -> None:
+    def _meet(self, change: Callable[[Moment], Moment]) -> None:
         with self._lock:
-            self.moment = moment
+            self.moment = moment = change(self.moment)
             due = [act for when, act in self._acts if when(moment)]
             self._acts = [(when, act) for when, act in self._acts if not when(moment)]
             for act in due:

@@ -1,0 +1,111 @@
+"""The driver of a training job on hosts that a test cuts off: trains, tells its worlds, judges weights and rows.
+
+    python netns_job.py MASTER ADDRESS FOLDER LEASE EPOCHS
+
+Standard output has one JSON object per line, each with "wall", the time: {"world": size} and {"lost": reason} as they
+come, then {"verdict": ...}. Steps take their time while FOLDER/run/slow exists.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "python")]
+
+import cloudpickle  # noqa: E402
+import nets  # noqa: E402
+import phases  # noqa: E402
+import soak  # noqa: E402
+import torch  # noqa: E402
+from pyspark.sql import SparkSession  # noqa: E402
+
+from spark_elastic import ElasticTorchEstimator  # noqa: E402
+from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
+
+
+def say(**told: Any) -> None:
+    sys.stdout.write(json.dumps(told | {"wall": time.time()}) + "\n")
+    sys.stdout.flush()
+
+
+class Teller(logging.Handler):
+    """Tells of the driver's worlds as they are published and end."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        command = record.args[0] if isinstance(record.args, tuple) and record.args else record.args
+        if isinstance(command, Publish):
+            say(world=command.world.size)
+        elif isinstance(command, Abort):
+            say(lost=command.reason)
+
+
+def session(master: str, address: str) -> SparkSession:
+    builder = SparkSession.builder.master(master)
+    settings = {
+        "ui.enabled": "false",
+        "driver.host": address,
+        "driver.bindAddress": address,
+        "driver.memory": "512m",
+        "executor.memory": "512m",
+        "executor.cores": "1",
+    }
+    for name, value in settings.items():
+        builder = builder.config(f"spark.{name}", value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("OFF")
+    return spark
+
+
+def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[str, Any]:
+    case = nets.CASES["mlp"]
+    soak.make_table(spark, folder)
+    torch.manual_seed(1)
+    for name in ("records", "phases"):
+        Path(folder, "run", name).mkdir(parents=True, exist_ok=True)
+    estimator = ElasticTorchEstimator(
+        model=nets.Recorded(case.net(), f"{folder}/run").double(),
+        optimizer=case.optimizer(),
+        loss=case.loss(),
+        feature_cols=["id", "x"],
+        label_cols="y",
+        batch_size=soak.BATCH,
+        epochs=epochs,
+        num_workers=soak.WORKERS,
+        store=f"{folder}/store",
+        run_id="run",
+        seed=soak.SEED,
+        keep_data=True,
+        ledger=True,
+        lease=lease,
+        verbose=0,
+    )
+    weights = estimator.fit(spark.read.parquet(f"{folder}/table")).getModel().state_dict()
+    return {
+        "to plain loop": soak.difference(weights, soak.plain(case, folder, epochs)),
+        "rows exact": soak.judged(folder, "run"),
+    }
+
+
+def main() -> None:
+    master, address, folder, lease, epochs = sys.argv[1:6]
+    logger = logging.getLogger("spark_elastic.driver")
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    logger.addHandler(Teller())
+    for module in (nets, phases):
+        cloudpickle.register_pickle_by_value(module)
+    spark = session(master, address)
+    try:
+        say(verdict=train(spark, folder, float(lease), int(epochs)))
+    finally:
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main()
