@@ -194,6 +194,10 @@ class GradientExchange:
         self._engine.wait()
         self._open = False
 
+    def drain(self) -> None:
+        """Until the buckets that have gone out are back, or broke."""
+        self._engine.drain()
+
     def abandon(self) -> None:
         """Give up the open step, if any: nothing of it is under way when this returns. Its group is of no more use
         once buckets have gone out, since the peers wait for the rest."""

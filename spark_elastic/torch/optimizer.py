@@ -22,6 +22,7 @@ from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.trailer import Trailer, exchange
 from spark_elastic.worker.context import current
+from spark_elastic.worker.seat import group_of
 
 Plain = TypeVar("Plain", bound=torch.optim.Optimizer)
 
@@ -108,6 +109,9 @@ class _Rounds:
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
         self.exchange.open(_current_group(), self._passes)
+        worker = current()
+        if worker is not None:
+            worker.floor.keep(self, self.exchange.drain)
         self.done = False
 
     def set_passes(self, passes: int) -> None:
@@ -145,8 +149,10 @@ class _Rounds:
             group, present = swap.group, swap.present | self._kept()
             swap.finish()
             if group is not None:
-                mine = Trailer(START, 0, swap.layout_hash, 1, 0.0, 1.0, present)
-                present = exchange(group, mine).present
+                mine = Trailer(START, _version(), swap.layout_hash, 1, 0.0, 1.0, present)
+                verdict = exchange(group, mine)
+                present = verdict.present
+                _agreed(verdict.version)
         except CollectiveError:
             swap.abandon()
             swap.drop_absent(np.zeros(len(swap.parameters), np.bool_))
@@ -247,11 +253,19 @@ class _Distributed(torch.optim.Optimizer):
 def _current_group() -> Group | None:
     """Of the current worker; None in a process that is none."""
     worker = current()
-    if worker is None:
-        return None
-    if worker.group is None:
-        raise CollectiveError((), "this worker is between two worlds")
-    return worker.group
+    return None if worker is None else group_of(worker)
+
+
+def _version() -> int:
+    """Newest version of the membership that this worker heard of (R6)."""
+    worker = current()
+    return 0 if worker is None or worker.session is None else worker.session.membership_version()
+
+
+def _agreed(version: int) -> None:
+    worker = current()
+    if worker is not None:
+        worker.floor.agree(version)
 
 
 def _named(

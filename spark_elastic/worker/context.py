@@ -61,6 +61,7 @@ class Current:
 class _Holder:
     value: Current | None = None
     handlers: list[tuple[type, Any]] | None = None
+    initialized = False
 
 
 def current() -> Current | None:
@@ -81,3 +82,13 @@ def registered_handlers() -> list[tuple[type, Any]] | None:
 def register_handlers(handlers: list[tuple[type, Any]] | None) -> None:
     """For the façades' `set_handler_registry`."""
     _Holder.handlers = handlers
+
+
+def initialized() -> bool:
+    """Whether a façade's `init` was called in this process."""
+    return _Holder.initialized
+
+
+def set_initialized(value: bool) -> None:
+    """For the façades' `init` and `shutdown`."""
+    _Holder.initialized = value

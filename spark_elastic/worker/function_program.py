@@ -14,6 +14,7 @@ import cloudpickle
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
+from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.worker import results
 from spark_elastic.worker.context import current
 from spark_elastic.worker.program import Completed, Outcome, Session
@@ -53,6 +54,7 @@ class FunctionProgram:
     def run(self, world: World, group: Group, session: Session) -> Outcome:
         here = current()
         assert here is not None
+        session.kept.pop(ENTERED, None)
         try:
             surround(world, group, here.address)
             fn, args, kwargs = cloudpickle.loads(self._call)

@@ -1,0 +1,107 @@
+"""The run loop of hand-written training: what `elastic.run` wraps around the user's function.
+
+A loss goes back to the last commit, a planned change goes on from the live values; in both cases everything that the
+state holds belongs together (W3). Who hands its state to whom follows from the world alone, the same on every rank
+(W2). Training thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from elastic_collectives import CollectiveError, MismatchError
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import START, World
+from spark_elastic.state.state import HostsUpdatedInterrupt, Seat, State
+
+R = TypeVar("R")
+
+STATE = "state"  # in `Seat.kept`: of the newest elastic function of this process
+ENTERED = "entered"  # whether this call of the user's function has reached it
+BEGUN = "begun"  # the fence of the world that it was begun in
+
+
+def elastic(func: Callable[..., R], seat_of: Callable[[], Seat | None]) -> Callable[..., R]:
+    """`func(state, ...)` run again in each world, from where its state stands. In a process that is no worker: once.
+
+    seat_of: the place of the process when the function is called.
+    """
+
+    @wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        seat = seat_of()
+        if seat is None:
+            return func(state, *args, **kwargs)
+        _enter(state, seat)
+        try:
+            return _rounds(lambda: func(state, *args, **kwargs), state, seat)
+        finally:
+            state.sit(None)
+
+    return wrapper
+
+
+def _enter(state: State, seat: Seat) -> None:
+    kept = seat.kept
+    if kept.get(ENTERED) and kept[STATE] is not state:
+        raise InvalidInput(
+            "elastic.run was called with two states in one function, and a newcomer could not know where to begin: put "
+            "everything into one state and one function."
+        )
+    former = kept.get(STATE)
+    state.sit(seat)
+    if former is not None and former is not state:
+        state.take_from(former)
+    kept[STATE], kept[ENTERED] = state, True
+
+
+def _rounds(func: Callable[[], R], state: State, seat: Seat) -> R:
+    changed = False
+    while True:
+        error: CollectiveError | None = None
+        try:
+            if changed:
+                state.on_reset()
+            _begin(state, seat)
+            return func()
+        except HostsUpdatedInterrupt:
+            state.on_hosts_updated(float(seat.world.fence.generation), 0)
+            state.count_save()  # one that broke at this boundary stands behind, and takes over from who did not
+        except MismatchError:
+            raise  # not a loss that another world could mend
+        except CollectiveError as broke:
+            state.restore()
+            error = broke
+        _next_world(seat, error)
+        changed = True
+
+
+def _next_world(seat: Seat, error: CollectiveError | None) -> None:
+    while True:
+        try:
+            seat.next_world(error)
+            return
+        except CollectiveError as broke:
+            error = broke
+
+
+def _begin(state: State, seat: Seat) -> None:
+    world = seat.world
+    if seat.kept.get(BEGUN) == world.fence:
+        return  # the user's function called it again
+    source, number = hand_over_of(world)
+    state.begin_world(source, number)
+    seat.kept[BEGUN] = world.fence
+
+
+def hand_over_of(world: World) -> tuple[int | None, int | None]:
+    """(rank whose state all take over, number of its commits); None: all hold that state already.
+
+    Before the first commit everybody takes over one worker's state: initial values may differ, and the world in which
+    they were to be made equal may have broken in the middle of it.
+    """
+    if world.position is None or world.position == START:
+        return (0 if world.source is None else world.source), 0
+    return (world.source if world.receivers else None), world.position.step

@@ -1,0 +1,127 @@
+"""A state of named values with one atomic snapshot over all of them: Horovod's `ObjectState`, without its rollbacks.
+
+What is restored, and what is handed over, is always one version of everything. Training thread only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.commit import Commits, Snapshot, Tray
+from spark_elastic.state.handlers import REGISTRY, PictureHandler, Registry, StateHandler, handler_for
+from spark_elastic.state.handover import hand_over, pickled
+from spark_elastic.state.state import State
+
+
+class ObjectState(State):
+    """Values by name, as attributes: `state = ObjectState(epoch=0, sampler=sampler)`, then `state.epoch += 1`.
+
+    Values that no handler knows must pickle. Setting the attribute of a handled value has it handle the new one.
+    """
+
+    registry: Registry = REGISTRY
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        self._plain: list[str] = []
+        super().__init__()
+        self._commits = Commits()
+        for name, value in values.items():
+            self._add(name, value)
+        self.save_again()
+
+    def _add(self, name: str, value: Any) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            raise InvalidInput(f"a state cannot hold a value named {name!r}: choose another name.")
+        handler = handler_for(value, self.registry)
+        if handler is None:
+            self._plain.append(name)
+        else:
+            self._handlers[name] = handler
+        object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = (
+            None if name.startswith("_") else self._handlers.get(name)
+        )  # private ones come before handlers
+        if handler is not None and value is not handler.value:
+            handler.set_value(value)
+        object.__setattr__(self, name, value)
+
+    def save(self) -> None:
+        """Keep one version of everything; large values are copied in the background. Counts as a commit."""
+        self._number += 1
+        self.save_again()
+        self._tell()
+
+    def count_save(self) -> None:
+        self.save()
+
+    def save_again(self) -> None:
+        for handler in self._custom():
+            handler.save()
+        self._commits.take(self._number, self._capture)
+
+    def restore(self) -> None:
+        """Put everything back to the newest complete version."""
+        kept = self._commits.newest()
+        assert kept is not None
+        self._load(kept)
+        for handler in self._custom():
+            handler.restore()
+        self._number = kept.version
+        self._tell()
+
+    def sync(self) -> None:
+        """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
+        if self._seat is None:
+            return
+        self._commits.take(self._number, self._capture)
+        arrived = hand_over(self._seat.group, self._commits, self.source_rank)
+        if arrived is not None:
+            self._commits.adopt(arrived)
+            self._load(arrived)
+        for handler in self._custom():
+            handler.source_rank = self.source_rank
+            handler.sync()
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def take_from(self, other: State) -> None:
+        kept = other._commits.newest() if isinstance(other, ObjectState) else None
+        if kept is None or set(kept.picture) != {"", *self._pictured()}:
+            raise InvalidInput(
+                "the function made a state of other names than when it was called before: make the same one each time."
+            )
+        self._commits.adopt(kept)
+        self.restore()
+
+    def _custom(self) -> list[StateHandler]:
+        return [handler for handler in self._handlers.values() if not isinstance(handler, PictureHandler)]
+
+    def _pictured(self) -> dict[str, PictureHandler]:
+        return {name: h for name, h in self._handlers.items() if isinstance(h, PictureHandler)}
+
+    def _capture(self, tray: Tray) -> dict[str, Any]:
+        picture: dict[str, Any] = {name: h.capture(tray) for name, h in self._pictured().items()}
+        picture[""] = self._pickled()
+        return picture
+
+    def _pickled(self) -> bytes:
+        values = {name: getattr(self, name) for name in self._plain}
+        try:
+            return pickled(values)
+        except Exception as error:  # objects raise anything when they are asked for their state
+            raise InvalidInput(
+                f"a value of the state cannot be pickled ({error}): keep it outside."
+            ) from error
+
+    def _load(self, kept: Snapshot) -> None:
+        for name, handler in self._pictured().items():
+            handler.load(kept.picture[name], kept.memory)
+        for name, value in pickle.loads(kept.picture[""]).items():
+            object.__setattr__(self, name, value)

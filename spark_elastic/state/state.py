@@ -1,0 +1,163 @@
+"""The state of a hand-written training, as its loop and the run loop see it: Horovod's `State`.
+
+Commits are counted: their number is the position by which the driver finds the newest survivor (R4). Training thread
+only. It must not know how its values are kept (`object_state`) nor how worlds are formed (`Seat`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.protocol.types import World
+
+
+class HostsUpdatedInterrupt(Exception):
+    """All ranks agreed to stop at this point, since workers join or leave. Nothing is lost by it.
+
+    skip_sync: taken for Horovod's sake; what is handed over follows from the next world alone.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the membership changes")
+        self.skip_sync = skip_sync
+
+
+class Seat(Protocol):
+    """This process's place among the workers."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What outlives one call of the user's function."""
+        ...
+
+    def at(self, commits: int) -> None:
+        """This worker now holds the state of so many commits."""
+        ...
+
+    def stop_wanted(self) -> bool:
+        """Whether all ranks stop here for a planned change: the same answer on each (R6).
+
+        Raises:
+            CollectiveError: the group broke.
+        """
+        ...
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        """Leave this world, because of `error` or at an agreed boundary; return once the next one stands.
+
+        Raises:
+            CollectiveError: it broke at once.
+        """
+        ...
+
+
+class State(ABC):
+    """Save, restore and hand over what training needs. Subclasses say how, users say when.
+
+    bcast_object, get_rank: Horovod's arguments; the job's own are used in their place.
+    """
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._seat: Seat | None = None
+        self._number = 0  # of the newest commit
+        self._source = 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Functions to call after each change of the world, on the workers that were there before."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The world changed."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:  # noqa: B027 - a hook
+        """A planned change interrupts training here; for subclasses that want to know."""
+
+    def commit(self) -> None:
+        """Save, so that a failure goes back to here, and stop here if a planned change waits.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
+        """
+        self.count_save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Stop here if a planned change waits. To be called by all ranks alike.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
+        """
+        if self._seat is not None and self._seat.stop_wanted():
+            raise HostsUpdatedInterrupt
+
+    @property
+    def source_rank(self) -> int:
+        """In `sync`: the rank whose state the others take."""
+        return self._source
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep everything as it is now, in this process."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Put everything back as it was at the last `save`."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Take over the live state of `source_rank`, and save it. Collective."""
+
+    def reset(self) -> None:  # noqa: B027 - a hook
+        """The world changed; before the reset callbacks."""
+
+    # ---- for the run loop
+
+    def count_save(self) -> None:
+        """A save that counts as a commit."""
+        self.save()
+        self._number += 1
+        self._tell()
+
+    def save_again(self) -> None:
+        """A save that stands for the same commit as the one before."""
+        self.save()
+
+    def sit(self, seat: Seat | None) -> None:
+        """From now on this state is the one of that seat; None: of none."""
+        self._seat = seat
+
+    def begin_world(self, source: int | None, number: int | None) -> None:
+        """What is to be done before training goes on in a world.
+
+        source: whose state all take over; None: all hold it already. number: of commits that it stands for; None: those
+        that this state has.
+        """
+        self._number = self._number if number is None else number
+        if source is None:
+            self.save_again()  # what reset callbacks changed is part of it from here on
+        else:
+            self._source = source
+            self.sync()
+        self._tell()
+
+    def take_from(self, other: State) -> None:
+        """Go on from the last commit of a state that an earlier call of the user's function made."""
+        self.__dict__.update(other.__dict__)
+        self.restore()
+
+    def _tell(self) -> None:
+        if self._seat is not None:
+            self._seat.at(self._number)

@@ -1,0 +1,75 @@
+"""This process's place among the workers, as a hand-written training's state needs it. Main thread only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.worker.context import Current, current
+from spark_elastic.worker.program import Session
+from spark_elastic.worker.surroundings import surround
+
+
+class WorkerSeat:
+    """`state.Seat` over the current worker. A count of commits is told as a position in epoch 0."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def world(self) -> World:
+        world = _here().world
+        assert world is not None
+        return world
+
+    @property
+    def group(self) -> Group:
+        return group_of(_here())
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        return self._session.kept
+
+    def at(self, commits: int) -> None:
+        self._session.tell(Position(0, Phase.TRAIN, commits))
+
+    def stop_wanted(self) -> bool:
+        """By the version that came with the last exchange of gradients; by a small exchange where there was none."""
+        here = _here()
+        version = here.floor.take_agreed()
+        if version is None:
+            newest = np.array([self._session.membership_version()], np.int64)
+            here.floor.clear()
+            group_of(here).allreduce(newest, op="max")
+            version = int(newest[0])
+        return version > self.world.version
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        world, group = self._session.next_world(error)
+        surround(world, group, _here().address)
+
+
+def seat_of_process() -> WorkerSeat | None:
+    """None in a process that is no worker."""
+    here = current()
+    return None if here is None or here.session is None else WorkerSeat(here.session)
+
+
+def group_of(here: Current) -> Group:
+    """The current world's group.
+
+    Raises:
+        CollectiveError: between two worlds there is none.
+    """
+    if here.group is None:
+        raise CollectiveError((), "this worker is between two worlds")
+    return here.group
+
+
+def _here() -> Current:
+    here = current()
+    assert here is not None
+    return here
