@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol import slot_events, stall, worker_events
+from spark_elastic.protocol import jobs, listing, slot_events, stall, worker_events
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.evidence import judge, mark_hiccup, scan
@@ -27,7 +27,7 @@ def initial(limits: Limits, attempt: int) -> tuple[DriverState, tuple[DriverComm
     """A job that begins: ask for all the slots it may have."""
     turn = Turn(DriverState(limits, attempt), 0.0)
     for number in range(1, limits.max_workers + 1):
-        slot_events.launch(turn, JobRecord(number), f"slot {number} of {limits.max_workers}")
+        jobs.launch(turn, JobRecord(number), f"slot {number} of {limits.max_workers}")
     return turn.state, tuple(turn.commands)
 
 
@@ -72,17 +72,8 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
 # ---- orders from outside
 
 
-def _drain_requested(turn: Turn, event: on.DrainRequested) -> None:
-    state = turn.state
-    if event.host is not None:
-        state.draining_hosts = state.draining_hosts.put(event.host, event.reason)
-    for worker in tuple(state.workers.values()):
-        if event.worker == worker.worker or (event.host is not None and worker.host == event.host):
-            if worker.rank is None:
-                worker_events.send_home(turn, worker, event.reason)
-            elif not worker.draining:
-                state.draining += 1
-                turn.put(replace(worker, draining=event.reason))
+def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
+    jobs.yield_slots(turn, event.reason)
 
 
 def _cancel_requested(turn: Turn, event: on.CancelRequested) -> None:
@@ -108,6 +99,7 @@ HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
     on.SlotBeat: slot_events.slot_beat,
     on.SlotJobEnded: slot_events.slot_job_ended,
     on.HostLost: slot_events.host_lost,
+    on.HostsListed: listing.hosts_listed,
     on.WorkerStarted: worker_events.worker_started,
     on.WorkerJoins: worker_events.worker_joins,
     on.WorkerFormed: worker_events.worker_formed,
@@ -117,6 +109,7 @@ HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
     on.WorkerFailed: worker_events.worker_failed,
     on.WorkerDone: worker_events.worker_done,
     on.WorkerStalled: stall.worker_stalled,
-    on.DrainRequested: _drain_requested,
+    on.DrainRequested: listing.drain_requested,
+    on.SlotsWanted: _slots_wanted,
     on.CancelRequested: _cancel_requested,
 }

@@ -7,13 +7,26 @@ once the turn is over.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
+from spark_elastic.protocol.blacklist import Blacklist
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, WorkerRecord
 from spark_elastic.protocol.table import Table
-from spark_elastic.protocol.types import Fence, HostId, Limits, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import (
+    Fence,
+    HostId,
+    Limits,
+    Position,
+    SlotId,
+    WorkerId,
+    WorkerStatus,
+    World,
+)
+
+K = TypeVar("K")
 
 
 class Stage(Enum):
@@ -42,9 +55,13 @@ class DriverState:
     absent, unformed: how many living members of the world have not come back from it / have not built it yet.
     waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
     suspected: members that peers saw break in this world. hiccup: when last all workers were cut at once.
+    deaf: when last the driver itself was cut off or asleep.
+    slots_on, slots_of: living slots by host and by slot job. starting: how many workers have that status.
     stalled: members of this world that kept others waiting, and what they were doing.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
     fruitless_end: what the last slot job said that ended before its worker was warm.
+    listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
+    part in a world. withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
     """
 
@@ -60,6 +77,14 @@ class DriverState:
     waiting: Table[WorkerId, None] = field(default_factory=Table)
     cut: Table[WorkerId, float] = field(default_factory=Table)
     draining_hosts: Table[HostId, str] = field(default_factory=Table)
+    slots_on: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
+    slots_of: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
+    starting: int = 0
+    listed: tuple[tuple[str, int], ...] | None = None
+    blacklist: Blacklist = field(default_factory=Blacklist)
+    kills: Table[SlotId, int] = field(default_factory=Table)
+    withheld: int = 0
+    recall: bool = False
     arrivals: int = 0
     draining: int = 0
     world: World | None = None
@@ -74,6 +99,7 @@ class DriverState:
     failures: tuple[Failure, ...] = ()
     next_lease_scan: float = 0.0
     hiccup: float = float("-inf")
+    deaf: float = float("-inf")
     gather_since: float | None = None
     regroup_since: float | None = None
     published_at: float = 0.0
@@ -88,6 +114,12 @@ class DriverState:
         """Of the last published world; generation 0 before the first."""
         return Fence(self.attempt, self.generation)
 
+    def copy(self) -> DriverState:
+        """A shallow one. Every event makes one: `replace` would take ten times as long."""
+        made = object.__new__(DriverState)
+        made.__dict__.update(self.__dict__)
+        return made
+
 
 class Turn:
     """One event being answered: a private copy of the state, the time, and the commands so far."""
@@ -95,7 +127,7 @@ class Turn:
     __slots__ = ("commands", "now", "state")
 
     def __init__(self, state: DriverState, now: float) -> None:
-        self.state = replace(state)
+        self.state = state.copy()
         self.now = now
         self.commands: list[DriverCommand] = []
 
@@ -103,19 +135,58 @@ class Turn:
         self.commands.append(command)
 
     def put(self, worker: WorkerRecord) -> None:
-        self.state.workers = self.state.workers.put(worker.worker, worker)
+        state = self.state
+        before = state.workers.get(worker.worker)
+        was = before is not None and before.status is WorkerStatus.STARTING
+        state.starting += (worker.status is WorkerStatus.STARTING) - was
+        state.workers = state.workers.put(worker.worker, worker)
+
+    def drop(self, worker: WorkerRecord) -> None:
+        """Off the living."""
+        state = self.state
+        state.starting -= state.workers[worker.worker].status is WorkerStatus.STARTING
+        state.workers = state.workers.drop(worker.worker)
 
     def put_slot(self, slot: SlotRecord) -> None:
-        self.state.slots = self.state.slots.put(slot.slot, slot)
+        state = self.state
+        if slot.slot not in state.slots:
+            state.slots_on = state.slots_on.put(slot.host, (*state.slots_on.get(slot.host, ()), slot.slot))
+            state.slots_of = state.slots_of.put(slot.job, (*state.slots_of.get(slot.job, ()), slot.slot))
+        state.slots = state.slots.put(slot.slot, slot)
+
+    def drop_slot(self, slot: SlotRecord) -> None:
+        state = self.state
+        state.slots = state.slots.drop(slot.slot)
+        state.slots_on = _without(state.slots_on, slot.host, slot.slot)
+        state.slots_of = _without(state.slots_of, slot.job, slot.slot)
+
+    def slots_on(self, host: HostId) -> list[SlotRecord]:
+        return [self.state.slots[slot] for slot in self.state.slots_on.get(host, ())]
+
+    def slots_of(self, job: int) -> list[SlotRecord]:
+        return [self.state.slots[slot] for slot in self.state.slots_of.get(job, ())]
 
     def survivors(self) -> list[WorkerRecord]:
         """Living members of the last world, in rank order (R4)."""
         return list(self._members())
 
+    def anybody_survives(self) -> bool:
+        return next(self._members(), None) is not None
+
     def newcomers(self) -> list[WorkerRecord]:
         """Warm workers outside the world that may be let in: in order of arrival, extra slots last (R14)."""
         found = [self.state.workers[worker] for worker in self.state.waiting]
-        return sorted((w for w in found if not w.draining), key=lambda worker: (worker.extra, worker.arrival))
+        usable = (w for w in found if not w.draining and not self.cools(w))
+        return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
+
+    def count_newcomers(self) -> int:
+        """How many `newcomers` has; without a look at each where nobody cools down."""
+        return len(self.newcomers()) if self.state.blacklist else len(self.state.waiting)
+
+    def cools(self, worker: WorkerRecord) -> bool:
+        """Its slot or host failed and is not used for a while."""
+        blacklist = self.state.blacklist
+        return bool(blacklist) and blacklist.slot_until(worker.slot, worker.host, self.now) is not None
 
     def title(self, worker: WorkerRecord) -> str:
         """How sentences name a worker."""
@@ -129,3 +200,8 @@ class Turn:
             worker = self.state.workers.get(member.worker)
             if worker is not None:
                 yield worker
+
+
+def _without(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
+    left = tuple(name for name in index[key] if name != slot)
+    return index.put(key, left) if left else index.drop(key)

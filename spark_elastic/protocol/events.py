@@ -33,6 +33,7 @@ class SlotRegistered(Event):
     slot: SlotId
     host: HostId
     job: int
+    node: str = ""  # the machine's name, by which a listing may call it
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ class HostLost(Event):
 
     host: HostId
     reason: str
+
+
+@dataclass(frozen=True)
+class HostsListed(Event):
+    """Discovery's newest answer: which hosts may take part, each with how many slots. None: all, without limit.
+    A host is named by its id or by its machine's name."""
+
+    hosts: tuple[tuple[str, int], ...] | None
 
 
 @dataclass(frozen=True)
@@ -159,11 +168,23 @@ class WorkerStalled(Event):
 
 @dataclass(frozen=True)
 class DrainRequested(Event):
-    """A worker or all workers of a host shall leave at a step boundary. Exactly one of both is set."""
+    """A worker or all workers of a host shall leave at a step boundary. Exactly one of the three is set.
+
+    host: its id or its machine's name. rank: of the newest world. The slot of a single worker is not asked for
+    again before a member is lost; what a host had to give is looked for elsewhere.
+    """
 
     reason: str
     worker: WorkerId | None = None
     host: HostId | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class SlotsWanted(Event):
+    """R17: another job of the application lacks workers. Whoever has no world yet gives its slots back for a while."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -179,6 +200,7 @@ DriverEvent: TypeAlias = (
     | SlotBeat
     | SlotJobEnded
     | HostLost
+    | HostsListed
     | WorkerStarted
     | WorkerJoins
     | WorkerFormed
@@ -189,6 +211,7 @@ DriverEvent: TypeAlias = (
     | WorkerDone
     | WorkerStalled
     | DrainRequested
+    | SlotsWanted
     | CancelRequested
 )
 

@@ -36,17 +36,23 @@ def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liab
     title = turn.title(worker)
     if worker.worker in state.stalled:
         reason = f"{reason}; {state.stalled[worker.worker]}"
-    retire(turn, worker, Gone(reason, WorkerStatus.FAILURE, liable))
+    retire(turn, worker, Gone(reason, WorkerStatus.FAILURE, liable, took_part(worker)))
+    state.recall |= worker.rank is not None and not worker.draining
     if kill:
         turn.say(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))
     if worker.rank is not None and worker.worker not in state.results:
         break_world(turn, f"{title} is lost: {reason}")
 
 
+def took_part(worker: WorkerRecord) -> bool:
+    """In this world or one before: it is not one that dies before it ever gets so far."""
+    return worker.rank is not None and (worker.formed or worker.position is not None)
+
+
 def retire(turn: Turn, worker: WorkerRecord, gone: Gone) -> None:
     """Move a living worker to the gone ones."""
     state = turn.state
-    state.workers = state.workers.drop(worker.worker)
+    turn.drop(worker)
     state.waiting = state.waiting.drop(worker.worker)
     state.cut = state.cut.drop(worker.worker)
     state.gone_workers = state.gone_workers.put(worker.worker, gone)
@@ -65,8 +71,10 @@ def lose_slot(turn: Turn, slot: SlotRecord, reason: str) -> None:
     worker = state.workers.get(slot.worker) if slot.worker is not None else None
     if worker is not None:
         lose(turn, worker, reason)
-    state.slots = state.slots.drop(slot.slot)
+    turn.drop_slot(slot)
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
+    state.blacklist = state.blacklist.forget(slot.slot)
+    state.kills = state.kills.drop(slot.slot)
     job = state.jobs.get(slot.job)
     if job is not None:
         state.jobs = state.jobs.put(slot.job, replace(job, slots=job.slots - 1))
@@ -85,8 +93,7 @@ def suspect(turn: Turn, suspects: tuple[WorkerId, ...]) -> None:
     """Peers saw them break. That alone evicts nobody."""
     state = turn.state
     world = state.world
-    members = {m.worker for m in world.members} if world is not None and suspects else set()
-    state.suspected |= members.intersection(suspects)
+    state.suspected |= {name for name in suspects if world is not None and world.member(name) is not None}
     for name in suspects:
         judge(turn, name)
 
@@ -129,13 +136,29 @@ def scan(turn: Turn) -> None:
         return
     lease = state.limits.lease
     state.next_lease_scan = turn.now + lease / SCANS_PER_LEASE
+    if _driver_is_deaf(turn):
+        state.deaf = turn.now
+        return
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
         patience = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
-        if slot is not None and turn.now - slot.heard > patience:
+        if slot is not None and turn.now - max(slot.heard, state.deaf) > patience:
             lose(turn, worker, f"its slot was silent for {turn.now - slot.heard:.1f} s", kill=True)
-        elif turn.now - worker.heard > patience:
+        elif turn.now - max(worker.heard, state.deaf) > patience:
             lose(turn, worker, f"its process has not run for {turn.now - worker.heard:.1f} s", kill=True)
+
+
+def _driver_is_deaf(turn: Turn) -> bool:
+    """Nobody at all was heard for a lease, and it was not that all connections broke: the driver is what is cut off,
+    or it slept. R12: training goes on without it until `driver_timeout`, after which the workers have ended themselves.
+    """
+    state = turn.state
+    silences = [turn.now - state.slots[w.slot].heard for w in state.workers.values() if w.slot in state.slots]
+    return (
+        bool(silences)
+        and state.limits.lease < min(silences) <= state.limits.driver_timeout
+        and not _everybody_is_cut(turn)
+    )
 
 
 def _settled(turn: Turn, since: float) -> bool:
@@ -145,6 +168,8 @@ def _settled(turn: Turn, since: float) -> bool:
 def _everybody_is_cut(turn: Turn) -> bool:
     """Every worker that ever had a connection; those that still start have none to lose."""
     cut = turn.state.cut
+    if len(cut) < len(turn.state.workers) - turn.state.starting:
+        return False
     return all(
         worker.worker in cut or worker.status is WorkerStatus.STARTING
         for worker in turn.state.workers.values()

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from spark_elastic.protocol.assignment import Place, assign, source_of
 from spark_elastic.protocol.commands import Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.evidence import break_world, lose, retire
 from spark_elastic.protocol.failures import spell
+from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
 from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
-from spark_elastic.protocol.registry import Gone, WorkerRecord
+from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
 from spark_elastic.protocol.types import START, Fence, WorkerStatus, World
 
 
@@ -25,6 +26,8 @@ def settle(turn: Turn) -> None:
     if state.done_since is not None:
         _finish(turn)
         return
+    if state.recall:
+        recall(turn)
     if state.stage is Stage.RUNNING:
         _mind_running(turn)
     if state.stage is Stage.REGROUPING:
@@ -78,6 +81,8 @@ def _mind_running(turn: Turn) -> None:
             late = [worker.worker for worker in turn.survivors() if not worker.formed]
             break_world(turn, f"{names(late)} did not build world {state.generation} within {wait:g} s")
     else:
+        if state.waiting:
+            release_idle(turn)
         _announce(turn)
 
 
@@ -86,12 +91,17 @@ def _announce(turn: Turn) -> None:
     state = turn.state
     if state.announced or state.results:
         return
+    if not _change_possible(state):
+        state.change_since = None
+        return
+    if state.change_since is None:
+        state.change_since = turn.now
+    if turn.now - state.change_since < state.limits.debounce:
+        return  # what the next world would be is worth working out once, not at each of a thousand joins
     why = _change_wanted(turn)
     if not why:
         state.change_since = None
-    elif state.change_since is None and state.limits.debounce > 0:
-        state.change_since = turn.now
-    elif state.change_since is None or turn.now - state.change_since >= state.limits.debounce:
+    else:
         state.version += 1
         state.announced = True
         turn.say(
@@ -99,13 +109,15 @@ def _announce(turn: Turn) -> None:
         )
 
 
+def _change_possible(state: DriverState) -> bool:
+    assert state.world is not None
+    room = state.world.size < capacity(state.limits)
+    return bool(state.draining or (room and state.waiting))
+
+
 def _change_wanted(turn: Turn) -> str:
     """What the next world would have or lose that this one has not; "" where it would be the same."""
     state = turn.state
-    assert state.world is not None
-    room = state.world.size < capacity(state.limits)
-    if not state.draining and not (room and state.waiting):
-        return ""
     # At a planned boundary all members stand at one position, whichever that will be.
     members = [replace(worker, position=START) for worker in turn.survivors()]
     chosen = {worker.worker for worker in compose(members, turn.newcomers(), state.limits)}
@@ -134,15 +146,17 @@ def _regroup(turn: Turn) -> None:
         for worker in turn.survivors():
             if not worker.came:
                 lose(turn, worker, f"it did not come to the regroup within {wait:g} s", kill=True)
-    survivors = turn.survivors()
-    if not survivors:
+    if not turn.anybody_survives():
         state.stage = Stage.GATHERING
         state.regroup_since = None
         state.because = (
             f"nobody of world {state.generation} is left, so training begins from nothing: {state.because}"
         )
         return
-    chosen = compose(survivors, turn.newcomers(), state.limits)
+    most = len(state.workers) - state.starting
+    if most < state.limits.min_workers and not _enough(turn, most):
+        return
+    chosen = compose(turn.survivors(), turn.newcomers(), state.limits)
     if _enough(turn, len(chosen)):
         _publish(turn, chosen)
 
@@ -150,7 +164,7 @@ def _regroup(turn: Turn) -> None:
 def _gather(turn: Turn) -> None:
     """R16: a first world at `num_workers`, or at `min_workers` once `gather_timeout` has passed since the first."""
     state = turn.state
-    count = len(state.waiting)
+    count = turn.count_newcomers()
     if count == 0:
         state.gather_since = None
     elif state.gather_since is None:
@@ -173,7 +187,24 @@ def _enough(turn: Turn, count: int) -> bool:
         state.short_since = turn.now
     elif turn.now - state.short_since >= state.limits.start_timeout:
         end(turn, Outcome.NOT_ENOUGH_WORKERS, _shortage(turn, count))
+    else:
+        _give_up_on_the_blacklisted(turn, state.short_since + state.limits.start_timeout)
     return False
+
+
+def _give_up_on_the_blacklisted(turn: Turn, deadline: float) -> None:
+    """No host is left that could bring a worker in time: nothing is gained by waiting."""
+    found = all_blacklisted(turn) if turn.state.blacklist else None
+    if found is None or found[1] <= deadline:
+        return
+    hosts, first = found
+    when = "never" if first == float("inf") else f"in {first - turn.now:.0f} s"
+    end(
+        turn,
+        Outcome.NOT_ENOUGH_WORKERS,
+        f"all hosts are blacklisted since their workers failed: {names(hosts)}; the first returns {when} "
+        f"(cooldown_range), and the job waits for workers for {turn.state.limits.start_timeout:g} s (start_timeout)",
+    )
 
 
 def _shortage(turn: Turn, count: int) -> str:
@@ -190,6 +221,13 @@ def _shortage(turn: Turn, count: int) -> str:
         parts.append(f"waited for slot jobs that the cluster did not start: {names(silent)}")
     if starting:
         parts.append(f"waited for {names(starting)} to get warm")
+    cooling = [
+        f"{worker.worker} (its slot failed, for {until - turn.now:.0f} s)"
+        for worker in state.workers.values()
+        if (until := state.blacklist.slot_until(worker.slot, worker.host, turn.now)) is not None
+    ]
+    if cooling:
+        parts.append(f"cooling down: {names(cooling)}")
     if state.fruitless_end:
         parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
     return "; ".join(parts)
@@ -249,5 +287,4 @@ def _dismiss(turn: Turn, worker: WorkerRecord) -> None:
     reason = f"worker {worker.worker} leaves: {worker.draining}"
     retire(turn, worker, Gone(reason, WorkerStatus.SUCCESS))
     turn.say(StopWorker(reason, worker.worker))
-    if worker.host in turn.state.draining_hosts:
-        turn.say(ReleaseSlot(reason, worker.slot))
+    give_back(turn, turn.state.slots[worker.slot], reason, withhold=worker.leave is Leave.BY_HAND)

@@ -13,7 +13,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver_state import DriverState, Stage
 from spark_elastic.protocol.membership import capacity
-from spark_elastic.protocol.types import Position, World
+from spark_elastic.protocol.types import Position, WorkerStatus, World
 
 STORY = 80  # lines kept
 
@@ -174,6 +174,14 @@ class DriverInvariants:
         self._require(
             state.draining == sum(bool(w.draining) for w in state.workers.values()), "draining is miscounted"
         )
+        starting = sum(w.status is WorkerStatus.STARTING for w in state.workers.values())
+        self._require(state.starting == starting, "starting is miscounted")
+        for index, key in ((state.slots_on, "host"), (state.slots_of, "job")):
+            listed = {name: value for value, names in index.items() for name in names}
+            self._require(
+                listed == {slot.slot: getattr(slot, key) for slot in state.slots.values()},
+                f"slots are listed under another {key}",
+            )
         gone = [w for w in state.workers if w in state.gone_workers]
         self._require(not gone, f"both living and gone: {gone}")
         waiting = [w for w in state.waiting if state.workers[w].rank is not None]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import LaunchSlot, Outcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import Turn
 from spark_elastic.protocol.evidence import STOPPED, lose_slot
 from spark_elastic.protocol.forming import end
-from spark_elastic.protocol.registry import JobRecord, SlotRecord
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.jobs import follow, refuse
+from spark_elastic.protocol.listing import refusal
+from spark_elastic.protocol.registry import SlotRecord
 from spark_elastic.protocol.worker_events import adopt
-
-BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
 
 
 def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:
@@ -25,17 +24,13 @@ def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:
     elif event.slot in state.gone_slots:
         turn.say(ReleaseSlot(f"slot {event.slot} was given up: {state.gone_slots[event.slot]}", event.slot))
     elif job is None:
-        _refuse(turn, event.slot, f"slot {event.slot} belongs to slot job {event.job}, which is over")
-    elif event.host in state.draining_hosts:
-        _refuse(turn, event.slot, f"host {event.host} drains: {state.draining_hosts[event.host]}")
+        refuse(turn, event.slot, f"slot {event.slot} belongs to slot job {event.job}, which is over")
+    elif why := refusal(turn, event):
+        refuse(turn, event.slot, why)
     else:
         state.jobs = state.jobs.put(event.job, replace(job, slots=job.slots + 1))
-        turn.put_slot(SlotRecord(event.slot, event.job, event.host, turn.now, extra=job.slots > 0))
-
-
-def _refuse(turn: Turn, slot: SlotId, reason: str) -> None:
-    turn.state.gone_slots = turn.state.gone_slots.put(slot, reason)
-    turn.say(ReleaseSlot(reason, slot))
+        extra = job.slots > 0
+        turn.put_slot(SlotRecord(event.slot, event.job, event.host, turn.now, extra, node=event.node))
 
 
 def slot_beat(turn: Turn, event: on.SlotBeat) -> None:
@@ -65,30 +60,19 @@ def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
     job = state.jobs.get(event.job)
     if job is None:
         return
-    for slot in [slot for slot in state.slots.values() if slot.job == event.job]:
+    for slot in turn.slots_of(event.job):
         lose_slot(turn, slot, f"slot job {event.job} ended: {event.reason}")
     state.jobs = state.jobs.drop(event.job)
     if event.cancelled:
         end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
     elif state.done_since is None:
-        fruitless = 0 if job.warmed or job.host_lost else job.fruitless + 1
-        if fruitless:
-            state.fruitless_end = event.reason
-        number = state.next_job
-        launch(turn, JobRecord(number, fruitless), f"slot job {event.job} ended ({event.reason})")
-
-
-def launch(turn: Turn, job: JobRecord, reason: str) -> None:
-    state = turn.state
-    state.jobs = state.jobs.put(job.job, job)
-    state.next_job = job.job + 1
-    turn.say(LaunchSlot(reason, job.job, BACK_OFF[min(job.fruitless, len(BACK_OFF) - 1)]))
+        follow(turn, job, event.reason)
 
 
 def host_lost(turn: Turn, event: on.HostLost) -> None:
     state = turn.state
     state.draining_hosts = state.draining_hosts.drop(event.host)
-    for slot in [slot for slot in state.slots.values() if slot.host == event.host]:
+    for slot in turn.slots_on(event.host):
         lose_slot(turn, slot, f"host {event.host} is lost: {event.reason}")
         job = state.jobs.get(slot.job)
         if job is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 from typing import TypeAlias
 
 WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<slot>.<n>"
@@ -82,13 +83,18 @@ class World:
         """The position that this world goes on from; None: from the beginning."""
         return None if self.source is None else self.members[self.source].position
 
-    @property
+    @cached_property
     def receivers(self) -> tuple[int, ...]:
         """Ranks that do not stand at `position` and take the source's state; empty: no broadcast at all."""
-        return tuple(m.rank for m in self.members if m.position != self.position)
+        position = self.position
+        return tuple(m.rank for m in self.members if m.position != position)
 
     def member(self, worker: WorkerId) -> Member | None:
-        return next((m for m in self.members if m.worker == worker), None)
+        return self._by_worker.get(worker)
+
+    @cached_property
+    def _by_worker(self) -> dict[WorkerId, Member]:
+        return {member.worker: member for member in self.members}
 
 
 class WorkerStatus(Enum):
@@ -111,11 +117,13 @@ class Limits:
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
     lease: silence after which a worker is taken for lost. reconnect_grace: how long a broken control connection
-    alone may stay broken. same_moment: connections that break within it are judged together.
+    alone may stay broken. driver_timeout: after so long without the driver a worker has ended itself. same_moment: connections that break within it are judged together.
     regroup_timeout: how long survivors wait for a member that lives but does not come.
     debounce: how long a planned change waits for others to join it.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).
     reset_limit: plain count of new worlds after the first, as Horovod counts; None: unlimited.
+    cooldown_range: for how long a slot or host is not used after its first failure, and at most after many.
+    idle_slot_timeout: after so long a slot that no world needs gives its core back.
     max_global_batch: world size never exceeds it (R8).
     """
 
@@ -126,6 +134,7 @@ class Limits:
     start_timeout: float = 600.0
     lease: float = 5.0
     reconnect_grace: float = 1.0
+    driver_timeout: float = 60.0
     same_moment: float = 0.05
     regroup_timeout: float = 30.0
     debounce: float = 0.05
@@ -133,3 +142,5 @@ class Limits:
     failure_window: float = 600.0
     reset_limit: int | None = None
     max_global_batch: int | None = None
+    cooldown_range: tuple[float, float] = (1.0, 60.0)
+    idle_slot_timeout: float = 60.0

@@ -7,11 +7,15 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import Failure, Stage, Turn
-from spark_elastic.protocol.evidence import break_world, hear, lose, suspect
+from spark_elastic.protocol.evidence import break_world, hear, lose, suspect, took_part
 from spark_elastic.protocol.failures import blame, spell
 from spark_elastic.protocol.forming import end
+from spark_elastic.protocol.jobs import strike
 from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
+
+KILLED = (-9, -15)  # exit codes of a process that was killed from outside
+KILLS_BORNE = 2  # such ends of one slot's workers in a row, before they took part in a world
 
 
 def worker_started(turn: Turn, event: on.WorkerStarted) -> None:
@@ -35,8 +39,6 @@ def adopt(turn: Turn, slot: SlotRecord, name: WorkerId) -> None:
     worker = WorkerRecord(name, slot.slot, slot.host, turn.now, extra=slot.extra)
     turn.put(worker)
     turn.put_slot(replace(slot, worker=name))
-    if slot.host in state.draining_hosts:
-        send_home(turn, worker, f"host {slot.host} drains: {state.draining_hosts[slot.host]}")
 
 
 def worker_joins(turn: Turn, event: on.WorkerJoins) -> None:
@@ -93,7 +95,7 @@ def _arrive(turn: Turn, worker: WorkerRecord) -> None:
     if worker.arrival:
         return
     state.arrivals += 1
-    turn.put(replace(worker, arrival=state.arrivals, status=WorkerStatus.WARM))
+    turn.put(replace(worker, arrival=state.arrivals, arrived=turn.now, status=WorkerStatus.WARM))
     state.waiting = state.waiting.put(worker.worker, None)
     slot = state.slots.get(worker.slot)
     job = state.jobs.get(slot.job) if slot is not None else None
@@ -120,6 +122,14 @@ def worker_formed(turn: Turn, event: on.WorkerFormed) -> None:
     ):
         turn.state.unformed -= 1
         turn.put(replace(worker, formed=True, status=WorkerStatus.RUNNING, heard=turn.now))
+        _praise(turn, worker)
+
+
+def _praise(turn: Turn, worker: WorkerRecord) -> None:
+    state = turn.state
+    if state.blacklist:
+        state.blacklist = state.blacklist.praise(worker.slot, worker.host)
+    state.kills = state.kills.drop(worker.slot)
 
 
 def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
@@ -128,17 +138,37 @@ def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
     how = event.reason or f"exit code {event.exit_code}"
     if worker is not None:
         lose(turn, worker, f"its process ended ({how})")
-        _count(turn, event.worker, worker.position, f"the process of {turn.title(worker)} ended: {how}")
+        detail = f"the process of {turn.title(worker)} ended: {how}"
+        _count(turn, event, took_part(worker), worker.position, detail)
     elif gone is None:
         ended = Gone(f"its process ended ({how})", WorkerStatus.FAILURE)
         state.gone_workers = state.gone_workers.put(event.worker, ended)
     elif gone.liable and event.exit_code != 0:
         state.gone_workers = state.gone_workers.put(event.worker, replace(gone, liable=False))
-        _count(turn, event.worker, None, f"the process of worker {event.worker} ended: {how}")
+        _count(turn, event, gone.took_part, None, f"the process of worker {event.worker} ended: {how}")
 
 
-def _count(turn: Turn, worker: WorkerId, position: Position | None, detail: str) -> None:
-    blame(turn, Failure(turn.now, turn.state.generation, worker, position, "", detail), end)
+def _count(
+    turn: Turn, event: on.WorkerExited, took_part: bool, position: Position | None, detail: str
+) -> None:
+    """A process that was killed is a loss like that of a host, and its slot is not to blame, unless its workers are
+    killed one after the other before they ever take part in a world."""
+    state = turn.state
+    slot = event.worker.rpartition(".")[0]
+    if event.exit_code in KILLED:
+        kills = 0 if took_part else state.kills.get(slot, 0) + 1
+        state.kills = state.kills.put(slot, kills)
+        if kills <= KILLS_BORNE:
+            return
+        detail += f"; {kills} of its slot were killed in a row before they took part in a world"
+    _blame(turn, Failure(turn.now, state.generation, event.worker, position, "", detail))
+
+
+def _blame(turn: Turn, failure: Failure) -> None:
+    blame(turn, failure, end)
+    slot = turn.state.slots.get(failure.worker.rpartition(".")[0])
+    if slot is not None and turn.state.stage is not Stage.ENDED:
+        strike(turn, slot.slot, slot.host)
 
 
 def worker_failed(turn: Turn, event: on.WorkerFailed) -> None:
@@ -154,7 +184,7 @@ def worker_failed(turn: Turn, event: on.WorkerFailed) -> None:
         return
     generation = event.fence.generation if event.fence is not None else 0
     failure = Failure(turn.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
-    blame(turn, failure, end)
+    _blame(turn, failure)
 
 
 def _last_line(traceback: str) -> str:
@@ -177,11 +207,3 @@ def worker_done(turn: Turn, event: on.WorkerDone) -> None:
     state.results = state.results.put(event.worker, event.result)
     if worker.rank == 0:
         state.done_since = turn.now
-
-
-def send_home(turn: Turn, worker: WorkerRecord, reason: str) -> None:
-    """A worker outside the world that shall not come into one."""
-    lose(turn, worker, reason)
-    turn.say(StopWorker(f"worker {worker.worker} leaves: {reason}", worker.worker))
-    if worker.host in turn.state.draining_hosts:
-        turn.say(ReleaseSlot(f"slot {worker.slot} drains: {reason}", worker.slot))

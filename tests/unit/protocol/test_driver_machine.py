@@ -276,7 +276,7 @@ def test_who_drains_leaves_at_a_boundary(whole_host: bool) -> None:
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert [type(command) for command in bench.commands] == [Publish, StopWorker] + [ReleaseSlot] * whole_host
+    assert [type(command) for command in bench.commands] == [Publish, StopWorker, ReleaseSlot]
     assert not bench.all(Abort)
 
 

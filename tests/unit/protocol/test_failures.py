@@ -65,7 +65,7 @@ def test_a_program_that_nobody_can_load_ends_the_job() -> None:
 
 
 def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
-    bench = Bench(replace(FOUR, failure_budget=2, failure_window=100.0))
+    bench = Bench(replace(FOUR, failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
     for started in (1, 2):
         bench.on(on.WorkerExited(0, name(2, started), -11))

@@ -1,0 +1,130 @@
+"""Slot jobs: when one is launched, given back, withheld and asked for again. Part of the driver machine; pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol.commands import LaunchSlot, ReleaseSlot
+from spark_elastic.protocol.driver_state import Turn
+from spark_elastic.protocol.evidence import lose_slot
+from spark_elastic.protocol.membership import capacity
+from spark_elastic.protocol.registry import JobRecord, SlotRecord
+from spark_elastic.protocol.types import HostId, SlotId
+
+BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
+PARKED_FOR = (
+    5.0  # seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back
+)
+
+
+def launch(turn: Turn, job: JobRecord, reason: str) -> None:
+    state = turn.state
+    state.jobs = state.jobs.put(job.job, job)
+    state.next_job = job.job + 1
+    delay = max(BACK_OFF[min(job.fruitless, len(BACK_OFF) - 1)], _until_a_host_returns(turn))
+    turn.say(LaunchSlot(reason, job.job, delay))
+
+
+def follow(turn: Turn, ended: JobRecord, why: str) -> None:
+    """A slot job is over: another takes its place, unless it was withheld."""
+    state = turn.state
+    if ended.withheld:
+        state.withheld += 1
+        return
+    fruitless = 0 if ended.warmed or ended.host_lost else ended.fruitless + 1
+    if fruitless:
+        state.fruitless_end = why
+    launch(turn, JobRecord(state.next_job, fruitless), f"slot job {ended.job} ended ({why})")
+
+
+def give_back(turn: Turn, slot: SlotRecord, reason: str, withhold: bool = False) -> None:
+    """The slot shall end, and with it its worker, which must not be a member of a world."""
+    state = turn.state
+    job = state.jobs.get(slot.job)
+    if job is not None and withhold:
+        state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
+    lose_slot(turn, slot, reason)
+    turn.say(ReleaseSlot(reason, slot.slot))
+
+
+def refuse(turn: Turn, slot: SlotId, reason: str) -> None:
+    """A slot that registers is not wanted."""
+    turn.state.gone_slots = turn.state.gone_slots.put(slot, reason)
+    turn.say(ReleaseSlot(reason, slot))
+
+
+def recall(turn: Turn) -> None:
+    """A member was lost: whatever was withheld is asked for again."""
+    state = turn.state
+    state.recall = False
+    count, state.withheld = state.withheld, 0
+    for _ in range(count):
+        launch(
+            turn,
+            JobRecord(state.next_job),
+            "a member was lost, so a slot that was given back is asked for again",
+        )
+
+
+def release_idle(turn: Turn) -> None:
+    """Slots that the world has had no room for since `idle_slot_timeout` give their cores back."""
+    state = turn.state
+    assert state.world is not None
+    timeout = state.limits.idle_slot_timeout
+    if state.draining or state.world.size < capacity(state.limits):
+        return
+    for name in tuple(state.waiting):
+        worker = state.workers[name]
+        slot = state.slots[worker.slot]
+        job = state.jobs.get(slot.job)
+        # R14: an attempt that returns first would have Spark end the other one.
+        alone = job is None or job.slots == 1
+        if alone and turn.now - max(worker.arrived, state.published_at) >= timeout:
+            give_back(turn, slot, f"slot {slot.slot} was not needed for {timeout:g} s", withhold=True)
+
+
+def yield_slots(turn: Turn, reason: str) -> None:
+    """R17: without a world yet, leave the slots to another job and ask again later."""
+    state = turn.state
+    if state.generation:
+        return
+    for slot in tuple(state.slots.values()):
+        job = state.jobs.get(slot.job)
+        if job is not None:
+            state.jobs = state.jobs.put(job.job, replace(job, warmed=False, fruitless=len(BACK_OFF)))
+        give_back(turn, slot, reason)
+
+
+def strike(turn: Turn, slot: SlotId, host: HostId) -> None:
+    """A worker of that slot failed by its own doing: slot or host are not used for a while."""
+    state = turn.state
+    mine = turn.slots_on(host)
+    listed = dict(state.listed or ()).get(host, 0)
+    state.blacklist = state.blacklist.strike(slot, host, max(len(mine), listed), turn.now, state.limits)
+    until = state.blacklist.host_until(host, turn.now)
+    if until is None or until - turn.now <= PARKED_FOR:
+        return
+    for record in mine:
+        worker = state.workers.get(record.worker) if record.worker is not None else None
+        if worker is None or worker.rank is None:
+            give_back(turn, record, f"host {host} is blacklisted for {until - turn.now:.1f} s")
+
+
+def all_blacklisted(turn: Turn) -> tuple[list[HostId], float] | None:
+    """The hosts, where each that could take part is blacklisted, and when the first returns; else None."""
+    state = turn.state
+    out = [host for host in state.blacklist.hosts if state.blacklist.host_until(host, turn.now) is not None]
+    if not out or (state.listed is None and state.generation == 0):
+        return None
+    known = {slot.host for slot in state.slots.values()} if state.listed is None else set(dict(state.listed))
+    if known - set(out):
+        return None
+    return sorted(out), min(state.blacklist.hosts[host].until for host in out)
+
+
+def _until_a_host_returns(turn: Turn) -> float:
+    """Seconds for which a slot job would find none but blacklisted hosts."""
+    found = all_blacklisted(turn) if turn.state.blacklist else None
+    if found is None or found[1] == float("inf"):
+        return 0.0
+    return max(0.0, found[1] - turn.now - PARKED_FOR)

@@ -1,0 +1,110 @@
+"""Who may take part: hosts that discovery lists, and drains asked for. Part of the driver machine; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.driver_state import Turn
+from spark_elastic.protocol.jobs import PARKED_FOR, give_back
+from spark_elastic.protocol.registry import Leave, SlotRecord, WorkerRecord
+from spark_elastic.protocol.types import SlotId
+
+
+def refusal(turn: Turn, event: on.SlotRegistered) -> str:
+    """Why a slot that comes up cannot take part, "" if it can."""
+    state = turn.state
+    drains = state.draining_hosts.get(event.host) or state.draining_hosts.get(event.node)
+    if drains:
+        return f"host {event.host} drains: {drains}"
+    until = state.blacklist.host_until(event.host, turn.now)
+    if until is not None and until - turn.now > PARKED_FOR:
+        return f"host {event.host} is blacklisted for another {until - turn.now:.1f} s"
+    if state.listed is None:
+        return ""
+    room = dict(state.listed)
+    name = _listed_as(event.host, event.node, room)
+    if name is None:
+        return f"host {event.host} is not among those that discovery lists"
+    taken = sum(_listed_as(slot.host, slot.node, room) == name for slot in state.slots.values())
+    return (
+        ""
+        if taken < room[name]
+        else f"discovery lists {room[name]} slots for host {name}, and they are taken"
+    )
+
+
+def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
+    """A planned change at most: who is not listed any more drains, and stays if listed again in time."""
+    state = turn.state
+    state.listed = event.hosts
+    allowed = _allowed(turn)
+    for slot in tuple(state.slots.values()):
+        worker = state.workers.get(slot.worker) if slot.worker is not None else None
+        if slot.slot in allowed:
+            if worker is not None and worker.leave is Leave.UNLISTED:
+                stay(turn, worker)
+        elif worker is not None and worker.rank is not None:
+            leave(turn, worker, f"discovery does not list host {worker.host} with that slot", Leave.UNLISTED)
+        else:
+            give_back(turn, slot, f"discovery does not list host {slot.host} with slot {slot.slot}")
+
+
+def _listed_as(host: str, node: str, listed: dict[str, int]) -> str | None:
+    """By which name a listing knows a host."""
+    return host if host in listed else node if node in listed else None
+
+
+def _allowed(turn: Turn) -> set[SlotId]:
+    """Slots that may take part: of each listed host as many as it is listed with, members of the world first."""
+    state = turn.state
+    if state.listed is None:
+        return set(state.slots)
+    room = dict(state.listed)
+    taken: Counter[str] = Counter()
+    allowed = set()
+    for slot in sorted(state.slots.values(), key=lambda slot: not _is_member(turn, slot)):
+        name = _listed_as(slot.host, slot.node, room)
+        if name is not None and taken[name] < room[name]:
+            taken[name] += 1
+            allowed.add(slot.slot)
+    return allowed
+
+
+def _is_member(turn: Turn, slot: SlotRecord) -> bool:
+    worker = turn.state.workers.get(slot.worker) if slot.worker is not None else None
+    return worker is not None and worker.rank is not None
+
+
+def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
+    state = turn.state
+    if event.host is not None:
+        state.draining_hosts = state.draining_hosts.put(event.host, event.reason)
+    kind = Leave.BY_HAND if event.host is None else Leave.HOST
+    for slot in tuple(state.slots.values()):
+        worker = state.workers.get(slot.worker) if slot.worker is not None else None
+        by_host = event.host is not None and event.host in (slot.host, slot.node)
+        by_worker = worker is not None and (
+            event.worker == worker.worker or (event.rank is not None and event.rank == worker.rank)
+        )
+        if not by_host and not by_worker:
+            continue
+        if worker is not None and worker.rank is not None:
+            leave(turn, worker, event.reason, kind)
+        else:
+            give_back(turn, slot, f"slot {slot.slot} drains: {event.reason}", withhold=kind is Leave.BY_HAND)
+
+
+def leave(turn: Turn, worker: WorkerRecord, reason: str, kind: Leave) -> None:
+    """A member shall leave at the next boundary. What cannot be undone outweighs what can."""
+    state = turn.state
+    if worker.draining and worker.leave is not Leave.UNLISTED:
+        return
+    state.draining += not worker.draining
+    turn.put(replace(worker, draining=reason, leave=kind))
+
+
+def stay(turn: Turn, worker: WorkerRecord) -> None:
+    turn.state.draining -= 1
+    turn.put(replace(worker, draining="", leave=None))

@@ -1,0 +1,58 @@
+"""R12: a driver that is cut off from everybody, or slept, takes nobody for lost; a host that is cut off alone is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
+
+ALL = (1, 2, 3, 4)
+
+
+def _running() -> Bench:
+    bench = Bench(replace(FOUR, driver_timeout=40.0))
+    bench.start(*ALL)
+    return bench
+
+
+def test_r12_a_driver_that_is_cut_off_takes_nobody_for_lost() -> None:
+    bench = _running()
+    bench.wait(30.0)
+    bench.wait(10.0, beating=ALL)
+    assert not bench.all(Abort)
+    assert len(bench.state.workers) == 4
+
+
+def test_r12_those_who_are_heard_late_after_it_get_a_lease() -> None:
+    bench = _running()
+    bench.wait(30.0)
+    bench.wait(4.0, beating=(1,))
+    assert not bench.all(Abort)
+    bench.wait(2.0, beating=(1,))
+    assert "its slot was silent" in bench.all(Abort)[0].reason
+    assert set(bench.state.workers) == {name(1)}
+
+
+def test_r12_a_driver_that_slept_takes_nobody_for_lost() -> None:
+    bench = _running()
+    bench.now += 30.0
+    bench.on(on.Tick(0))
+    for job in ALL:
+        bench.wait(0.05)
+        bench.on(on.SlotBeat(0, f"{job}-0", name(job), "S"))
+    bench.wait(5.0, beating=ALL)
+    assert not bench.all(Abort)
+
+
+def test_r12_after_the_drivers_timeout_they_have_ended_themselves() -> None:
+    bench = _running()
+    bench.wait(46.0)
+    assert not bench.state.workers
+
+
+def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
+    bench = _running()
+    bench.wait(5.5, beating=(1, 2, 3))
+    assert set(bench.state.workers) == {name(1), name(2), name(3)}
