@@ -115,6 +115,7 @@ def _limits(request: Request) -> Limits:
         gather_timeout=config.gather_timeout,
         start_timeout=config.start_timeout,
         lease=config.lease,
+        driver_timeout=config.driver_timeout,
         failure_budget=config.failure_budget,
         failure_window=config.failure_window,
         reset_limit=config.reset_limit,

@@ -117,7 +117,8 @@ class Limits:
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
     lease: silence after which a worker is taken for lost. reconnect_grace: how long a broken control connection
-    alone may stay broken. driver_timeout: after so long without the driver a worker has ended itself. same_moment: connections that break within it are judged together.
+    alone may stay broken. same_moment: connections that break within it are judged together.
+    driver_timeout: a worker that has not heard the driver for so long has ended itself.
     regroup_timeout: how long survivors wait for a member that lives but does not come.
     debounce: how long a planned change waits for others to join it.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).

@@ -1,4 +1,4 @@
-"""R12: a driver that is cut off from everybody, or slept, takes nobody for lost; a host that is cut off alone is lost."""
+"""R12: a driver that is cut off from everybody, or slept, takes nobody for lost; a host cut off alone is lost."""
 
 from __future__ import annotations
 
