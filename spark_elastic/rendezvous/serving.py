@@ -1,7 +1,8 @@
 """Serves an ASGI application from one thread that outlives crashes of its event loop.
 
 Owns the listening socket, the thread and the event loop. The socket stays bound while a new loop takes the place of
-one that died, so the port never changes and dialling clients merely wait. Other threads hand calls over by
+one that died, so the port never changes and dialling clients merely wait; a socket that no longer listens is replaced
+on the same port. Other threads hand calls over by
 `submit`, which never blocks; they run in the loop thread, in order, in this life or the next. It must not know what
 is served.
 """
@@ -15,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,7 +26,8 @@ from spark_elastic.rendezvous.connection import Connection
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
-RESTART_PAUSE = 0.05  # seconds between the death of a loop and the next
+RESTART_PAUSE = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
+LONGEST_PAUSE = 1.0  # seconds
 CLOSE_SECONDS = 10.0
 IDLE_SECONDS = 600  # an idle connection is kept so long
 
@@ -89,9 +92,11 @@ class Serving:
         self._app = app
         self._connection = connection
         self._listener = listener
+        self._address: tuple[str, int] = listener.getsockname()[:2]
         self._inbox: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._life: _Life | None = None
+        self._served = False  # this loop came up
         self._begun = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-rendezvous", daemon=True)
@@ -137,20 +142,33 @@ class Serving:
 
     def _on_begun(self) -> None:
         self._drain()
+        self._served = True
         self._begun.set()
         if self._closing.is_set() and self._life is not None:
             self._life.should_exit = True
 
     def _run(self) -> None:
+        pause = RESTART_PAUSE
         while not self._closing.is_set():
+            self._served = False
             try:
                 self._live()
             except BaseException:  # whatever killed the loop, SystemExit too: the job needs the next one
                 log.exception("the rendezvous server's event loop died")
-            if not self._closing.wait(RESTART_PAUSE):
+            pause = RESTART_PAUSE if self._served else min(2 * pause, LONGEST_PAUSE)
+            if not self._closing.wait(pause):
                 log.warning("the rendezvous server starts again on the same port")
 
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio would try for ever to accept from a socket that is broken."""
+        loop.default_exception_handler(context)
+        if isinstance(context.get("exception"), OSError) and not _listens(self._listener):
+            loop.stop()
+
     def _live(self) -> None:
+        if not _listens(self._listener):
+            self._listener.close()
+            self._listener = listen(Bind(*self._address))
         config = uvicorn.Config(
             self._app,
             loop="asyncio",
@@ -168,6 +186,7 @@ class Serving:
         )
         life = self._life = _Life(config, self._on_begun)
         loop = self._loop = asyncio.new_event_loop()
+        loop.set_exception_handler(self._on_error)
         listener = self._listener.dup()
         try:
             loop.run_until_complete(life.serve(sockets=[listener]))
@@ -177,6 +196,13 @@ class Serving:
                 _bury(loop, life)
             finally:
                 listener.close()
+
+
+def _listens(listener: socket.socket) -> bool:
+    try:
+        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False  # it was closed
 
 
 def _bury(loop: asyncio.AbstractEventLoop, life: _Life) -> None:

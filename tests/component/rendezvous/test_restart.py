@@ -1,10 +1,13 @@
-"""The event loop dies; port, board and open requests survive it."""
+"""The event loop or its socket dies; port, board and open requests survive it."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import queue
+import socket
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -55,3 +58,40 @@ def test_it_survives_being_killed_again_and_again(driver: Driver, caplog: pytest
             _kill_loop(driver)
     slot.beat()
     driver.heard(events.SlotBeat)
+
+
+def _kill_thread(driver: Driver) -> None:
+    """Raise SystemExit inside the server's thread, wherever it is."""
+    serving = driver.server._serving
+    assert serving is not None
+    ident = ctypes.c_ulong(serving._thread.ident or 0)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
+
+
+def _break_socket(driver: Driver) -> None:
+    """The listening socket is of no more use, as after a broken network stack."""
+    serving = driver.server._serving
+    assert serving is not None
+    serving._listener.shutdown(socket.SHUT_RDWR)
+
+
+def _close_socket(driver: Driver) -> None:
+    """Somebody closed descriptors that were not his, and then the loop dies, too."""
+    serving = driver.server._serving
+    assert serving is not None
+    serving._listener.close()
+    _kill_loop(driver)
+
+
+@pytest.mark.parametrize("harm", [_kill_thread, _break_socket, _close_socket])
+def test_whatever_is_broken_it_serves_again_on_the_same_port(
+    harm: Callable[[Driver], None], driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = driver.port
+    for _ in range(2):
+        driver.client().slot("1-0").beat()
+        with caplog.at_level(logging.CRITICAL):
+            harm(driver)
+            # A client of its own has to connect anew.
+            driver.client().slot("2-0").beat()
+    assert driver.port == port
