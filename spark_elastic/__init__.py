@@ -40,6 +40,8 @@ _EXPORTS = {
     "StoreError": "spark_elastic.errors",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
+    "run": "spark_elastic.running.call",
+    "task_resources": "spark_elastic.worker.resources",
 }
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     )
     from spark_elastic.estimators.fitted_model import ElasticTorchModel
     from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+    from spark_elastic.running.call import run
+    from spark_elastic.worker.resources import task_resources
 
 __all__ = [
     "ConnectionClosed",
@@ -81,6 +85,8 @@ __all__ = [
     "StoreError",
     "Unauthorized",
     "WorkerFailed",
+    "run",
+    "task_resources",
 ]
 
 

@@ -12,8 +12,8 @@ from tests.sources import ROOT, Module, modules
 # Highest first. A module may import those of lower rows, and its own folder. `testing` is for users' tests and ours.
 ROWS = (
     ("testing",),
-    ("launch", "cli", "estimators"),
-    ("spark", "torch", "tensorflow", "keras"),
+    ("launch", "running", "cli", "estimators"),
+    ("spark", "local", "torch", "tensorflow", "keras"),
     ("driver", "worker", "observe"),
     ("state",),
     ("rendezvous", "data"),
@@ -23,7 +23,9 @@ ROWS = (
 # Steps sideways that are meant: who imports -> whom, with the reason.
 SIDEWAYS = {
     ("estimators", "launch"): "fit() is run() over a materialised DataFrame",
+    ("running", "launch"): "run() is launch() with a function for a program",
     ("cli", "launch"): "the command line calls run()",
+    ("cli", "running"): "the command line calls run()",
     ("config", "errors"): "a wrong setting is InvalidInput",
     ("keras", "tensorflow"): "Keras on the TensorFlow backend uses its collectives",
 }
@@ -47,7 +49,7 @@ FOREIGN = {
     "httpx": ("rendezvous",),
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
-    "cloudpickle": ("spark", "worker", "launch", "estimators", "state", "testing"),
+    "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
     "numpy": ("data", "state", "worker", "torch", "tensorflow", "keras", "estimators", "testing"),
     "elastic_collectives": ("worker", "state", "torch", "tensorflow", "keras", "testing"),
 }

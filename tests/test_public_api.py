@@ -31,6 +31,8 @@ PUBLIC = {
     "StoreError": "errors",
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
+    "run": "running.call",
+    "task_resources": "worker.resources",
 }
 HEAVY = (
     "pyspark",

@@ -68,6 +68,7 @@ class SlotTask:
                 driver_timeout=self.driver_timeout,
                 payload_bytes=payload_bytes,
                 status_fd=status_fd,
+                resources={name: tuple(held.addresses) for name, held in context.resources().items()},
             )
 
         plan = SlotPlan(slot, job, executor_id(), facts(), self.program.value, header, self.driver_timeout)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import cloudpickle
@@ -36,6 +36,7 @@ class Header:
     """What a slot tells its child.
 
     status_fd: pipe on which the child says that it is warm. watch_fds: see `stack_dump`; filled in by the `Child`.
+    resources: addresses of what Spark gave to the slot, by name.
     """
 
     parent: int
@@ -51,6 +52,7 @@ class Header:
     payload_bytes: int
     status_fd: int
     watch_fds: tuple[int, int] | None = None
+    resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -58,6 +60,7 @@ class Header:
     @classmethod
     def from_json(cls, text: str | bytes) -> Header:
         fields: dict[str, Any] = json.loads(text)
+        fields["resources"] = {name: tuple(addresses) for name, addresses in fields["resources"].items()}
         for name, value in fields.items():
             fields[name] = tuple(value) if isinstance(value, list) else value  # JSON has lists only
         return cls(**fields)
@@ -79,7 +82,7 @@ def main() -> int:
     activation = channel.readline()
     if not activation:
         return 0
-    me = Identity(json.loads(activation)["worker"], header.slot)
+    me = Identity(json.loads(activation)["worker"], header.slot, header.bind, header.resources)
     threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
     key = bytes.fromhex(header.key)
     with RendezvousClient(header.address, key, header.attempt, clock, header.driver_timeout) as client:
@@ -100,9 +103,10 @@ def die_with_parent(parent: int) -> None:
 def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
     """The prepared program, or None with fingerprint and traceback of what its loading raised."""
     try:
+        program: Program = cloudpickle.loads(payload)
+        os.environ.update(getattr(program, "environment", {}))  # before what is preloaded looks at it
         for module in preload:
             importlib.import_module(module)
-        program: Program = cloudpickle.loads(payload)
         program.prepare()
     except (
         Exception

@@ -6,7 +6,6 @@ its beginning, on fresh copies of its arguments, in each world that follows a lo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import cloudpickle
@@ -22,9 +21,9 @@ from spark_elastic.worker.surroundings import surround
 
 
 class FunctionProgram:
-    """`fn(*args, **kwargs)` on every worker. environment: variables of the training process, set before `fn` is loaded.
+    """`fn(*args, **kwargs)` on every worker.
 
-    dumps: how the call is pickled.
+    environment: variables of the training process, set before anything slow is imported. dumps: pickles the call.
     """
 
     def __init__(
@@ -36,11 +35,10 @@ class FunctionProgram:
         dumps: Callable[[object], bytes] = cloudpickle.dumps,
     ) -> None:
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
-        self._environment = dict(environment or {})
+        self.environment = dict(environment or {})
 
     def prepare(self) -> None:
         """Everything that the function's loading imports."""
-        os.environ.update(self._environment)
         cloudpickle.loads(self._call)
 
     def position(self) -> Position | None:

@@ -61,6 +61,8 @@ class Program(Protocol):
 
     A broken exchange is raised as `elastic_collectives.CollectiveError` after the program has put itself back to its
     position: the loop then joins the next world and calls `sync` and `run` again.
+
+    A program may have an attribute `environment`: variables that its process gets before anything slow is imported.
     """
 
     def prepare(self) -> None:

@@ -1,0 +1,219 @@
+"""`spark_elastic.run`: any function, or a script, on elastic workers. Runs in the caller's thread.
+
+`Call` is a checked call that has not begun; `over` runs it on any cluster, `run` on Spark.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.ports import Discovery, Launcher
+from spark_elastic.errors import InvalidInput
+from spark_elastic.launch import LaunchResult, Site, launch, supervise
+from spark_elastic.protocol.types import Limits
+from spark_elastic.running import captures, options
+from spark_elastic.running.output import Output
+from spark_elastic.worker.context import current
+from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.results import decode
+from spark_elastic.worker.script import Script
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+T = TypeVar("T")
+
+# What takes seconds to import, and for which a whole world would otherwise await a newcomer.
+SLOW = {
+    "torch": ("torch", "torch._dynamo"),
+    "spark_elastic.torch": ("torch", "torch._dynamo", "spark_elastic.torch"),
+}
+
+
+@overload
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    /,
+    *,
+    spark: SparkSession | None = None,
+    config: ElasticConfig | None = None,
+    **arguments: Any,
+) -> list[T]: ...
+
+
+@overload
+def run(
+    fn: str | os.PathLike[str],
+    /,
+    *script_arguments: str,
+    spark: SparkSession | None = None,
+    config: ElasticConfig | None = None,
+    **arguments: Any,
+) -> list[None]: ...
+
+
+def run(
+    fn: Any,
+    /,
+    *given: Any,
+    spark: SparkSession | None = None,
+    config: ElasticConfig | None = None,
+    **arguments: Any,
+) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on elastic workers over Spark; what it returned on each, in rank order.
+
+    fn: a function, or the path of a script, whose arguments follow and which runs as `__main__`. Elastic is what it
+    hands to `spark_elastic.torch.elastic.run`; all else begins anew, from `fn`'s beginning, in the world after a loss.
+    arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
+    stdout, verbose, prefix_output_with_timestamp, preload, every field of `ElasticConfig`, and the arguments of
+    Horovod's `run_elastic` under their own names.
+
+    Raises:
+        InvalidInput: an argument is wrong, or `fn` holds what lives on Spark's driver only.
+        JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
+    """
+    call = prepare(fn, given, arguments, config)
+    from spark_elastic.spark.active_session import session
+
+    chosen = session(spark)
+    return call.over_spark(chosen)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call of `run`."""
+
+    program: FunctionProgram
+    options: options.Options
+    preload: tuple[str, ...]
+    name: str
+
+    def over_spark(self, spark: SparkSession) -> list[Any]:
+        limits = self.limits(spark.sparkContext.defaultParallelism)
+        name = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        return results(
+            launch(spark, self.program, limits, self.options.config, name, self.preload, self.narrator())
+        )
+
+    def over(
+        self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None
+    ) -> list[Any]:
+        """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
+        limits = self.limits(default_workers)
+        config = self.options.config
+        return results(
+            supervise(launcher, discovery, site or Site(), limits, config, self.name, self.narrator())
+        )
+
+    def limits(self, default_workers: int) -> Limits:
+        number, least, most = self.options.workers(default_workers)
+        return bounds(self.options.config, number, least, most)
+
+    def narrator(self) -> Output:
+        chosen = self.options
+        return Output(
+            sys.stdout if chosen.stdout is None else chosen.stdout,
+            SystemClock(),
+            timestamps=chosen.prefix_output_with_timestamp,
+            worlds=chosen.verbose > 0,
+            lines=chosen.config.show_logs,
+        )
+
+
+def prepare(
+    fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
+) -> Call:
+    """Check a call, before anything is launched. given: what follows `fn` by position.
+
+    Raises:
+        InvalidInput: as `run`.
+    """
+    if current() is not None:
+        raise InvalidInput("run() was called on a worker: call it where the SparkSession lives.")
+    named = dict(arguments)
+    args, kwargs = named.pop("args", ()), named.pop("kwargs", None)
+    if isinstance(fn, str | os.PathLike):
+        if args or kwargs:
+            raise InvalidInput(
+                "a script takes its arguments one by one after its path: leave args and kwargs out."
+            )
+        script = Script.read(os.fspath(fn), *(str(argument) for argument in given))
+        chosen = options.parse(named, config)
+        program = FunctionProgram(script, environment=chosen.env)
+        slow, name = _slow_in(script.source), os.path.basename(script.path)
+    else:
+        args, kwargs, named = _positional(given, args, kwargs, named)
+        chosen = options.parse(named, config)
+        if not callable(fn):
+            raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
+        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps)
+        slow, name = _slow_for(fn), getattr(fn, "__name__", type(fn).__name__)
+    return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
+
+
+def results(launched: LaunchResult) -> list[Any]:
+    """By rank. None also stands for a worker that was lost after rank 0 had ended."""
+    return [decode(text) for text in launched.results]
+
+
+def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
+    """The limits of a job: the numbers of its workers, and every setting that has the name of a limit."""
+    names = Limits.__dataclass_fields__.keys() & ElasticConfig.__dataclass_fields__.keys()
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return Limits(num_workers, min_workers, max_workers, **settings)
+
+
+def _positional(
+    given: Sequence[Any], args: Any, kwargs: Any, named: dict[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any], dict[str, Any]]:
+    """Horovod's order: args, kwargs, the number of workers."""
+    slots = ("args", "kwargs", "num_workers")
+    if len(given) > len(slots):
+        raise InvalidInput(f"run() takes {', '.join(slots)} after the function by position; name the others.")
+    placed = dict(zip(slots, given, strict=False))
+    if ("args" in placed and args) or ("kwargs" in placed and kwargs):
+        raise InvalidInput("args and kwargs are given by position or by name, not both.")
+    args, kwargs = placed.get("args", args), placed.get("kwargs", kwargs)
+    if placed.get("num_workers") is not None:
+        if named.get("num_workers") is not None:
+            raise InvalidInput("num_workers is given by position and by name: give it once.")
+        named["num_workers"] = placed["num_workers"]
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise InvalidInput(f"args must be a sequence of arguments, such as a tuple; got {args!r}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
+    return args, kwargs or {}, named
+
+
+def _slow_for(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Slow modules that a function uses, as far as can be seen."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    fn = getattr(fn, "__wrapped__", fn)
+    code = getattr(fn, "__code__", None)
+    if not isinstance(code, CodeType):
+        return ()
+    used, around = captures.names_in(code), getattr(fn, "__globals__", {})
+    modules = {getattr(around.get(name), "__name__", name) for name in used}
+    return _preload(modules)
+
+
+def _slow_in(source: str) -> tuple[str, ...]:
+    return _preload(set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", source, re.MULTILINE)))
+
+
+def _preload(modules: set[str]) -> tuple[str, ...]:
+    found = [SLOW[name] for name in SLOW if any(m == name or m.startswith(name + ".") for m in modules)]
+    return tuple(dict.fromkeys(name for names in found for name in names))

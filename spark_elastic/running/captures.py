@@ -1,0 +1,116 @@
+"""What a function drags along and cannot take to a worker: a SparkSession and its kin. Found while pickling, so that
+exactly what would be shipped is looked at, and named as the user named it. Imports no Spark."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import cloudpickle
+
+from spark_elastic.errors import InvalidInput
+
+DRIVER_ONLY = {
+    "Accumulator", "Broadcast", "Column", "DataFrame", "HiveContext", "RDD", "SQLContext", "SparkContext",
+    "SparkSession",
+}  # fmt: skip
+ADVICE = {
+    "Broadcast": "pass its value instead",
+    "DataFrame": "collect what the function needs, or write it to a path that workers can read",
+    "RDD": "collect what the function needs, or write it to a path that workers can read",
+}
+
+
+def dumps(call: object) -> bytes:
+    """cloudpickle of (fn, args, kwargs).
+
+    Raises:
+        InvalidInput: something in it lives on Spark's driver only, or cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, call).dump(call)
+    except InvalidInput:
+        raise
+    except Exception as error:  # objects raise anything when they are asked for their state
+        raise InvalidInput(
+            f"the function or an argument cannot be pickled ({error}): create such objects inside the function."
+        ) from error
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    def __init__(self, file: io.BytesIO, call: object) -> None:
+        super().__init__(file)
+        self._call = call
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = _driver_only(obj)
+        if kind is not None:
+            name = _name_of(obj, self._call)
+            where = f"{name!r}, a {kind}," if name else f"a {kind}"
+            advice = ADVICE.get(kind, "get what it needs before, and pass that")
+            raise InvalidInput(f"the function uses {where} which lives on Spark's driver only: {advice}.")
+        return super().reducer_override(obj)
+
+
+def _driver_only(value: object) -> str | None:
+    """The kind of thing that must not travel, None for all else."""
+    for parent in type(value).__mro__:
+        package = parent.__module__.split(".")[0]
+        if package == "py4j":
+            return "Java object"
+        if package == "pyspark" and parent.__name__ in DRIVER_ONLY:
+            return parent.__name__
+    return None
+
+
+def _name_of(wanted: object, call: object) -> str:
+    """By which name the user's code knows an object; "" where it lies too deep."""
+    seen: set[int] = set()
+    level = [("", call)]
+    for _ in range(6):
+        deeper = []
+        for path, value in level:
+            for name, child in _children(value):
+                if child is wanted:
+                    return name or path
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    deeper.append((name or path, child))
+        level = deeper
+    return ""
+
+
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((name, cell.cell_contents) for name, cell in cells if _filled(cell))
+        around = value.__globals__
+        yield from ((name, around[name]) for name in sorted(names_in(value.__code__)) if name in around)
+        yield from (("", default) for default in value.__defaults__ or ())
+        yield from (value.__kwdefaults__ or {}).items()
+    elif isinstance(value, Mapping):
+        yield from ((key if isinstance(key, str) else "", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (("", item) for item in value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from vars(value).items()
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return bool(cell.cell_contents is not cell)
+    except ValueError:  # a variable that was not assigned yet
+        return False
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Global, attribute and module names that the code uses, nested functions included."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= names_in(constant)
+    return found

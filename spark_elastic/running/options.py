@@ -1,0 +1,138 @@
+"""The keyword arguments of `run`: settings, Horovod's names for them, and what is refused with a sentence. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.errors import InvalidInput
+
+# Horovod's name -> ours.
+ALIASES = {
+    "num_proc": "num_workers",
+    "np": "num_workers",
+    "min_num_proc": "min_workers",
+    "min_np": "min_workers",
+    "max_num_proc": "max_workers",
+    "max_np": "max_workers",
+    "elastic_timeout": "start_timeout",
+}
+_MESH = "workers speak to each other over the job's own mesh"
+_SPARK = "workers run where Spark's executors are; spark-elastic-run takes hosts"
+# Horovod's name -> (values that say nothing, why any other is refused).
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "use_gloo": ((None, True), _MESH),
+    "use_mpi": ((None, False), _MESH),
+    "extra_mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
+    "mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
+    "nics": (
+        (None,),
+        "workers use the address at which the driver reaches them: set bind_address and advertise_address",
+    ),
+    "network_interfaces": (
+        (None,),
+        "workers use the address at which the driver reaches them: set bind_address and advertise_address",
+    ),
+    "executable": ((None,), "workers run the Python of Spark's executors: set spark.pyspark.python"),
+    "stderr": ((None,), "what workers write to either stream comes in one, in order: give stdout alone"),
+    "hosts": ((None,), _SPARK),
+    "hostfile": ((None,), _SPARK),
+    "slots": ((None,), "an executor has a slot for each spark.task.cpus of its cores"),
+    "ssh_port": ((None,), "workers are started by Spark, not by ssh"),
+    "ssh_identity_file": ((None,), "workers are started by Spark, not by ssh"),
+    "disable_cache": ((None, False), "no check of the hosts is kept from one call to the next"),
+    "output_filename": ((None,), "give an open file as stdout"),
+}
+OWN = (
+    "num_workers", "min_workers", "max_workers", "env", "stdout", "verbose", "prefix_output_with_timestamp", "preload",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """num_workers: None for Spark's default parallelism; min_workers: 1; max_workers: num_workers (R16).
+
+    env: variables of the training processes. stdout: where their lines go, default standard output. verbose: 0 says
+    nothing about worlds. preload: modules imported before a worker is warm; None: what the function seems to need.
+    """
+
+    num_workers: int | None = None
+    min_workers: int | None = None
+    max_workers: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdout: IO[str] | None = None
+    verbose: int = 1
+    prefix_output_with_timestamp: bool = False
+    preload: tuple[str, ...] | None = None
+    config: ElasticConfig = field(default_factory=ElasticConfig)
+
+    def workers(self, default: int) -> tuple[int, int, int]:
+        """(num_workers, min_workers, max_workers); default: of num_workers.
+
+        Raises:
+            InvalidInput: they contradict each other.
+        """
+        least = 1 if self.min_workers is None else self.min_workers
+        number = self.num_workers
+        if number is None:
+            number = max(default, least)
+            number = number if self.max_workers is None else min(number, self.max_workers)
+        most = number if self.max_workers is None else self.max_workers
+        if not 1 <= least <= number <= most:
+            raise InvalidInput(
+                "the numbers of workers must be 1 <= min_workers <= num_workers <= max_workers; "
+                f"got {least}, {number}, {most}."
+            )
+        return number, least, most
+
+
+def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Options:
+    """given: keyword arguments, with ours or Horovod's names; None says nothing. config: what they are put on top of.
+
+    Raises:
+        InvalidInput: an unknown name, two names of one thing, or what is refused.
+    """
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for name, value in given.items():
+        if name in REFUSED:
+            accepted, why = REFUSED[name]
+            if not any(value is one or value == one for one in accepted):
+                raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
+            continue
+        own = ALIASES.get(name, name)
+        if value is None:
+            continue
+        if own in values:
+            raise InvalidInput(f"{spelled[own]} and {name} are two names of one setting: give one of them.")
+        values[own], spelled[own] = value, name
+    mine = {name: values.pop(name) for name in OWN if name in values}
+    _check(mine)
+    settings = {field.name for field in dataclasses.fields(ElasticConfig)}
+    unknown = sorted(set(values) - settings)
+    if unknown:
+        there_are = ", ".join(sorted({*OWN, *settings, *ALIASES, *REFUSED}))
+        raise InvalidInput(f"run() has no argument {unknown[0]!r}; there are: {there_are}.")
+    whole = from_env(**values) if config is None else dataclasses.replace(config, **values)
+    return Options(config=whole, **mine)
+
+
+def _check(mine: dict[str, Any]) -> None:
+    for name in ("num_workers", "min_workers", "max_workers"):
+        value = mine.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidInput(f"{name} must be a whole number of at least 1; got {value!r}.")
+    env = mine.get("env", {})
+    if not isinstance(env, Mapping) or not all(isinstance(t, str) for pair in env.items() for t in pair):
+        raise InvalidInput("env must map names of variables to their values, all of them text.")
+    if "preload" in mine:
+        mine["preload"] = tuple(mine["preload"])
+    if not hasattr(mine.get("stdout", _Writes), "write"):
+        raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
+
+
+class _Writes:
+    write = True
