@@ -1,0 +1,129 @@
+"""Starts slots as processes of this machine: `driver.ports.Launcher` without a cluster.
+
+One thread per slot job: it waits for room, starts the slot's process and waits for its end, which it posts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import cloudpickle
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.local.places import Places
+from spark_elastic.protocol.events import SlotJobEnded
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds; as in `ElasticConfig`."""
+
+    collective: float = 20.0
+    driver: float = 20.0
+
+
+class LocalLauncher:
+    """Killing a slot's process loses the slot and its worker, as losing an executor with one slot would."""
+
+    def __init__(
+        self,
+        program: object,
+        places: Places,
+        clock: Clock,
+        preload: tuple[str, ...] = (),
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self._payload = cloudpickle.dumps(program)
+        self._places = places
+        self._clock = clock
+        self._preload = preload
+        self._timeouts = timeouts or Timeouts()
+        self._closing = threading.Event()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+        self._contact: Contact | None = None
+        self._post: Post | None = None
+
+    def start(self, contact: Contact, post: Post) -> None:
+        self._contact, self._post = contact, post
+
+    def launch(self, job: int, delay: float) -> None:
+        thread = threading.Thread(target=self._carry, args=(job, delay), name=f"slot job {job}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def slots(self) -> dict[int, int]:
+        """Living slot processes: job number -> process id."""
+        return {job: process.pid for job, process in list(self._processes.items()) if process.poll() is None}
+
+    def kill(self, job: int, sig: int = signal.SIGKILL) -> None:
+        """Signal a slot process; its training child dies with it."""
+        self._processes[job].send_signal(sig)
+
+    def close(self, timeout: float) -> list[str]:
+        deadline = self._clock.now() + timeout
+        self._closing.set()
+        self._places.close()
+        # Slots were released by message before: half of the time is theirs to end by themselves.
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - timeout / 2 - self._clock.now()))
+        for process in list(self._processes.values()):
+            process.kill()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock.now()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def _carry(self, job: int, delay: float) -> None:
+        if self._closing.wait(delay):
+            return
+        host = self._places.take(job)
+        if host is None:
+            return
+        try:
+            reason = self._run(job, host)
+        finally:
+            self._places.give_back(host)
+        if not self._closing.is_set():
+            assert self._post is not None
+            self._post(SlotJobEnded(self._clock.now(), job, reason))
+
+    def _run(self, job: int, host: str) -> str:
+        contact = self._contact
+        assert contact is not None
+        order = {
+            "address": contact.address,
+            "key": contact.key.hex(),
+            "attempt": contact.attempt,
+            "job": job,
+            "host": host,
+            "preload": self._preload,
+            "parent": os.getpid(),
+            "collective_timeout": self._timeouts.collective,
+            "driver_timeout": self._timeouts.driver,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "spark_elastic.local.slot"],
+            stdin=subprocess.PIPE,
+            # As Spark does for its Python workers: several of them with a thread per core stand in each other's way.
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
+        )
+        self._processes[job] = process
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                pipe.write(json.dumps(order).encode() + b"\n" + self._payload)
+        except BrokenPipeError:
+            pass  # it was killed meanwhile; its exit code says how
+        code = process.wait()
+        return "the slot ended" if code == 0 else f"the slot process ended with {code}"
