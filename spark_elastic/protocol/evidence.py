@@ -149,14 +149,15 @@ def scan(turn: Turn) -> None:
 
 
 def _driver_is_deaf(turn: Turn) -> bool:
-    """Nobody at all was heard for a lease, and it was not that all connections broke: the driver is what is cut off,
-    or it slept. R12: training goes on without it until `driver_timeout`, after which the workers have ended themselves.
+    """Nobody at all was heard for half a lease, in which each slot beats twice, and it was not that all connections
+    broke: the driver is what is cut off, or it slept. R12: training goes on without it until `driver_timeout`, after
+    which the workers have ended themselves.
     """
     state = turn.state
     silences = [turn.now - state.slots[w.slot].heard for w in state.workers.values() if w.slot in state.slots]
     return (
         bool(silences)
-        and state.limits.lease < min(silences) <= state.limits.driver_timeout
+        and state.limits.lease / 2 < min(silences) <= state.limits.driver_timeout
         and not _everybody_is_cut(turn)
     )
 

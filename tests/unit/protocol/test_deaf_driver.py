@@ -25,6 +25,15 @@ def test_r12_a_driver_that_is_cut_off_takes_nobody_for_lost() -> None:
     assert len(bench.state.workers) == 4
 
 
+def test_r12_beats_that_were_not_heard_at_one_time_are_no_evidence() -> None:
+    bench = _running()
+    for job in ALL:
+        bench.wait(0.25)
+        bench.on(on.SlotBeat(0, f"{job}-0", name(job), "S"))
+    bench.wait(30.0)
+    assert not bench.all(Abort)
+
+
 def test_r12_those_who_are_heard_late_after_it_get_a_lease() -> None:
     bench = _running()
     bench.wait(30.0)

@@ -1,0 +1,125 @@
+"""R12, P6: the driver's server is harmed, held up or attacked while a job runs; training does not pause for it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import pytest
+
+from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.gate import GateLimits
+from spark_elastic.rendezvous.messages import VERSION, Exited, WatchSlot
+from spark_elastic.testing.counting import CountingProgram
+from tests.component.rendezvous.test_door import Stranger
+from tests.component.worker.losses import Job, sizes
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
+
+
+def server_port(job: Job) -> int:
+    return int(job.cluster.contact.address.rpartition(":")[2])
+
+
+def break_server(job: Job) -> None:
+    """Its listening socket is of no more use, and its thread gets a SystemExit."""
+    (listening,) = [
+        connection.fd
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == server_port(job)
+    ][:1]
+    with socket.socket(fileno=os.dup(listening)) as broken:
+        broken.shutdown(socket.SHUT_RDWR)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "spark-elastic-rendezvous"]
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+
+def test_r12_the_server_dies_together_with_a_worker(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(CountingProgram(100, 0.03))
+
+    def strike() -> None:
+        fault(break_server, job)
+        job.workers()[1].kill()
+
+    job.at_step(10, strike)
+    result = job.run()
+    assert "starts again on the same port" in caplog.text
+    assert sizes(result)[0] == 3
+    assert any("WorkerExited" in line for line in result.story), "the loss was heard all the same"
+
+
+class HeldUp(Job):
+    """Progress is told in the server's thread: who holds that up holds up the server."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seconds = 0.0
+        self.steps = [0]
+
+    def hold_up(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        super().progress(numbers)
+        self.steps.append(numbers["step"])
+        seconds, self.seconds = self.seconds, 0.0
+        time.sleep(seconds)
+
+
+def test_r12_a_server_that_is_held_up_for_longer_than_a_lease_loses_nobody(fault: Fault) -> None:
+    job = HeldUp(CountingProgram(180, 0.03))
+    job.at_step(10, lambda: fault(job.hold_up, 3.5))
+    result = job.run(lease=1.5)
+    assert sizes(result) == [3]
+    leap = max(after - before for before, after in itertools.pairwise(job.steps))
+    assert leap > 40, "steps went on while nobody served"
+
+
+@pytest.mark.scenario("G12")
+def test_p6_whoever_lacks_the_key_gets_nothing_and_the_job_goes_on(fault: Fault) -> None:
+    job = Job(CountingProgram(60, 0.03), size=2)
+    answers: dict[str, int] = {}
+
+    def attack() -> None:
+        contact = job.cluster.contact
+        lie = {"worker": "1-0.1", "slot": "1-0", "exit_code": -9, "reason": ""}
+        body = json.dumps({"v": VERSION, "attempt": contact.attempt, "message": lie}).encode()
+        thief, insider = Stranger(server_port(job), b"guess"), Stranger(server_port(job), contact.key)
+        session = insider.session()
+        genuine = json.dumps(
+            {"v": VERSION, "attempt": contact.attempt, "message": {"slot": "9-0", "seen": 0}, "hold": 0}
+        )
+        recorded = insider.signed(WatchSlot.path, genuine.encode(), session)
+        large = insider.signed(Exited.path, b"", session)
+        answers.update(
+            unsigned=thief.request(Exited.path, body, None)[0],
+            forged=thief.request(Exited.path, body, thief.signed(Exited.path, body, session))[0],
+            hello=thief.request(auth.HELLO, b"", thief.signed(auth.HELLO, b"", auth.new_id(), 0))[0],
+            genuine=insider.request(WatchSlot.path, genuine.encode(), recorded)[0],
+            replayed=thief.request(WatchSlot.path, genuine.encode(), recorded)[0],
+            oversized=insider.request(
+                Exited.path, b"", large, more={"content-length": str(GateLimits().body + 1)}
+            )[0],
+        )
+
+    job.at_step(10, lambda: fault(attack))
+    result = job.run()
+    assert answers == {
+        "unsigned": 401,
+        "forged": 401,
+        "hello": 401,
+        "genuine": 200,
+        "replayed": 401,
+        "oversized": 413,
+    }
+    assert sizes(result) == [2], "nothing that a stranger said was believed"
