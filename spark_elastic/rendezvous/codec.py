@@ -96,7 +96,9 @@ def _reader(hint: Any) -> Reader:
     if origin in (typing.Union, types.UnionType):
         return _optional([_reader(a) for a in arguments if a is not type(None)])
     if origin is tuple:
-        return _sequence(_reader(arguments[0]))
+        if arguments[-1] is Ellipsis:
+            return _sequence(_reader(arguments[0]))
+        return _fixed([_reader(argument) for argument in arguments])
     if origin is dict or hint is dict:
         return _mapping(_reader(arguments[1]) if arguments else _anything)
     if hint is Any:
@@ -145,6 +147,15 @@ def _sequence(reader: Reader) -> Reader:
         if not isinstance(value, list):
             raise Garbled(f"{where} must be a list")
         return tuple(reader(item, where) for item in value)
+
+    return parse
+
+
+def _fixed(readers: list[Reader]) -> Reader:
+    def parse(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) != len(readers):
+            raise Garbled(f"{where} must be a list of {len(readers)}")
+        return tuple(reader(item, where) for reader, item in zip(readers, value, strict=True))
 
     return parse
 

@@ -5,6 +5,7 @@ Death at any point leaves some ranks with a step's result and others without (R1
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -23,6 +24,9 @@ COLLECTIVE_TIMEOUT = 4.0  # seconds that a rank waits for its peers
 SEES_DIRECTLY = (
     0.5  # probability that a peer names who broke; others are freed by the cascade, without a name
 )
+
+
+LARGE = 100  # members
 
 
 class Doing(Enum):
@@ -45,6 +49,8 @@ class SimGroup:
         self.world = world
         self.inside: dict[str, SimWorker] = {}
         self.doing: dict[str, Doing] = {}
+        self._count: Counter[Doing] = Counter()  # of `doing`
+        self._untold: dict[str, SimWorker] = {}  # have not heard that anybody left; kept for large worlds only
         self.broken: dict[str, str] = {}  # worker -> why its end of the group is of no more use
         self.arrived: dict[str, int] = {}  # worker -> membership version that it contributed
         self.position: Position | None = None  # of the exchange that is under way
@@ -54,6 +60,7 @@ class SimGroup:
 
     def form(self, worker: SimWorker) -> None:
         self.inside[worker.name] = worker
+        self._untold[worker.name] = worker
         self._begin(worker, Doing.FORMING)
         self.sim.moment(Moment.FORMING)
         if self._all(Doing.FORMING):
@@ -72,7 +79,7 @@ class SimGroup:
 
     def forward(self, worker: SimWorker) -> None:
         """Compute; then contribute."""
-        self.doing[worker.name] = Doing.FORWARD
+        self._does(worker, Doing.FORWARD)
         self.sim.moment(Moment.FORWARD)
         worker.later(self.sim.jitter(0.03) * worker.slot.host.slowness, lambda: self._contribute(worker))
 
@@ -85,8 +92,9 @@ class SimGroup:
     def close(self, worker: SimWorker) -> None:
         """Its sockets close: those who still need it break."""
         if self.inside.pop(worker.name, None) is not None:
-            self.doing.pop(worker.name, None)
+            self._does(worker, None)
             self.arrived.pop(worker.name, None)
+            self._untold.pop(worker.name, None)
             self._left(worker)
 
     def died(self, worker: SimWorker) -> None:
@@ -105,7 +113,7 @@ class SimGroup:
 
     def _begin(self, worker: SimWorker, what: Doing) -> bool:
         """Enter a collective; False where the group is broken, which the worker is told."""
-        self.doing[worker.name] = what
+        self._does(worker, what)
         if worker.name in self.broken:
             self._break(worker, (), self.broken[worker.name])
             return False
@@ -113,8 +121,17 @@ class SimGroup:
         worker.later(COLLECTIVE_TIMEOUT, lambda: self._timed_out(worker, what, epoch))
         return True
 
+    def _does(self, worker: SimWorker, what: Doing | None) -> None:
+        """None: it is not inside any more."""
+        before = self.doing.pop(worker.name, None)
+        if before is not None:
+            self._count[before] -= 1
+        if what is not None:
+            self.doing[worker.name] = what
+            self._count[what] += 1
+
     def _all(self, what: Doing) -> bool:
-        return len(self.inside) == self.world.size and all(self.doing.get(n) is what for n in self.inside)
+        return len(self.inside) == self.world.size == self._count[what]
 
     def _complete(self, what: Doing, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
         """Everybody is there: each gets the result in its own time, unless its end breaks before."""
@@ -124,7 +141,7 @@ class SimGroup:
 
     def _deliver(self, worker: SimWorker, what: Doing, finish: Callable[[SimWorker], None]) -> None:
         if self.doing.get(worker.name) is what and worker.name not in self.broken:
-            self.doing[worker.name] = Doing.NOTHING
+            self._does(worker, Doing.NOTHING)
             finish(worker)
 
     def _timed_out(self, worker: SimWorker, what: Doing, epoch: int) -> None:
@@ -136,10 +153,17 @@ class SimGroup:
     def _left(self, gone: SimWorker) -> None:
         member = self.world.member(gone.name)
         assert member is not None
-        for worker in tuple(self.inside.values()):
+        for worker in self._hearers():
             named = (member.rank,) if self.sim.rng.random() < SEES_DIRECTLY else ()
             reason = f"rank {member.rank} closed its connection"
             worker.later(self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason))
+
+    def _hearers(self) -> tuple[SimWorker, ...]:
+        """Who sees somebody leave: everybody; in a large world everybody once, for the second news changes nothing."""
+        if self.world.size <= LARGE:
+            return tuple(self.inside.values())
+        untold, self._untold = tuple(self._untold.values()), {}
+        return untold
 
     def _peer_broke(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
         if worker.name not in self.inside:
@@ -149,7 +173,7 @@ class SimGroup:
             self._break(worker, suspects, reason)
 
     def _break(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
-        self.doing[worker.name] = Doing.NOTHING
+        self._does(worker, Doing.NOTHING)
         worker.happens(on.GroupBroke(self.sim.now, self.world.fence, suspects, reason))
 
     # ---- what a rank gets
@@ -185,7 +209,7 @@ class SimGroup:
 
     def _exchanged(self, worker: SimWorker, newest: int) -> None:
         """The trailer is back (R6): apply, then stop where a newer version than the world's was in it."""
-        self.doing[worker.name] = Doing.APPLYING
+        self._does(worker, Doing.APPLYING)
         self.sim.moment(Moment.COMPLETE)
         if worker.position.phase is Phase.CLOSE:
             worker.finish(self.world)
@@ -197,7 +221,7 @@ class SimGroup:
             return
         worker.apply(self.world)
         self.sim.moment(Moment.APPLIED)
-        self.doing[worker.name] = Doing.NOTHING
+        self._does(worker, Doing.NOTHING)
         if stop:
             worker.happens(on.Boundary(self.sim.now, self.world.fence, "the membership changes"))
         else:

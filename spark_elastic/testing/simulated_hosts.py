@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spark_elastic.testing.simulated_group import SimGroup
     from spark_elastic.testing.simulation import Simulation
 
-BEAT_EVERY = 0.5
+BEATS_PER_LEASE = 4
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 DRIVER_TIMEOUT = 10.0  # R12
 REPEAT = 3.0  # seconds after which an unanswered question is asked again
@@ -29,10 +29,12 @@ EMPTY_CHAIN = (0, 0)
 
 @dataclass
 class SimHost:
-    """cut: off the driver, else since `healed`. pending: what it will say once it is back."""
+    """living: slots. cut: off the driver, else since `healed`. pending: what it will say once it is back."""
 
     name: str
+    number: int
     capacity: int
+    living: int = 0
     alive: bool = True
     cut: bool = False
     healed: float = 0.0
@@ -41,7 +43,7 @@ class SimHost:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def room(self) -> int:
-        return self.capacity - sum(slot.alive for slot in self.slots) if self.alive else 0
+        return self.capacity - self.living if self.alive else 0
 
 
 class SimSlot:
@@ -53,9 +55,11 @@ class SimSlot:
         self.started = 0
         self.worker: SimWorker | None = None
         host.slots.append(self)
+        host.living += 1
         sim.desk.registers(self)
         sim.at(0.005, self.start_worker)
-        sim.at(BEAT_EVERY, self.beat)
+        self._every = min(1.0, sim.plan.limits.lease / BEATS_PER_LEASE)
+        sim.at(self._every, self.beat)
 
     def start_worker(self) -> None:
         if not self.alive or self.sim.desk.over:
@@ -69,7 +73,7 @@ class SimSlot:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
             self.sim.desk.beats(self, worker.name if worker is not None else "", state)
-            self.sim.at(BEAT_EVERY, self.beat)
+            self.sim.at(self._every, self.beat)
 
     def exited(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, promote the spare."""
@@ -77,10 +81,15 @@ class SimSlot:
             self.sim.desk.exited(self, worker.name, code)
             self.sim.at(0.01, self.start_worker)
 
+    def gone(self) -> None:
+        self.alive = False
+        self.host.living -= 1
+        self.sim.offer(self.host)
+
     def end(self, reason: str, failed: bool = False) -> None:
         """The slot task is gone, and its child with it. failed: it did not return."""
         if self.alive:
-            self.alive = False
+            self.gone()
             if self.worker is not None:
                 self.worker.die(-9, quiet=True)
             self.sim.attempt_over(self, reason, failed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,7 +70,10 @@ class Simulation:
         self.hosts: list[SimHost] = []
         self.slots: dict[str, SimSlot] = {}
         self.released: dict[str, str] = {}
-        self._jobs: list[int] = []  # that wait for room
+        self._jobs: deque[int] = deque()  # that wait for room
+        self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
+        self._of_job: dict[int, list[SimSlot]] = {}
+        self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
         self._attempts: dict[int, int] = {}
         self.groups: dict[int, SimGroup] = {}
         self._history = History()
@@ -120,7 +124,9 @@ class Simulation:
     # ---- the cluster
 
     def add_host(self) -> None:
-        self.hosts.append(SimHost(f"h{len(self.hosts) + 1}", self.plan.slots_per_host))
+        host = SimHost(f"h{len(self.hosts) + 1}", len(self.hosts), self.plan.slots_per_host)
+        self.hosts.append(host)
+        self.offer(host)
         self.at(0.01, self._schedule)
 
     def launch(self, job: int, delay: float) -> None:
@@ -132,14 +138,29 @@ class Simulation:
 
     def _schedule(self) -> None:
         while self._jobs and not self.desk.over:
-            host = max(self.hosts, key=lambda h: 0 if h.cut else h.room())
-            if host.cut or host.room() <= 0:
+            host = self._roomiest()
+            if host is None:
                 return
-            job = self._jobs.pop(0)
+            job = self._jobs.popleft()
             attempt = self._attempts.get(job, -1) + 1
             self._attempts[job] = attempt
             name = f"{job}-{attempt}"
-            self.slots[name] = SimSlot(self, name, job, host)
+            slot = self.slots[name] = SimSlot(self, name, job, host)
+            self._of_job.setdefault(job, []).append(slot)
+
+    def offer(self, host: SimHost) -> None:
+        """It may have more room than before."""
+        if host.room() > 0 and not host.cut:
+            heapq.heappush(self._rooms, (-host.room(), host.number, host))
+
+    def _roomiest(self) -> SimHost | None:
+        while self._rooms:
+            room, _, host = self._rooms[0]
+            if room == -host.room() and not host.cut:
+                return host
+            heapq.heappop(self._rooms)
+            self.offer(host)
+        return None
 
     def second_attempt(self, job: int) -> None:
         """Speculation, or a retry: the cluster runs a slot job once more (R14)."""
@@ -149,14 +170,14 @@ class Simulation:
     def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
         """An attempt of a slot job is gone. As Spark has it: one that returned ends the job and its other attempts,
         one that failed leaves them alone or, with retries, is followed by another."""
-        rivals = [s for s in self.slots.values() if s.job == slot.job and s.alive]
+        rivals = [s for s in self._of_job[slot.job] if s.alive]
         if failed and rivals:
             return
         if failed and self.plan.retries:
             self.at(0.1, lambda: self.second_attempt(slot.job))
             return
         for rival in rivals:
-            rival.alive = False
+            rival.gone()
             if rival.worker is not None:
                 rival.worker.die(-9, quiet=True)
         ended = on.SlotJobEnded(0, slot.job, reason)
@@ -190,10 +211,13 @@ class Simulation:
 
     def _rows(self, world: World, position: Position) -> tuple[int, ...]:
         """The union of the ranks' shares (PROTOCOL, "The data plan, exactly")."""
-        rows = self.plan.rows_of(position)
-        count, size = len(rows), world.size
-        shares = (rows[count * rank // size : count * (rank + 1) // size] for rank in range(size))
-        return tuple(row for share in shares for row in share)
+        key = world.size, position
+        if key not in self._shares:
+            rows = self.plan.rows_of(position)
+            count, size = len(rows), world.size
+            shares = (rows[count * rank // size : count * (rank + 1) // size] for rank in range(size))
+            self._shares[key] = tuple(row for share in shares for row in share)
+        return self._shares[key]
 
     def _judge(self) -> None:
         """P1 and P4 at the end of a job that ended well."""

@@ -161,6 +161,7 @@ class Strikes:
     def _heal(self, host: SimHost) -> None:
         host.cut = False
         host.healed = self.sim.now
+        self.sim.offer(host)
         pending, host.pending = host.pending, []
         for act in pending:
             act()

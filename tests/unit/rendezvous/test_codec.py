@@ -123,3 +123,13 @@ def test_the_wire_is_plain_json() -> None:
     assert text == {
         "worker": "w", "slot": "s", "fence": {"attempt": 1, "generation": 2}, "rank": 0, "blob": "AA==", "name": "mesh",
     }  # fmt: skip
+
+
+def test_a_tuple_of_fixed_form_has_each_part_checked() -> None:
+    hint = tuple[tuple[str, int], ...] | None
+    assert codec.read_as(hint, [["a", 1], ["b", 2]], "hosts") == (("a", 1), ("b", 2))
+    assert codec.read_as(hint, None, "hosts") is None
+    with pytest.raises(codec.Garbled, match="hosts must be int, not str"):
+        codec.read_as(hint, [["a", "b"]], "hosts")
+    with pytest.raises(codec.Garbled, match="hosts must be a list of 2"):
+        codec.read_as(hint, [["a", 1, 2]], "hosts")

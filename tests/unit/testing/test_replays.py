@@ -9,7 +9,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.driver_state import DriverState, Stage
 from spark_elastic.protocol.events import DriverEvent, WorkerJoins
 from spark_elastic.testing import ReplayDiffers, replay
 from spark_elastic.testing.fault_plan import random_plan
@@ -37,7 +37,7 @@ def test_a_job_decides_again_as_it_had(seed: int, tmp_path: Path) -> None:
     _journal_of(seed, path)
     again = replay(path)
     assert len(again.turns) == len(path.read_text().splitlines()) - 1
-    assert again.state.stage is driver_machine.Stage.ENDED
+    assert again.state.stage is Stage.ENDED
 
 
 def test_it_becomes_a_unit_test_that_passes_and_can_fail(
