@@ -17,6 +17,7 @@ import cloudpickle
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import steered
 from spark_elastic.driver.effects import Effects
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, Inbox
@@ -31,10 +32,12 @@ from spark_elastic.errors import (
 )
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
-from spark_elastic.protocol.types import Limits, World
+from spark_elastic.protocol.events import CancelRequested
+from spark_elastic.protocol.types import Checkpoint, Limits, World
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.state.held_run import HeldRun
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -89,11 +92,16 @@ class LaunchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where the server listens and whom it lets in. admit: why a host with these facts cannot take part, or None."""
+    """The driver's side of a job: where its server listens, whom it lets in, and what outlives all workers.
+
+    admit: why a host with these facts cannot take part, or None. run: what the job's checkpoints belong to and where it
+    goes on from; None: no checkpoints.
+    """
 
     bind: str = "127.0.0.1"
     advertise: str | None = None
     admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    run: HeldRun | None = None
 
 
 @dataclass
@@ -132,7 +140,7 @@ class _Audience:
             log.exception("the narrator failed")
 
 
-def launch(
+def launch(  # noqa: PLR0913 - the root where all parts meet
     spark: SparkSession,
     program: object,
     limits: Limits,
@@ -140,6 +148,7 @@ def launch(
     name: str,
     preload: tuple[str, ...] = (),
     narrate: Narrator | None = None,
+    run: HeldRun | None = None,
 ) -> LaunchResult:
     """Run `program` (a `worker.program.Program`, shipped by cloudpickle) on elastic workers over Spark.
 
@@ -158,6 +167,7 @@ def launch(
         bind=config.bind_address or conf.get("spark.driver.bindAddress", host) or host,
         advertise=host,
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
+        run=run,
     )
     shipped = sc.broadcast(cloudpickle.dumps(program))
 
@@ -190,6 +200,7 @@ def supervise(
 ) -> LaunchResult:
     """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds."""
     clock = SystemClock()
+    discovery = steered(discovery, config.host_discovery, config.handle, clock)
     narrator = narrate or Silent()
     inbox: Inbox = Inbox()
     stalls = StallWatch(inbox.put, clock, config.stall_after)
@@ -199,23 +210,33 @@ def supervise(
     beat_every = min(1.0, limits.lease / BEATS_PER_LEASE)
     hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, beat_every)
     bind = Bind(site.bind, config.driver_port, site.advertise)
-    server = RendezvousServer(key, FIRST_ATTEMPT, hooks, clock, bind)
-    effects = Effects(server, launcher, audience)
-    loop = DriverLoop(driver_machine.initial(limits, FIRST_ATTEMPT), inbox, effects.carry_out, clock, journal)
+    run = site.run
+    attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
+    server = RendezvousServer(key, attempt, hooks, clock, bind)
+    effects = Effects(server, launcher, audience, run.publish if run is not None else _unpublished)
+    first = driver_machine.initial(limits, attempt, checkpoints)
+    loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
     server.start()
     with (
         ExitStack() as closing
     ):  # last in, first out; an interrupt while one closes does not spare the others
+        if run is not None:
+            closing.callback(run.close)
+            run.start(lambda reason: inbox.put(CancelRequested(clock.now(), reason)))
         closing.callback(server.close)
         closing.callback(loop.close)
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
         closing.callback(server.end, "the job is over")
-        launcher.start(Contact(server.address, key, FIRST_ATTEMPT, name), inbox.put)
+        launcher.start(Contact(server.address, key, attempt, name), inbox.put)
         discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)
     return LaunchResult(_results(end), tuple(audience.worlds), tuple(journal.story()))
+
+
+def _unpublished(kept: tuple[Checkpoint, ...], surplus: tuple[Checkpoint, ...]) -> None:
+    """A job without a run has nowhere to write, and writes nothing."""
 
 
 def _close_launcher(launcher: Launcher) -> None:

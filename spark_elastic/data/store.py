@@ -87,6 +87,27 @@ class Store:
             self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             self._write_and_rename(path, data)
 
+    def create_exclusive(self, name: str, data: bytes) -> bool:
+        """Write an object unless there is one of that name; of several who try at once, one gets True.
+
+        Atomic on local file systems, and where fsspec's client can ask for it (S3, GCS, memory). Elsewhere an object
+        that appears between the look and the write is replaced.
+        """
+        with self._told("create", name):
+            path = self.path(name)
+            if self.is_local:
+                return self._link_new(path, data)
+            try:
+                self.filesystem.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            except (TypeError, NotImplementedError, ValueError):  # a client that knows no such mode
+                self.filesystem.invalidate_cache()
+                if self.filesystem.exists(path):
+                    return False
+                self.write_bytes(name, data)
+            return True
+
     def exists(self, name: str) -> bool:
         """Whether there is an object or a folder of that name."""
         with self._told("look for", name):
@@ -132,6 +153,23 @@ class Store:
                 raise StoreError(f"The store {self.url} does not give back what was written to it.")
         finally:
             self.delete(name)
+
+    def _link_new(self, path: str, data: bytes) -> bool:
+        """A whole file takes the name at once, or the name is taken."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+        return True
 
     def _write_and_rename(self, path: str, data: bytes) -> None:
         folder, _, _ = path.rpartition("/")

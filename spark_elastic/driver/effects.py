@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from spark_elastic.driver.ports import Launcher
 from spark_elastic.protocol import commands as do
-from spark_elastic.protocol.types import World
+from spark_elastic.protocol.types import Checkpoint, World
 from spark_elastic.rendezvous.server import RendezvousServer
 
 
@@ -18,10 +19,17 @@ class Audience(Protocol):
     def said(self, text: str) -> None: ...
 
 
+Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...], tuple[Checkpoint, ...]], None]
+"""Makes checkpoints count, newest first, and deletes the surplus; returns at once."""
+
+
 class Effects:
     """Maps each command to one call; nothing here decides."""
 
-    def __init__(self, server: RendezvousServer, launcher: Launcher, audience: Audience) -> None:
+    def __init__(
+        self, server: RendezvousServer, launcher: Launcher, audience: Audience, publisher: Publisher
+    ) -> None:
+        self._publisher = publisher
         self._server = server
         self._launcher = launcher
         self._audience = audience
@@ -43,5 +51,7 @@ class Effects:
                 self._server.stop_worker(worker, reason, kill)
             case do.ReleaseSlot(reason, slot):
                 self._server.release_slot(slot, reason)
+            case do.PublishCheckpoint(_, kept, surplus):
+                self._publisher(kept, surplus)
             case do.End(reason):
                 self._server.end(reason)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Checkpoint, Fence, Position, SlotId, WorkerId, World
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,14 @@ class ReleaseSlot(Command):
     slot: SlotId
 
 
+@dataclass(frozen=True)
+class PublishCheckpoint(Command):
+    """From now on `kept` (newest first) are what a run resumes from; `surplus` may be deleted."""
+
+    kept: tuple[Checkpoint, ...]
+    surplus: tuple[Checkpoint, ...]
+
+
 class Outcome(Enum):
     SUCCESS = "success"
     USER_ERROR = "user error"
@@ -86,7 +94,9 @@ class End(Command):
     detail: str = ""
 
 
-DriverCommand: TypeAlias = LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | End
+DriverCommand: TypeAlias = (
+    LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | PublishCheckpoint | End
+)
 
 
 # ---- of the worker machine

@@ -11,21 +11,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from spark_elastic.protocol import durable, jobs, listing, slot_events, stall, worker_events
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol import jobs, listing, slot_events, stall, worker_events
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.evidence import judge, mark_hiccup, scan
 from spark_elastic.protocol.forming import end, settle
 from spark_elastic.protocol.registry import JobRecord
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]
 
 
-def initial(limits: Limits, attempt: int) -> tuple[DriverState, tuple[DriverCommand, ...]]:
-    """A job that begins: ask for all the slots it may have."""
-    turn = Turn(DriverState(limits, attempt), 0.0)
+def initial(
+    limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...] = ()
+) -> tuple[DriverState, tuple[DriverCommand, ...]]:
+    """A job that begins, or goes on from the first of `checkpoints`: ask for all the slots it may have."""
+    turn = Turn(DriverState(limits, attempt, checkpoints=checkpoints), 0.0)
     for number in range(1, limits.max_workers + 1):
         jobs.launch(turn, JobRecord(number), f"slot {number} of {limits.max_workers}")
     return turn.state, tuple(turn.commands)
@@ -109,6 +111,7 @@ HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
     on.WorkerFailed: worker_events.worker_failed,
     on.WorkerDone: worker_events.worker_done,
     on.WorkerStalled: stall.worker_stalled,
+    on.CheckpointWritten: durable.checkpoint_written,
     on.DrainRequested: listing.drain_requested,
     on.SlotsWanted: _slots_wanted,
     on.CancelRequested: _cancel_requested,

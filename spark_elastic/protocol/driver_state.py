@@ -16,6 +16,7 @@ from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, WorkerRecord
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
+    Checkpoint,
     Fence,
     HostId,
     Limits,
@@ -60,6 +61,7 @@ class DriverState:
     stalled: members of this world that kept others waiting, and what they were doing.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
     fruitless_end: what the last slot job said that ended before its worker was warm.
+    checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most.
     listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
     part in a world. withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
@@ -108,6 +110,8 @@ class DriverState:
     done_since: float | None = None
     because: str = ""
     fruitless_end: str = ""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    unsure: Table[WorkerId, float] = field(default_factory=Table)
 
     @property
     def fence(self) -> Fence:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,14 @@ class WorkerStalled(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointWritten(Event):
+    """A worker has written a checkpoint; it counts once the driver has published it (R18)."""
+
+    worker: WorkerId
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
 class DrainRequested(Event):
     """A worker or all workers of a host shall leave at a step boundary. Exactly one of the three is set.
 
@@ -209,6 +217,7 @@ DriverEvent: TypeAlias = (
     | WorkerExited
     | WorkerFailed
     | WorkerDone
+    | CheckpointWritten
     | WorkerStalled
     | DrainRequested
     | SlotsWanted

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol.commands import Abort, StopWorker
 from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.durable import given_up, slot_seen_dead
 from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
@@ -39,6 +40,7 @@ def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liab
     retire(turn, worker, Gone(reason, WorkerStatus.FAILURE, liable, took_part(worker)))
     state.recall |= worker.rank is not None and not worker.draining
     if kill:
+        given_up(turn, worker)
         turn.say(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))
     if worker.rank is not None and worker.worker not in state.results:
         break_world(turn, f"{title} is lost: {reason}")
@@ -72,6 +74,7 @@ def lose_slot(turn: Turn, slot: SlotRecord, reason: str) -> None:
     if worker is not None:
         lose(turn, worker, reason)
     turn.drop_slot(slot)
+    slot_seen_dead(turn, slot.slot)
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
     state.blacklist = state.blacklist.forget(slot.slot)
     state.kills = state.kills.drop(slot.slot)

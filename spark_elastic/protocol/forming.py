@@ -10,6 +10,7 @@ from dataclasses import replace
 from spark_elastic.protocol.assignment import Place, assign, source_of
 from spark_elastic.protocol.commands import Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
+from spark_elastic.protocol.durable import old_members_may_live
 from spark_elastic.protocol.evidence import break_world, lose, retire
 from spark_elastic.protocol.failures import spell
 from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
@@ -149,8 +150,9 @@ def _regroup(turn: Turn) -> None:
     if not turn.anybody_survives():
         state.stage = Stage.GATHERING
         state.regroup_since = None
+        begins = f"from checkpoint {state.checkpoints[0].name}" if state.checkpoints else "from nothing"
         state.because = (
-            f"nobody of world {state.generation} is left, so training begins from nothing: {state.because}"
+            f"nobody of world {state.generation} is left, so training begins {begins}: {state.because}"
         )
         return
     most = len(state.workers) - state.starting
@@ -169,7 +171,7 @@ def _gather(turn: Turn) -> None:
         state.gather_since = None
     elif state.gather_since is None:
         state.gather_since = turn.now
-    if not _enough(turn, count):
+    if not _enough(turn, count) or old_members_may_live(turn):
         return
     assert state.gather_since is not None
     waited = turn.now - state.gather_since
@@ -246,7 +248,9 @@ def _publish(turn: Turn, chosen: list[WorkerRecord]) -> None:
     source = source_of(places)
     state.generation += 1
     reason = _reason(turn, chosen, dropped, source)
-    world = World(Fence(state.attempt, state.generation), assign(places), source, reason, state.version)
+    resume = state.checkpoints if source is None else ()
+    fence = Fence(state.attempt, state.generation)
+    world = World(fence, assign(places), 0 if resume else source, reason, state.version, resume)
     turn.say(Publish(reason, world))
     for worker in dropped:
         _dismiss(turn, worker)
@@ -258,7 +262,9 @@ def _reason(turn: Turn, chosen: list[WorkerRecord], dropped: list[WorkerRecord],
     joining = [worker.worker for worker in chosen if worker.rank is None]
     change = _difference(joining, [worker.worker for worker in dropped])
     why = "; ".join(part for part in (state.because, change) if part)
-    onward = spell(chosen[source].position) if source is not None else "the beginning"
+    onward = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else "the beginning"
+    if source is not None:
+        onward = spell(chosen[source].position)
     return (
         f"world {state.generation} of {len(chosen)} workers goes on from {onward}: {why or 'nothing changed'}"
     )

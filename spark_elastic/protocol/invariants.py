@@ -159,8 +159,9 @@ class DriverInvariants:
     def _check_source(self, world: World) -> None:
         positions = sorted({m.position for m in world.members if m.position is not None})
         if not positions:
-            self._require(world.source is None, "a source where nobody has state")
+            self._require(world.source == (0 if world.resume else None), "a source where nobody has state")
             return
+        self._require(not world.resume, "a checkpoint although there is state (P3)")
         self._require(world.source is not None, "no source although there is state")
         self._require(world.position == positions[-1], "the source is not at the highest position")
         if len(positions) > 1:

@@ -59,13 +59,24 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A state that was made durable: by a member of world `fence`, at `position`. digest: of its manifest."""
+
+    fence: Fence
+    position: Position
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class World:
     """The workers of one generation, in rank order (members[i].rank == i).
 
     `source` is the rank whose state the others take: a survivor at the highest position (R4); None where nobody
     brings a position, that is where all begin from the same initial state. `version` is the membership version that
     it was formed at: its members stop at a boundary once a trailer carries a higher one (R6), so that all of them
-    compare with the same number.
+    compare with the same number. `resume`: where nobody brings a position but checkpoints count, the newest first:
+    the source loads the first that is whole and hands it to all.
     """
 
     fence: Fence
@@ -73,6 +84,7 @@ class World:
     source: int | None
     reason: str
     version: int = 0
+    resume: tuple[Checkpoint, ...] = ()
 
     @property
     def size(self) -> int:
@@ -80,12 +92,14 @@ class World:
 
     @property
     def position(self) -> Position | None:
-        """The position that this world goes on from; None: from the beginning."""
+        """The position that its source stands at; None: it begins from the beginning or from a checkpoint."""
         return None if self.source is None else self.members[self.source].position
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
         """Ranks that do not stand at `position` and take the source's state; empty: no broadcast at all."""
+        if self.resume:
+            return tuple(range(self.size))
         position = self.position
         return tuple(m.rank for m in self.members if m.position != position)
 
@@ -126,6 +140,7 @@ class Limits:
     cooldown_range: for how long a slot or host is not used after its first failure, and at most after many.
     idle_slot_timeout: after so long a slot that no world needs gives its core back.
     max_global_batch: world size never exceeds it (R8).
+    checkpoints_kept: how many count at a time.
     """
 
     num_workers: int
@@ -145,3 +160,4 @@ class Limits:
     max_global_batch: int | None = None
     cooldown_range: tuple[float, float] = (1.0, 60.0)
     idle_slot_timeout: float = 60.0
+    checkpoints_kept: int = 3

@@ -7,6 +7,7 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import Failure, Stage, Turn
+from spark_elastic.protocol.durable import seen_dead
 from spark_elastic.protocol.evidence import break_world, hear, lose, suspect, took_part
 from spark_elastic.protocol.failures import blame, spell
 from spark_elastic.protocol.forming import end
@@ -134,6 +135,7 @@ def _praise(turn: Turn, worker: WorkerRecord) -> None:
 
 def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
     state = turn.state
+    seen_dead(turn, event.worker)
     worker, gone = state.workers.get(event.worker), state.gone_workers.get(event.worker)
     how = event.reason or f"exit code {event.exit_code}"
     if worker is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar
 
 from spark_elastic.errors import PeersMissing
-from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId
+from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId
 from spark_elastic.rendezvous import messages as m
 
 R = TypeVar("R")
@@ -113,6 +113,10 @@ class WorkerCalls:
         self, fence: Fence | None, position: Position | None, fingerprint: str, traceback: str
     ) -> m.Acknowledged:
         return self._client.ask(m.Failed(self._worker, self._slot, fence, position, fingerprint, traceback))
+
+    def wrote_checkpoint(self, checkpoint: Checkpoint) -> m.Acknowledged:
+        """It counts once the driver has published it."""
+        return self._client.ask(m.WroteCheckpoint(self._worker, self._slot, checkpoint))
 
     def done(self, fence: Fence, position: Position, result: str, hold: float = m.HOLD) -> m.NextWorld:
         """Report the result; `wait` in the answer: repeat until the acknowledgement or another world."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
 
 VERSION = 1  # of the wire; both sides must speak the same
 HOLD = 20.0  # seconds that the server holds a long poll at most
@@ -268,6 +268,17 @@ class Done(Request[NextWorld]):
     result: str
 
 
+@dataclass(frozen=True)
+class WroteCheckpoint(Request[Acknowledged]):
+    """R18: a checkpoint was written; the driver decides whether it counts."""
+
+    path = "/v1/worker/checkpoint"
+    reply = Acknowledged
+    worker: WorkerId
+    slot: SlotId
+    checkpoint: Checkpoint
+
+
 # ---- the key-value store
 
 
@@ -302,6 +313,6 @@ class GetValues(Request[Values]):
 
 REQUESTS: tuple[type[Request[Any]], ...] = (
     RegisterSlot, Beat, Started, Exited, WatchSlot, LogLines,
-    JoinWorld, WatchWorker, Report, Exchange, Formed, Failed, Done,
+    JoinWorld, WatchWorker, Report, Exchange, Formed, Failed, Done, WroteCheckpoint,
     SetValues, GetValues,
 )  # fmt: skip

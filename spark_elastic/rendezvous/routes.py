@@ -65,6 +65,7 @@ class Routes:
             m.Formed: self._simple(self._formed),
             m.Failed: self._simple(self._failed),
             m.Done: self._done,
+            m.WroteCheckpoint: self._simple(self._wrote_checkpoint),
             m.SetValues: self._simple(self._set),
             m.GetValues: self._get,
         }
@@ -76,7 +77,8 @@ class Routes:
         if refusal is not None:
             return m.Admission(False, refusal)
         self._presence.heard((request.slot, None))
-        self._post(events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job))
+        node = str(request.facts.get("host", ""))
+        self._post(events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job, node))
         return m.Admission(True, beat_every=self._beat_every)
 
     def _beat(self, request: m.Beat) -> m.Acknowledged:
@@ -209,6 +211,11 @@ class Routes:
                 request.fingerprint, request.traceback,
             )
         )  # fmt: skip
+        return m.Acknowledged(self._board.stop(request.worker))
+
+    def _wrote_checkpoint(self, request: m.WroteCheckpoint) -> m.Acknowledged:
+        self._hear(request.worker, request.slot)
+        self._post(events.CheckpointWritten(self._clock.now(), request.worker, request.checkpoint))
         return m.Acknowledged(self._board.stop(request.worker))
 
     def _hear(self, worker: WorkerId, slot: SlotId) -> None:

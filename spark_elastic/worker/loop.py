@@ -68,6 +68,7 @@ class WorkerLoop:
             self._tell,
             self._report,
             self._next_world,
+            wrote_checkpoint=driver.wrote_checkpoint,
         )
         self._nobody = Current(me.worker, session=self._session, address=me.address, resources=me.resources)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.protocol.types import Position, World
+from spark_elastic.protocol.types import Checkpoint, Position, World
 
 CHANGE = "the membership changes"
 
@@ -39,6 +39,7 @@ class Session:
     next_world: for a program that keeps control over worlds: leaves this one (None: at a boundary that all ranks agreed
     on; an error: because it broke) and returns the next and its group. Unwinds by `Left` when there is none.
     kept: what outlives one call of a user's function, by name.
+    wrote_checkpoint: tells the driver, which decides whether it counts (R18); any thread, one short request.
     """
 
     membership_version: Callable[[], int]
@@ -46,6 +47,7 @@ class Session:
     report: Callable[[Mapping[str, Any]], None]
     next_world: Callable[[CollectiveError | None], tuple[World, Group]]
     kept: dict[str, Any] = field(default_factory=dict)
+    wrote_checkpoint: Callable[[Checkpoint], object] = lambda checkpoint: None
 
 
 class Left(BaseException):

@@ -1,0 +1,127 @@
+"""Checkpoints of a run in the store: written by workers, published by the driver alone (R18).
+
+    runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    objects that nobody knows yet
+    runs/RUN/checkpoints/published-ATTEMPT.json                                        which of them count
+
+Each attempt has a list of its own and the highest one's counts, so that a driver that lost the run changes nothing.
+Knows no framework: what a part holds is its writer's. Any thread; no state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+
+log = logging.getLogger("spark_elastic.state")
+
+MANIFEST = "manifest.json"
+
+
+class Checkpoints:
+    """Those of one run."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self._folder = f"runs/{run_id}/checkpoints"
+
+    def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        """Write the parts and, last, what they are. It counts once the driver has published it.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        name = _name(fence, position)
+        for part, data in parts.items():
+            self._store.write_bytes(f"{self._folder}/{name}/{part}", data)
+        held = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
+        manifest = json.dumps({"parts": held}, sort_keys=True).encode()
+        self._store.write_bytes(f"{self._folder}/{name}/{MANIFEST}", manifest)
+        return Checkpoint(fence, position, name, _sha256(manifest))
+
+    def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
+        """Its parts.
+
+        Raises:
+            StoreError: something is missing or is not what was written.
+        """
+        manifest = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
+        _check(manifest, checkpoint.digest, f"{checkpoint.name}/{MANIFEST}")
+        parts = {}
+        for part, held in json.loads(manifest)["parts"].items():
+            data = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{part}")
+            _check(data, held["sha256"], f"{checkpoint.name}/{part}")
+            parts[part] = data
+        return parts
+
+    def read_newest(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
+        """The first of the candidates that is whole; each damaged one is named in a warning.
+
+        Raises:
+            StoreError: none of them is.
+        """
+        for checkpoint in candidates:
+            try:
+                return checkpoint, self.read(checkpoint)
+            except StoreError as error:
+                log.warning(
+                    "checkpoint %s is damaged, the one before it is taken: %s", checkpoint.name, error
+                )
+        names = ", ".join(checkpoint.name for checkpoint in candidates)
+        raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
+
+    # ---- the driver's part
+
+    def publish(self, attempt: int, kept: Iterable[Checkpoint]) -> None:
+        """From now on these count, newest first."""
+        listed = [_to_json(checkpoint) for checkpoint in kept]
+        self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
+
+    def published(self) -> tuple[Checkpoint, ...]:
+        """What counts, newest first: as the highest attempt that published anything has it."""
+        names = [name for name in self._store.list(self._folder) if "/published-" in name]
+        for name in reversed(names):
+            try:
+                return tuple(_from_json(item) for item in json.loads(self._store.read_bytes(name)))
+            except (StoreError, ValueError, TypeError, KeyError) as error:
+                log.warning("%s cannot be read, the list before it is taken: %s", name, error)
+        return ()
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Its manifest first, so that what is half deleted is never taken for whole."""
+        self._store.delete(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
+        self._store.remove_tree(f"{self._folder}/{checkpoint.name}")
+
+
+def _name(fence: Fence, position: Position) -> str:
+    place = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
+    return f"{fence.attempt:06d}-{fence.generation:06d}-{place}"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _check(data: bytes, digest: str, name: str) -> None:
+    if _sha256(data) != digest:
+        raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
+
+
+def _to_json(checkpoint: Checkpoint) -> dict[str, object]:
+    return asdict(checkpoint)
+
+
+def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
+    position = item["position"]
+    return Checkpoint(
+        Fence(**item["fence"]),
+        Position(position["epoch"], Phase(position["phase"]), position["step"]),
+        str(item["name"]),
+        str(item["digest"]),
+    )

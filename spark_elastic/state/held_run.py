@@ -1,0 +1,79 @@
+"""A run that this driver holds: its attempt, the checkpoints that count, and the thread that publishes them.
+
+`publish` is called by the driver's loop and returns at once; the thread starts with `start` and ends with `close`. A
+driver that finds that another took the run over publishes nothing any more and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from spark_elastic.protocol.types import Checkpoint
+from spark_elastic.state import attempts
+from spark_elastic.state.checkpoint import Checkpoints
+
+log = logging.getLogger("spark_elastic.state")
+
+END_WAIT = 30.0  # seconds that closing waits for the store
+Several: TypeAlias = tuple[Checkpoint, ...]
+
+
+class HeldRun:
+    """run_id: a folder of the store. attempt: this driver's (R10). checkpoints: what it goes on from, newest first."""
+
+    def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: Several) -> None:
+        self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
+        self._folder = Checkpoints(store, run_id)
+        self._orders: queue.SimpleQueue[tuple[Several, Several] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def take(cls, store: Store, run_id: str) -> HeldRun:
+        """From here on no other driver holds it.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        attempt = attempts.take(store, run_id)
+        return cls(store, run_id, attempt, Checkpoints(store, run_id).published())
+
+    def start(self, lost: Callable[[str], None]) -> None:
+        """lost: called with a sentence, once, when another driver holds the run."""
+        self._thread = threading.Thread(
+            target=self._run, args=(lost,), name="spark-elastic-publisher", daemon=True
+        )
+        self._thread.start()
+
+    def publish(self, kept: Several, surplus: Several) -> None:
+        self._orders.put((kept, surplus))
+
+    def close(self) -> None:
+        """Publish what was ordered, and end."""
+        self._orders.put(None)
+        if self._thread is not None:
+            self._thread.join(END_WAIT)
+
+    def _run(self, lost: Callable[[str], None]) -> None:
+        while (order := self._orders.get()) is not None:
+            try:
+                holder = attempts.highest(self.store, self.run_id)
+                if holder != self.attempt:
+                    lost(
+                        f"run {self.run_id!r} was taken over by another driver (attempt {holder}; this one is attempt "
+                        f"{self.attempt})"
+                    )
+                    return
+                self._carry_out(*order)
+            except StoreError as error:
+                log.warning("a checkpoint could not be published: %s", error)
+
+    def _carry_out(self, kept: Several, surplus: Several) -> None:
+        self._folder.publish(self.attempt, kept)
+        for checkpoint in surplus:
+            self._folder.delete(checkpoint)
