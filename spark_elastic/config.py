@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,12 @@ class ElasticConfig:
     driver_timeout: a worker that cannot reach the driver for so long ends itself.
     failure_budget: failures of workers within failure_window that the job bears (lost hosts do not count).
     reset_limit: most new worlds after the first; None for no limit.
+    cooldown_range: for how long a slot whose worker failed is not used, at first and, twice as long each time, at
+        most; so is a host once more than one of its slots failed. (math.inf, math.inf): never again in this job.
+    idle_slot_timeout: a slot that the world has no room for gives its core back after so long.
+    host_discovery: which hosts may take part, asked once a second: a function `() -> {host: slots}`, or an executable
+        that prints `host[:slots]` a line. A host is an executor's id or its machine's name. None: all, with all slots.
+    handle: a `JobHandle`, by which another thread drains workers or hosts of the running job.
     ledger: workers write which rows they trained in which step, and when.
     show_logs: print the workers' output, prefixed with their rank.
     journal: a file of the driver's machine to which every event and decision is added, for
@@ -48,6 +54,10 @@ class ElasticConfig:
     failure_budget: int = 10
     failure_window: float = 600.0
     reset_limit: int | None = None
+    cooldown_range: tuple[float, float] = (1.0, 60.0)
+    idle_slot_timeout: float = 60.0
+    host_discovery: str | Callable[[], Mapping[str, int]] | None = None
+    handle: object | None = None
     ledger: bool = False
     show_logs: bool = True
     journal: str | None = None
@@ -69,12 +79,19 @@ class ElasticConfig:
             "collective_timeout",
             "driver_timeout",
             "failure_window",
+            "idle_slot_timeout",
         )
         for name in times:
             if not getattr(self, name) > 0:
                 raise InvalidInput(
                     f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}."
                 )
+        lower, upper = self.cooldown_range
+        if not 0 < lower <= upper:
+            raise InvalidInput(
+                f"cooldown_range must be two numbers of seconds above 0, the first not above the last; got "
+                f"{self.cooldown_range}."
+            )
         if self.failure_budget < 0:
             raise InvalidInput(f"failure_budget must be 0 or more; got {self.failure_budget}.")
 
@@ -110,8 +127,9 @@ def _parse(name: str, kind: str, text: str) -> Any:
         if kind.startswith("float"):
             return float(text)
         if kind.startswith("tuple"):
+            number = float if "float" in kind else int
             first, last = text.split("-")
-            return int(first), int(last)
+            return number(first), number(last)
     except (KeyError, ValueError) as error:
         raise InvalidInput(f"{PREFIX}{name.upper()}={text!r} is not a value for {name} ({kind}).") from error
     return text

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-from spark_elastic.errors import InvalidInput
-
 
 class Places(Protocol):
     """Room for slots. `take` blocks until there is some and names the host, or returns None once closed."""
@@ -58,39 +56,6 @@ class Hosts:
         with self._change:
             self._closed = True
             self._change.notify_all()
-
-
-def parse_hosts(text: str, default_slots: int | None = None) -> dict[str, int]:
-    """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment.
-
-    "host slots=4", as in MPI's host files, is taken, too.
-
-    Raises:
-        InvalidInput: an entry that is none, without a number of slots where there is no default, or twice.
-    """
-    found: dict[str, int] = {}
-    lines = [line.partition("#")[0] for line in text.splitlines()]
-    for entry in (part.strip() for line in lines for part in line.split(",")):
-        if not entry:
-            continue
-        host, slots = _parse(entry, default_slots)
-        if host in found:
-            raise InvalidInput(f"host {host} is named twice: name each once, with all its slots.")
-        found[host] = slots
-    return found
-
-
-def _parse(entry: str, default_slots: int | None) -> tuple[str, int]:
-    host, _, slots = (
-        entry.replace(" slots=", ":").rpartition(":")
-        if ":" in entry or " slots=" in entry
-        else (entry, "", "")
-    )
-    if not slots and default_slots is not None:
-        return host, default_slots
-    if not slots.strip().isdigit() or not host.strip() or " " in host.strip():
-        raise InvalidInput(f"{entry!r} is no host with a number of slots: write host:slots, as in node1:2.")
-    return host.strip(), int(slots)
 
 
 def foreign(hosts: Mapping[str, int]) -> list[str]:

@@ -1,0 +1,71 @@
+"""A running job in the caller's hands: another thread may drain workers or hosts, or end it.
+
+Thread-safe. `driver.ports.Discovery` to the driver: orders are posted like any other news.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.driver.ports import Post
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
+
+
+class JobHandle:
+    """Hand it to `run(..., handle=...)`; its methods work from then until the job's end.
+
+    Orders that are given before the job has begun are carried out at its start.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()  # owns _post, _early
+        self._post: Post | None = None
+        self._early: list[DriverEvent] = []
+
+    def drain(
+        self,
+        *,
+        worker: str | None = None,
+        rank: int | None = None,
+        host: str | None = None,
+        reason: str = "the user asked for it",
+    ) -> None:
+        """Have a worker (by its id or its present rank) or all workers of a host leave at the next step boundary.
+
+        No step is lost. Slots that become free give their cores back; a single worker's is asked for again only once
+        another member is lost. host: an executor's id or its machine's name; it takes no part in this job any more.
+
+        Raises:
+            InvalidInput: not exactly one of worker, rank and host is given.
+        """
+        if sum(choice is not None for choice in (worker, rank, host)) != 1:
+            raise InvalidInput("drain takes exactly one of worker, rank and host.")
+        self._order(DrainRequested(self._clock.now(), reason, worker=worker, host=host, rank=rank))
+
+    def cancel(self, reason: str = "the user cancelled it") -> None:
+        """End the job: the call that runs it raises `JobCancelled`."""
+        self._order(CancelRequested(self._clock.now(), reason))
+
+    def _order(self, event: DriverEvent) -> None:
+        with self._lock:
+            if self._post is None:
+                self._early.append(event)
+            else:
+                self._post(event)
+
+    # ---- the driver's side
+
+    def start(self, post: Post) -> None:
+        with self._lock:
+            self._post = post
+            early, self._early = self._early, []
+        for event in early:
+            post(event)
+
+    def close(self) -> None:
+        """Orders after this are kept for a job that is started with this handle later."""
+        with self._lock:
+            self._post = None
