@@ -14,7 +14,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome
 from spark_elastic.protocol.events import CancelRequested, SlotBeat, SlotJobEnded, SlotRegistered, Tick
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Checkpoint, Limits
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -82,10 +82,14 @@ def test_every_event_and_command_comes_back_as_it_was(name: str, data: st.DataOb
 
 
 @settings(max_examples=20, deadline=None)
-@given(limits=st.from_type(Limits), attempt=st.integers())
-def test_what_a_machine_begins_from_comes_back(limits: Limits, attempt: int) -> None:
-    values = json.loads(json.dumps(codec.initial_of(driver_machine.DriverState(limits, attempt))))
-    assert repr(codec.arguments_of(values)) == repr({"limits": limits, "attempt": attempt})
+@given(limits=st.from_type(Limits), attempt=st.integers(), checkpoints=st.from_type(tuple[Checkpoint, ...]))
+def test_what_a_machine_begins_from_comes_back(
+    limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...]
+) -> None:
+    state = driver_machine.DriverState(limits, attempt, checkpoints=checkpoints)
+    values = json.loads(json.dumps(codec.initial_of(state)))
+    expected = {"limits": limits, "attempt": attempt, "checkpoints": checkpoints}
+    assert repr(codec.arguments_of(values)) == repr(expected)
 
 
 def test_a_second_job_and_a_torn_end_share_a_file(tmp_path: Path) -> None:
