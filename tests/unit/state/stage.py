@@ -1,0 +1,188 @@
+"""Worlds of threads over fake groups, with the driver's rules: who may form the next world, and who hands its state on.
+
+A script says at which step of the whole run somebody dies or joins. One condition guards everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elastic_collectives import CollectiveError, Group
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.protocol.assignment import Place, assign, source_of
+from spark_elastic.protocol.types import START, Fence, Phase, Position, World
+
+DEADLINE = 20.0  # seconds
+
+
+class Dead(BaseException):
+    """This worker is no more."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """When a worker first reaches `step`: `rank` dies at its `after`-th collective from then on, or somebody joins."""
+
+    step: int
+    rank: int | None = None
+    after: int = 1
+
+
+class Stage:
+    """The driver. events: of the script, in order."""
+
+    def __init__(self, size: int, events: tuple[Event, ...] = ()) -> None:
+        self._news = threading.Condition()
+        self._generation = 0
+        self._events = list(events)
+        self._version = 0
+        self._alive: set[Seat] = set()
+        self._here: list[Seat] = []
+        self._done: set[Seat] = set()
+        self._members: list[Seat] = []
+        self._threads: list[threading.Thread] = []
+        self._first = size
+        self.sizes: list[int] = []
+        self.errors: list[BaseException] = []
+        self.results: list[Any] = []
+
+    def play(self, work: Callable[[Seat], Any]) -> list[Any]:
+        """`work(seat)` on every worker, newcomers included; what those returned that lived."""
+        self._work = work
+        for _ in range(self._first):
+            self._start()
+        for thread in self._threads:  # grows while it is gone through
+            thread.join(DEADLINE)
+            assert not thread.is_alive(), "a worker hangs"
+        if self.errors:
+            raise self.errors[0]
+        return self.results
+
+    def reached(self, step: int) -> None:
+        """A worker is about to take this step."""
+        with self._news:
+            while self._events and step >= self._events[0].step:
+                event = self._events.pop(0)
+                if event.rank is None:
+                    self._version += 1
+                    self._start()
+                elif len(self._alive) > 1:
+                    self._members[event.rank % len(self._members)].die_at(event.after)
+            self._news.notify_all()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def _start(self) -> None:
+        seat = Seat(self)
+        self._alive.add(seat)
+        thread = threading.Thread(target=self._be, args=(seat,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _be(self, seat: Seat) -> None:
+        try:
+            seat.next_world(None)
+            result = self._work(seat)
+            with self._news:
+                self.results.append(result)
+        except Dead:
+            pass
+        except BaseException as error:
+            self.errors.append(error)
+            seat.hang_up()
+        finally:
+            with self._news:
+                self._alive.discard(seat)
+                self._form()
+                self._news.notify_all()
+
+    def arrive(self, seat: Seat) -> tuple[World, Group]:
+        with self._news:
+            if seat.doomed:
+                self._alive.discard(seat)
+                self._form()
+                self._news.notify_all()
+                raise Dead
+            before = self._generation
+            self._here.append(seat)
+            self._form()
+            self._news.notify_all()
+            if not self._news.wait_for(
+                lambda: self._generation > before and seat not in self._here, DEADLINE
+            ):
+                raise TimeoutError("no world was formed")
+            return self._world, self._fabric.group(self._members.index(seat))
+
+    def _form(self) -> None:
+        """Once every living member of the last world, or all of the first one, have come."""
+        expected = {seat for seat in self._members if seat in self._alive}
+        if not self._here or not expected <= set(self._here):
+            return
+        if self._generation == 0 and len(self._here) < self._first:
+            return
+        order = [seat for seat in self._members if seat in self._here]
+        order += [seat for seat in self._here if seat not in order]
+        self._generation += 1
+        places = [Place(f"w{id(s)}", "s", "h", s.position) for s in order]
+        fence = Fence(1, self._generation)
+        self._world = World(fence, assign(places), source_of(places), "", self._version)
+        self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
+        self._members, self._here = order, []
+        self.sizes.append(len(order))
+
+
+class Seat:
+    """`state.Seat` of one thread."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.kept: dict[str, Any] = {}
+        self.position: Position | None = None
+        self.doomed = False
+        self._fuse: int | None = None
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    def at(self, commits: int) -> None:
+        self.position = Position(0, Phase.TRAIN, commits)
+
+    def stop_wanted(self) -> bool:
+        newest = np.array([self._stage.version], np.int64)
+        self.allreduce(newest, "max")
+        return int(newest[0]) > self._world.version
+
+    def allreduce(self, array: Any, op: str = "sum") -> None:
+        if self._fuse is not None:
+            self._fuse -= 1
+            if self._fuse <= 0:
+                self.doomed = True
+                self.hang_up()
+                raise Dead
+        self._group.allreduce(array, op)
+
+    def die_at(self, nth: int) -> None:
+        if self._fuse is None:
+            self._fuse = nth
+
+    def hang_up(self) -> None:
+        self._group.close()
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        if error is not None:
+            self._group.abort(str(error))
+        self._world, self._group = self._stage.arrive(self)
+        if self._world.source is None:
+            self.position = START

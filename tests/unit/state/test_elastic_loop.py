@@ -1,0 +1,286 @@
+"""The run loop over worlds of threads: whatever dies or joins, all that a state holds belongs together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_collectives import CollectiveError, MismatchError
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import START, Fence, Phase, Position, World
+from spark_elastic.state.elastic_loop import elastic, hand_over_of
+from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state.state import HostsUpdatedInterrupt, State
+from tests.unit.state.stage import Event, Seat, Stage
+from tests.unit.state.weights import Weights, WeightsState
+
+STEPS = 12
+
+
+def training(stage: Stage, commit_every: int, check: bool) -> Any:
+    """Each step adds 1 to all weights, whatever the world's size."""
+
+    numbers = itertools.count(0, 1000)
+
+    def work(seat: Seat) -> tuple[float, int]:
+        def loop(state: Any) -> tuple[float, int]:
+            while state.step < STEPS:
+                stage.reached(state.step)
+                gradient = np.ones(1)
+                seat.allreduce(gradient)
+                state._commits.wait()  # what an optimizer's hook does
+                state.weights.add(float(gradient[0]) / seat.world.size)
+                state.step += 1
+                assert state.weights.numbers.max() == state.step + state.began_at, "not of one version"
+                if state.step % commit_every == 0:
+                    state.commit()
+                elif check:
+                    state.check_host_updates()
+            return float(state.weights.numbers.min()) - state.began_at, state.step
+
+        began_at = next(numbers)  # another one on each worker, which newcomers must not keep
+        state = WeightsState(weights=Weights(fill=float(began_at)), step=0, began_at=began_at)
+        return elastic(loop, lambda: seat)(state)
+
+    return work
+
+
+events = st.builds(
+    Event,
+    step=st.integers(0, STEPS),
+    rank=st.one_of(st.none(), st.integers(0, 3)),
+    after=st.integers(1, 6),
+)
+
+
+@given(st.integers(1, 4), st.lists(events, max_size=4), st.integers(1, 4), st.booleans())
+@settings(max_examples=150)
+def test_w3_the_counter_equals_the_steps_under_any_schedule(
+    size: int, script: list[Event], commit_every: int, check: bool
+) -> None:
+    stage = Stage(size, tuple(sorted(script, key=lambda event: event.step)))
+    results = stage.play(training(stage, commit_every, check))
+    assert results
+    assert set(results) == {(float(STEPS), STEPS)}
+
+
+def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
+    taken: list[int] = []
+
+    def work(seat: Seat) -> int:
+        def loop(state: Any) -> int:
+            while state.step < STEPS:
+                stage.reached(state.step)
+                seat.allreduce(np.ones(1))
+                if seat.world.members[0].position is not None or seat.group.rank == 0:
+                    taken.append(state.step)
+                state.step += 1
+                if state.step % 4 == 0:
+                    state.commit()
+            return int(state.step)
+
+        return elastic(loop, lambda: seat)(ObjectState(step=0))
+
+    stage = Stage(2, (Event(6, rank=1, after=1),))
+    assert stage.play(work) == [STEPS]
+    assert stage.sizes == [2, 1]
+    assert taken == [*range(6), *range(4, STEPS)]
+
+
+def test_initial_values_are_those_of_rank_0() -> None:
+    def work(seat: Seat) -> tuple[int, str]:
+        state = ObjectState(name=f"of rank {seat.group.rank}", step=0)
+        return elastic(lambda state: (seat.group.rank, state.name), lambda: seat)(state)
+
+    assert sorted(Stage(3).play(work)) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
+
+
+def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
+    steps: list[int] = []
+
+    def work(seat: Seat) -> int:
+        def loop(state: Any) -> int:
+            while state.step < STEPS:
+                if seat.group.rank == 0:
+                    stage.reached(state.step)
+                    steps.append(state.step)
+                seat.allreduce(np.ones(1))
+                state.step += 1
+                state.check_host_updates()
+            return int(state.step)
+
+        return elastic(loop, lambda: seat)(ObjectState(step=0))
+
+    stage = Stage(2, (Event(5),))
+    assert stage.play(work) == [STEPS] * 3
+    assert stage.sizes == [2, 3]
+    assert steps == list(range(STEPS))
+
+
+def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state() -> None:
+    called: list[int] = []
+
+    def work(seat: Seat) -> float:
+        state = ObjectState(step=0, rate=1.0)
+
+        def rescale() -> None:
+            called.append(seat.world.size)
+            state.rate = 1.0 * seat.world.size
+
+        def loop(state: Any) -> float:
+            while state.step < STEPS:
+                stage.reached(state.step)
+                seat.allreduce(np.ones(1))
+                state.step += 1
+                state.commit()
+            return float(state.rate)
+
+        state.register_reset_callbacks([rescale])
+        return elastic(loop, lambda: seat)(state)
+
+    stage = Stage(2, (Event(5),))
+    assert stage.play(work) == [3.0] * 3
+    assert called == [3, 3]
+
+
+class Plain(State):
+    """A user's own state: saved, restored and synced by methods of its own, which know rank 0 alone."""
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self._own, self.step, self._kept = seat, 0, 0
+
+    def save(self) -> None:
+        self._kept = self.step
+
+    def restore(self) -> None:
+        self.step = self._kept
+
+    def sync(self) -> None:
+        value = np.array([self.step], np.int64)
+        self._own.group.broadcast(value, self.source_rank)
+        self.step = int(value[0])
+        self.save()
+
+
+def test_a_users_own_state_works_through_losses_and_joins() -> None:
+    def work(seat: Seat) -> int:
+        def loop(state: Plain) -> int:
+            while state.step < STEPS:
+                stage.reached(state.step)
+                seat.allreduce(np.ones(1))
+                state.step += 1
+                state.commit()
+            return state.step
+
+        return elastic(loop, lambda: seat)(Plain(seat))
+
+    stage = Stage(3, (Event(3), Event(6, rank=0), Event(9)))
+    assert set(stage.play(work)) == {STEPS}
+
+
+def test_without_a_worker_the_function_is_merely_called() -> None:
+    state = ObjectState(step=0)
+
+    def loop(state: Any) -> str:
+        state.step = 3
+        state.commit()
+        state.step = 5
+        state.restore()
+        return f"step {state.step}"
+
+    assert elastic(loop, lambda: None)(state) == "step 3"
+
+
+def test_what_no_other_world_could_mend_is_raised() -> None:
+    def work(seat: Seat) -> None:
+        def loop(state: Any) -> None:
+            raise MismatchError((0,), "the user's own doing")
+
+        elastic(loop, lambda: seat)(ObjectState(step=0))
+
+    with pytest.raises(MismatchError, match="own doing"):
+        Stage(1).play(work)
+
+
+def test_a_second_call_of_the_users_function_goes_on_from_the_state_of_the_first() -> None:
+    seen: list[int] = []
+
+    def work(seat: Seat) -> int:
+        for _ in range(2):
+            seat.kept.pop("entered", None)  # as the program does before each call
+
+            def loop(state: Any) -> int:
+                seen.append(state.step)
+                state.step += 5
+                state.commit()
+                state.step += 100
+                return int(state.step)
+
+            result = elastic(loop, lambda: seat)(ObjectState(step=0))
+        return result
+
+    assert Stage(1).play(work) == [110]
+    assert seen == [0, 5]
+
+
+def test_two_states_in_one_function_are_refused() -> None:
+    def work(seat: Seat) -> None:
+        for _ in range(2):
+            elastic(lambda state: None, lambda: seat)(ObjectState(step=0))
+
+    with pytest.raises(InvalidInput, match="one state"):
+        Stage(1).play(work)
+
+
+def test_one_state_may_be_trained_in_two_parts() -> None:
+    def work(seat: Seat) -> int:
+        state = ObjectState(step=0)
+
+        def more(state: Any) -> None:
+            state.step += 3
+
+        elastic(more, lambda: seat)(state)
+        elastic(more, lambda: seat)(state)
+        return int(state.step)
+
+    assert Stage(2).play(work) == [6, 6]
+
+
+def _world(*positions: Position | None) -> World:
+    from spark_elastic.protocol.assignment import Place, assign, source_of
+
+    places = [Place(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
+    return World(Fence(1, 2), assign(places), source_of(places), "")
+
+
+def at(commits: int) -> Position:
+    return Position(0, Phase.TRAIN, commits)
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ((None, None), (0, 0)),
+        ((START, START), (0, 0)),
+        ((START, None), (0, 0)),
+        ((at(4), at(4)), (None, 4)),
+        ((at(4), None), (0, 4)),
+        ((at(3), at(4)), (1, 4)),
+    ],
+)
+def test_w2_who_hands_over_follows_from_the_world_alone(
+    positions: tuple[Position | None, ...], expected: tuple[int | None, int]
+) -> None:
+    assert hand_over_of(_world(*positions)) == expected
+
+
+def test_interrupts_outside_of_the_loop_are_the_users() -> None:
+    error: Exception = HostsUpdatedInterrupt(skip_sync=True)
+    assert error.skip_sync  # type: ignore[attr-defined]
+    assert not isinstance(error, CollectiveError)

@@ -1,0 +1,181 @@
+"""A state of named values: one snapshot over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_collectives import CollectiveError
+from spark_elastic.data.sampler import ElasticSampler
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.state import handover
+from spark_elastic.state.handlers import StateHandler, handler_for
+from spark_elastic.state.object_state import ObjectState
+from tests.unit.state.stage import Seat, Stage
+from tests.unit.state.weights import Weights, WeightsState
+
+
+@given(st.lists(st.sampled_from(["step", "save", "restore"]), max_size=30))
+def test_values_and_weights_are_always_of_one_version(actions: list[str]) -> None:
+    state: Any = WeightsState(weights=Weights(), step=0)
+    saved = 0
+    for action in actions:
+        if action == "step":
+            state._commits.wait()
+            state.weights.add(1.0)
+            state.step += 1
+        elif action == "save":
+            state.save()
+            saved = state.step
+        else:
+            state.restore()
+            assert state.step == saved
+        assert state.weights.numbers.tolist() == [state.step] * 8
+
+
+def test_saved_values_share_nothing_with_live_ones() -> None:
+    state: Any = ObjectState(history=[1], table={"a": [1]})
+    state.history.append(2)
+    state.table["a"].append(2)
+    state.restore()
+    assert (state.history, state.table) == ([1], {"a": [1]})
+
+
+def test_setting_a_handled_value_has_it_handled_from_then_on() -> None:
+    state: Any = WeightsState(weights=Weights())
+    state.weights = Weights(fill=5.0)
+    state.save()
+    state.weights.add(1.0)
+    state.restore()
+    assert state.weights.numbers[0] == 5.0
+
+
+def test_a_sampler_is_divided_anew_in_each_world() -> None:
+    size = [2]
+    sampler = ElasticSampler(range(8), shuffle=False, rank=lambda: 0, size=lambda: size[0])
+    state: Any = ObjectState(sampler=sampler)
+    sampler.record_batch(0, 2)
+    size[0] = 1
+    state.on_reset()
+    assert list(state.sampler) == [4, 5, 6, 7]
+
+
+class Loud(StateHandler):
+    """A user's handler, as Horovod has them."""
+
+    def save(self) -> None:
+        self.kept = list(self.value)
+
+    def restore(self) -> None:
+        self.value[:] = self.kept
+
+    def sync(self) -> None:
+        self.value.append(f"synced from {self.source_rank}")
+        self.save()
+
+
+def test_a_users_handler_takes_part() -> None:
+    class LoudState(ObjectState):
+        registry = ((list, Loud),)
+
+    state: Any = LoudState(words=["a"], count=1)
+    state.words.append("b")
+    state.count = 2
+    state.restore()
+    assert (state.words, state.count) == (["a"], 1)
+
+    def work(seat: Seat) -> list[str]:
+        state: Any = LoudState(words=[], count=0)
+        state.sit(seat)
+        state.begin_world(1, 7)
+        return list(state.words)
+
+    assert Stage(2).play(work) == [["synced from 1"]] * 2
+
+
+def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    crc = handover._crc
+    monkeypatch.setattr(handover, "_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
+    damaged: list[int] = []
+
+    def work(seat: Seat) -> Any:
+        state: Any = WeightsState(weights=Weights(64, fill=float(seat.group.rank)), step=seat.group.rank)
+        state.sit(seat)
+        monkeypatch.setattr(handover, "_crc", crc) if seat.group.rank == 0 else None
+        if seat.group.rank == 0:
+            state.sync()
+            return None
+        # Rank 1 sees other bytes than were sent.
+        broadcast = seat.group.broadcast
+
+        def flip(array: Any, root: int) -> None:
+            broadcast(array, root)
+            if array.nbytes == 512:
+                array[7] ^= 1
+
+        monkeypatch.setattr(seat.group, "broadcast", flip)
+        with pytest.raises(StoreError, match="not taken over"):
+            state.sync()
+        damaged.append(1)
+        state.restore()
+        return state.step, state.weights.numbers[0]
+
+    assert (1, 1.0) in Stage(2).play(work)
+    assert damaged == [1]
+
+
+def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
+    def work(seat: Seat) -> Any:
+        state: Any = WeightsState(weights=Weights(fill=float(seat.group.rank)), step=seat.group.rank)
+        state.sit(seat)
+        if seat.group.rank == 0:
+            seat.hang_up()
+            return None
+        with pytest.raises(CollectiveError):
+            state.sync()
+        return state.step, state.weights.numbers[0]
+
+    assert (1, 1.0) in Stage(2).play(work)
+
+
+@pytest.mark.parametrize("name", ["commit", "_private", "registry"])
+def test_names_that_a_state_has_for_itself_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        ObjectState(**{name: 1})
+
+
+def test_what_cannot_be_pickled_is_one_sentence() -> None:
+    with pytest.raises(InvalidInput, match="pickled"):
+        ObjectState(lock=__import__("threading").Lock())
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"rate": self.rate}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.rate = state["rate"]
+
+
+def test_anything_with_a_state_dict_keeps_its_identity() -> None:
+    schedule = Schedule()
+    state: Any = ObjectState(schedule=schedule)
+    schedule.rate = 0.1
+    state.restore()
+    assert state.schedule is schedule
+    assert schedule.rate == 1.0
+    assert handler_for(3, ()) is None
+
+
+def test_arrays_among_the_values_are_taken_as_they_are() -> None:
+    state: Any = ObjectState(best=np.arange(3))
+    state.best += 1
+    state.restore()
+    assert state.best.tolist() == [0, 1, 2]

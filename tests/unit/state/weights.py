@@ -1,0 +1,34 @@
+"""A value of numpy numbers as part of a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spark_elastic.state.commit import Bytes, Tray
+from spark_elastic.state.handlers import PictureHandler
+from spark_elastic.state.object_state import ObjectState
+
+
+class Weights:
+    def __init__(self, numbers: int = 8, fill: float = 0.0) -> None:
+        self.numbers = np.full(numbers, fill)
+        self.changes = 0
+
+    def add(self, change: float) -> None:
+        self.numbers += change
+        self.changes += 1
+
+
+class WeightsHandler(PictureHandler):
+    def capture(self, tray: Tray) -> Any:
+        return tray.put(self.value.numbers.view(np.uint8), lambda: self.value.changes)
+
+    def load(self, picture: Any, memory: Bytes) -> None:
+        self.value.numbers[:] = memory[picture.offset : picture.offset + picture.nbytes].view(np.float64)
+        self.value.changes += 1
+
+
+class WeightsState(ObjectState):
+    registry = ((Weights, WeightsHandler),)
