@@ -26,11 +26,15 @@ class Dead(BaseException):
 
 @dataclass(frozen=True)
 class Event:
-    """When a worker first reaches `step`: `rank` dies at its `after`-th collective from then on, or somebody joins."""
+    """When a worker first reaches `step`: `rank` dies at its `after`-th collective from then on, or somebody joins.
+
+    slips: it does not die, but that collective breaks for it alone, as one does when a peer hangs up behind it.
+    """
 
     step: int
     rank: int | None = None
     after: int = 1
+    slips: bool = False
 
 
 class Stage:
@@ -71,9 +75,14 @@ class Stage:
                 if event.rank is None:
                     self._version += 1
                     self._start()
-                elif len(self._alive) > 1:
-                    self._members[event.rank % len(self._members)].die_at(event.after)
+                elif event.slips or len(self._alive) > 1:
+                    self._members[event.rank % len(self._members)].light(event.after, event.slips)
             self._news.notify_all()
+
+    def announce(self) -> None:
+        """A planned change that brings nobody, as when a host drains."""
+        with self._news:
+            self._version += 1
 
     @property
     def version(self) -> int:
@@ -167,15 +176,19 @@ class Seat:
     def allreduce(self, array: Any, op: str = "sum") -> None:
         if self._fuse is not None:
             self._fuse -= 1
+            if self._fuse <= 0 and self._slips:
+                self._fuse = None
+                self._group.allreduce(array, op)
+                raise CollectiveError((), "it broke here, and nowhere else")
             if self._fuse <= 0:
                 self.doomed = True
                 self.hang_up()
                 raise Dead
         self._group.allreduce(array, op)
 
-    def die_at(self, nth: int) -> None:
+    def light(self, nth: int, slips: bool) -> None:
         if self._fuse is None:
-            self._fuse = nth
+            self._fuse, self._slips = nth, slips
 
     def hang_up(self) -> None:
         self._group.close()

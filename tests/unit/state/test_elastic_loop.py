@@ -55,6 +55,7 @@ events = st.builds(
     step=st.integers(0, STEPS),
     rank=st.one_of(st.none(), st.integers(0, 3)),
     after=st.integers(1, 6),
+    slips=st.booleans(),
 )
 
 
@@ -120,6 +121,32 @@ def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
     assert stage.play(work) == [STEPS] * 3
     assert stage.sizes == [2, 3]
     assert steps == list(range(STEPS))
+
+
+def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind() -> None:
+    """One rank stops there as planned, with its live values; the other goes back to its last commit."""
+
+    def work(seat: Seat) -> int:
+        def loop(state: Any) -> int:
+            while state.step < STEPS:
+                if state.step == 5 and seat.world.fence.generation == 1 and seat.group.rank == 0:
+                    stage.announce()
+                stage.reached(state.step)
+                told = np.array([state.step], np.int64)
+                seat.allreduce(told, "max")
+                assert told[0] == state.step, "the ranks are at different steps"
+                state.step += 1
+                if state.step % 4 == 0:
+                    state.commit()
+                else:
+                    state.check_host_updates()
+            return int(state.step)
+
+        return elastic(loop, lambda: seat)(ObjectState(step=0))
+
+    stage = Stage(2, (Event(5, rank=1, after=2, slips=True),))
+    assert stage.play(work) == [STEPS] * 2
+    assert stage.sizes == [2, 2]
 
 
 def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state() -> None:
