@@ -130,9 +130,8 @@ class Stage:
             return self._world, self._fabric.group(self._members.index(seat))
 
     def _form(self) -> None:
-        """Once every living member of the last world, or all of the first one, have come."""
-        expected = {seat for seat in self._members if seat in self._alive}
-        if not self._here or not expected <= set(self._here):
+        """Once everybody who lives has come; newcomers are soon there."""
+        if not self._here or not self._alive <= set(self._here):
             return
         if self._generation == 0 and len(self._here) < self._first:
             return
