@@ -33,6 +33,7 @@ _EXPORTS = {
     "InvalidInput": "spark_elastic.errors",
     "JobCancelled": "spark_elastic.errors",
     "JobFailed": "spark_elastic.errors",
+    "JobHandle": "spark_elastic.driver.handle",
     "NotEnoughWorkers": "spark_elastic.errors",
     "PeersMissing": "spark_elastic.errors",
     "PreflightError": "spark_elastic.errors",
@@ -46,6 +47,7 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from spark_elastic.config import ElasticConfig
+    from spark_elastic.driver.handle import JobHandle
     from spark_elastic.errors import (
         ConnectionClosed,
         DriverUnreachable,
@@ -78,6 +80,7 @@ __all__ = [
     "InvalidInput",
     "JobCancelled",
     "JobFailed",
+    "JobHandle",
     "NotEnoughWorkers",
     "PeersMissing",
     "PreflightError",

@@ -49,6 +49,7 @@ FOREIGN = {
     "httpx": ("rendezvous",),
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
+    "click": ("cli",),
     "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
     "numpy": ("data", "state", "worker", "torch", "tensorflow", "keras", "estimators", "testing"),
     "elastic_collectives": ("worker", "state", "torch", "tensorflow", "keras", "testing"),

@@ -24,6 +24,7 @@ PUBLIC = {
     "InvalidInput": "errors",
     "JobCancelled": "errors",
     "JobFailed": "errors",
+    "JobHandle": "driver.handle",
     "NotEnoughWorkers": "errors",
     "PeersMissing": "errors",
     "PreflightError": "errors",

@@ -34,6 +34,7 @@ def surround(world: World, group: Group, address: str) -> None:
             "HOROVOD_LOCAL_SIZE": str(me.local_size),
             "HOROVOD_CROSS_RANK": str(me.cross_rank),
             "HOROVOD_CROSS_SIZE": str(me.cross_size),
+            "HOROVOD_HOSTNAME": me.host,
             "HOROVOD_ELASTIC": "1",
         }
     )

@@ -1,0 +1,265 @@
+"""The command line tool `spark-elastic-run`: a script on elastic workers of this machine, without Spark.
+
+Owns the options, Horovod's names among them; what they do lives elsewhere. Runs in the main thread of its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+import spark_elastic
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.driver.discovery import FixedHosts, HostPolling, script
+from spark_elastic.driver.hosts import parse_hosts
+from spark_elastic.driver.ports import Discovery
+from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.launch import Site, supervise
+from spark_elastic.local.launcher import LocalLauncher, Timeouts
+from spark_elastic.local.narration import Narration
+from spark_elastic.local.places import Hosts, foreign
+from spark_elastic.running.call import prepare
+
+HERE = "localhost"
+_MESH = "workers speak to each other over the job's own mesh"
+_LOCAL = "it starts processes of this machine only; for a cluster there is spark_elastic.run over Spark"
+# Options of horovodrun that mean nothing here: (names, takes a value, why it is refused).
+REFUSED = (
+    (("--network-interfaces", "--network-interface"), True, f"{_LOCAL}, and those speak over 127.0.0.1"),
+    (("-p", "--ssh-port"), True, _LOCAL),
+    (("-i", "--ssh-identity-file"), True, _LOCAL),
+    (("--mpi",), False, _MESH),
+    (("--mpi-args",), True, _MESH),
+    (("--jsrun",), False, _MESH),
+    (("--tcp",), False, _MESH),
+    (("--config-file",), True, "give options on the command line, or as SPARK_ELASTIC_<NAME> variables"),
+    (("--fusion-threshold-mb",), True, "fusion tunes itself"),
+    (("--cycle-time-ms",), True, "fusion tunes itself"),
+    (
+        ("--cache-capacity",),
+        True,
+        "the order of collectives follows from the model's layout and needs no cache",
+    ),
+    (("--autotune",), False, "fusion tunes itself"),
+    (("--timeline-filename",), True, "there is no timeline of collectives"),
+)
+UNLOGGED = ("debug", "info", "warning", "error", "critical", "fatal")
+
+
+def _refuse(why: str, context: click.Context, parameter: click.Parameter, value: object) -> None:
+    if value not in (None, False):
+        raise InvalidInput(f"spark-elastic-run does not take {parameter.opts[0]}: {why}.")
+
+
+def _refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for names, takes_value, why in REFUSED:
+        command = click.option(
+            *names, is_flag=not takes_value, hidden=True, expose_value=False, callback=partial(_refuse, why),
+            default=None if takes_value else False,
+        )(command)  # fmt: skip
+    return command
+
+
+@click.command(
+    name="spark-elastic-run", context_settings={"allow_interspersed_args": False, "max_content_width": 110}
+)
+@click.version_option(spark_elastic.__version__)
+@click.option(
+    "-np", "--num-proc", "num_proc", type=int, help="Workers to start with; default: all slots of the hosts."
+)
+@click.option("--min-np", "--min-num-proc", "min_np", type=int, help="Fewest to go on with; default 1.")
+@click.option(
+    "--max-np", "--max-num-proc", "max_np", type=int, help="Most ever; default: as many as at the start."
+)
+@click.option("-H", "--hosts", help="Names of this machine with their slots: localhost:2,127.0.0.2:2.")
+@click.option("-hostfile", "--hostfile", type=click.Path(), help="The same, one host:slots a line.")
+@click.option(
+    "--host-discovery-script", help="Executable that prints host[:slots] a line; asked once a second."
+)
+@click.option("--slots-per-host", type=int, help="Slots of hosts that are named without a number.")
+@click.option("--reset-limit", type=int, help="Most new worlds after the first.")
+@click.option("--elastic-timeout", type=float, help="Seconds to wait for --min-np workers; default 600.")
+@click.option(
+    "--start-timeout", type=float, help="Seconds that the start waits for -np once --min-np are there."
+)
+@click.option(
+    "--blacklist-cooldown-range", type=float, nargs=2, help="Seconds, after the first failure and at most."
+)
+@click.option("--gloo-timeout-seconds", type=float, help="Longest wait for peers in one collective.")
+@click.option("--gloo", is_flag=True, hidden=True, expose_value=False, help="What it always does.")
+@click.option(
+    "--disable-cache", is_flag=True, hidden=True, expose_value=False, help="There is no cache of checks."
+)
+@click.option("--output-filename", type=click.Path(), help="Folder for what ranks print: rank.N/stdout.")
+@click.option("--prefix-output-with-timestamp", is_flag=True, help="The time of day before each line.")
+@click.option(
+    "--log-level", type=click.Choice(UNLOGGED, case_sensitive=False), help="Of the driver's own log."
+)
+@click.option("--verbose", is_flag=True, help="Tell of each new world, and why.")
+@_refused_options
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(**options: Any) -> None:
+    """Run COMMAND, as in `python train.py --lr 0.1`, on elastic workers of this machine."""
+    code = _ended(lambda: play(Wanted(**options)))
+    sys.exit(code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks for."""
+
+    command: tuple[str, ...]
+    num_proc: int | None = None
+    min_np: int | None = None
+    max_np: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    host_discovery_script: str | None = None
+    slots_per_host: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float | None = None
+    start_timeout: float | None = None
+    blacklist_cooldown_range: tuple[float, float] | None = None
+    gloo_timeout_seconds: float | None = None
+    output_filename: str | None = None
+    prefix_output_with_timestamp: bool = False
+    log_level: str | None = None
+    verbose: bool = False
+
+
+def play(wanted: Wanted) -> None:
+    """Run it to its end.
+
+    Raises:
+        InvalidInput: the command line asks for what there is not.
+        JobFailed: with its subclasses.
+    """
+    if wanted.log_level or wanted.verbose:
+        logging.basicConfig(stream=sys.stderr)
+        logging.getLogger("spark_elastic").setLevel((wanted.log_level or "info").upper())
+    path, arguments = _script(wanted.command)
+    fixed = _fixed_hosts(wanted)
+    number = wanted.num_proc or (sum(fixed.values()) if fixed else None)
+    if number is None:
+        raise InvalidInput("spark-elastic-run needs -np, the number of workers to start with.")
+    named = {"num_workers": number, "min_workers": wanted.min_np, "max_workers": wanted.max_np}
+    call = prepare(path, arguments, {name: value for name, value in named.items() if value}, _config(wanted))
+    hosts, clock = Hosts(), SystemClock()
+    config = call.options.config
+    timeouts = Timeouts(config.collective_timeout, config.driver_timeout)
+    launcher = LocalLauncher(call.program, hosts, clock, call.preload, timeouts)
+    folder = Path(wanted.output_filename) if wanted.output_filename else None
+    limits = call.limits(number)
+    with closing(
+        Narration(sys.stdout, clock, wanted.prefix_output_with_timestamp, folder, wanted.verbose)
+    ) as narration:
+        discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
+        supervise(launcher, discovery, Site(), limits, config, call.name, narration)
+
+
+def _config(wanted: Wanted) -> ElasticConfig:
+    cooldown = wanted.blacklist_cooldown_range
+    return from_env(
+        reset_limit=wanted.reset_limit,
+        start_timeout=wanted.elastic_timeout,
+        gather_timeout=wanted.start_timeout,
+        cooldown_range=tuple(cooldown) if cooldown else None,
+        collective_timeout=wanted.gloo_timeout_seconds,
+    )
+
+
+def _script(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The script and its arguments; an interpreter before it must be the one that runs this."""
+    first = command[0]
+    if Path(first).suffix == ".py":
+        return first, command[1:]
+    name = os.path.basename(first)
+    if not name.startswith("python"):
+        raise InvalidInput(
+            f"spark-elastic-run runs Python scripts, as in `python train.py`; {first!r} is none."
+        )
+    if os.path.dirname(first) and os.path.realpath(first) != os.path.realpath(sys.executable):
+        raise InvalidInput(
+            f"workers run with the Python that runs spark-elastic-run, {sys.executable}, not with {first}: start it "
+            "from there."
+        )
+    rest = command[1:]
+    while rest and rest[0] == "-u":  # what workers print is never held back
+        rest = rest[1:]
+    if not rest or rest[0].startswith("-"):
+        raise InvalidInput(
+            f"give the path of a script after {first}; options of Python ({rest[:1]}) are not taken."
+        )
+    return rest[0], rest[1:]
+
+
+def _fixed_hosts(wanted: Wanted) -> dict[str, int]:
+    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(wanted, name)]
+    if len(given) > 1:
+        raise InvalidInput("give one of -H, --hostfile and --host-discovery-script.")
+    text = wanted.hosts or ""
+    if wanted.hostfile:
+        try:
+            text = Path(wanted.hostfile).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput(f"the host file {wanted.hostfile} cannot be read: {error}.") from error
+    return parse_hosts(text, wanted.slots_per_host)
+
+
+def _discovery(wanted: Wanted, fixed: Mapping[str, int], hosts: Hosts) -> Discovery:
+    """Asks for hosts and tells the launcher before the driver."""
+    clock = SystemClock()
+    tell = partial(_list, hosts)
+    if wanted.host_discovery_script is None:
+        return FixedHosts(fixed, clock, tell)
+    path = wanted.host_discovery_script
+    command = [os.path.abspath(path) if os.path.exists(path) else path]
+    return HostPolling(script(command, lambda text: parse_hosts(text, wanted.slots_per_host)), clock, tell)
+
+
+def _list(hosts: Hosts, listed: Mapping[str, int]) -> None:
+    others = foreign(listed)
+    if others:
+        raise InvalidInput(
+            f"{', '.join(others)} is not this machine, and spark-elastic-run does no ssh: {_LOCAL}."
+        )
+    hosts.list(listed)
+
+
+def _ended(job: Callable[[], None]) -> int:
+    """0, or 1 once it is said what went wrong."""
+    try:
+        job()
+    except ElasticError as error:
+        click.echo(f"spark-elastic-run: {type(error).__name__}: {error}", err=True)
+        return 1
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """The entry point. SIGTERM ends the job as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run()
+    except InvalidInput as error:  # of an option
+        click.echo(f"spark-elastic-run: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
