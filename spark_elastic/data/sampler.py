@@ -1,4 +1,4 @@
-"""Horovod's `ElasticSampler` for map-style datasets, exact: no padding, no row twice, one integer of progress.
+"""Horovod's `ElasticSampler` for map-style datasets: one integer of progress, divided anew in every world.
 
 The order is the plan's shuffle of one row group. Ranks take turns in what is left of it, so that a step of B rows
 per rank is the next B·size rows of the epoch, whatever the world: with a fixed global batch, steps do not depend on
@@ -16,8 +16,9 @@ from spark_elastic.errors import InvalidInput
 class ElasticSampler:
     """Indices of this rank's rows that are still to be processed in the epoch.
 
-    Where fewer than `size` rows are left for the last step, the highest ranks have none and their loader ends one
-    batch earlier: `join()` lets the others finish.
+    pad: all ranks have equally many, so that their loops take equally many steps: where the rows do not divide by
+    `size`, the last step of the epoch has up to size - 1 of its own rows twice. Without, no row comes twice, and where
+    fewer than `size` rows are left for the last step the highest ranks have none: their loops end one step earlier.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class ElasticSampler:
         *,
         rank: Callable[[], int],
         size: Callable[[], int],
+        pad: bool = True,
     ) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
+        self.pad = pad
         self.epoch = 0
         self.processed_num = 0
         self._ask_rank, self._ask_size = rank, size
@@ -69,7 +72,10 @@ class ElasticSampler:
         rows = len(self.dataset)
         order = permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
         self.remaining_indices: list[int] = order[self.processed_num :]
-        self._mine = self.remaining_indices[self.rank :: self.num_replicas]
+        shared = list(self.remaining_indices)
+        while self.pad and len(shared) % self.num_replicas:  # cycling: there may be fewer rows than ranks
+            shared += self.remaining_indices[: -len(shared) % self.num_replicas]
+        self._mine = shared[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._mine)

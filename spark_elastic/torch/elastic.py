@@ -70,10 +70,13 @@ def _registry() -> Registry:
 
 
 class ElasticSampler(sampler.ElasticSampler):
-    """Indices of this worker's rows that are still to be processed in the epoch, in whatever world it is."""
+    """Indices of this worker's rows that are still to be processed in the epoch, in whatever world it is.
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        super().__init__(dataset, shuffle, seed, rank=rank, size=size)
+    pad: see `spark_elastic.data.sampler.ElasticSampler`.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
+        super().__init__(dataset, shuffle, seed, rank=rank, size=size, pad=pad)
 
 
 class TorchState(object_state.ObjectState):

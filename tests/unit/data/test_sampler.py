@@ -16,8 +16,10 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def sampler(self, rows: int, rank: int, shuffle: bool = True) -> ElasticSampler:
-        return ElasticSampler(range(rows), shuffle, seed=3, rank=lambda: rank, size=lambda: self.size)
+    def sampler(self, rows: int, rank: int, shuffle: bool = True, pad: bool = False) -> ElasticSampler:
+        return ElasticSampler(
+            range(rows), shuffle, seed=3, rank=lambda: rank, size=lambda: self.size, pad=pad
+        )
 
 
 @given(
@@ -41,6 +43,22 @@ def test_p1_each_row_once_over_any_worlds(rows: int, batch: int, worlds: list[tu
         assert len({tuple(sampler.state_dict().items()) for sampler in samplers}) == 1
         state = samplers[0].state_dict()
     assert sorted(seen) == list(range(rows))
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 20))
+def test_w5_padded_ranks_have_equally_many_rows_and_only_the_last_come_twice(
+    rows: int, processed: int, size: int
+) -> None:
+    """Also where fewer rows are left than there are ranks."""
+    samplers = [World(size).sampler(rows, rank, pad=True) for rank in range(size)]
+    for sampler in samplers:
+        sampler.load_state_dict({"epoch": 1, "processed_num": processed})
+    lists = [list(sampler) for sampler in samplers]
+    left = max(0, rows - processed)
+    assert {len(mine) for mine in lists} == {-(-left // size)}
+    in_turn = [row for step in zip(*lists, strict=True) for row in step]
+    assert in_turn[:left] == samplers[0].remaining_indices
+    assert len(set(in_turn)) == left
 
 
 def test_p2_with_a_fixed_global_batch_steps_do_not_depend_on_the_world() -> None:

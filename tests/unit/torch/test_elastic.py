@@ -1,0 +1,231 @@
+"""Hand-written training's names on one process: states, handlers, registry, sampler, topology."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.handlers import ModelStateHandler
+from spark_elastic.worker.context import register_handlers, set_initialized
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    yield
+    register_handlers(None)
+    set_initialized(False)
+
+
+def net() -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 1)
+    )
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+
+
+def pictured(*things: Any) -> list[Any]:
+    return [copy.deepcopy(thing.state_dict()) for thing in things]
+
+
+def assert_same(mine: Any, theirs: Any) -> None:
+    if isinstance(mine, torch.Tensor):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    elif isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            assert_same(mine[key], theirs[key])
+    elif isinstance(mine, list | tuple):
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert mine == theirs
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+    "distributed": lambda p: hvd.DistributedOptimizer(torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_restore_brings_back_every_bit_of_model_and_optimizer(kind: str, steps_before: int) -> None:
+    model = net()
+    optimizer: Any = OPTIMIZERS[kind](model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state: Any = hvd.elastic.TorchState(model, optimizer, schedule=schedule, batch=0)
+    for _ in range(steps_before):
+        step(model, optimizer)
+        schedule.step()
+    state.batch = steps_before
+    state.commit()
+    kept = pictured(model, optimizer, schedule)
+    parameters = list(model.parameters())
+    for _ in range(3):
+        step(model, optimizer)
+        schedule.step()
+        state.batch += 1
+    state.restore()
+    assert state.batch == steps_before
+    for one, other in zip(pictured(model, optimizer, schedule), kept, strict=True):
+        assert_same(one, other)
+    assert all(mine is was for mine, was in zip(model.parameters(), parameters, strict=True))
+    step(model, optimizer)
+    if kind == "distributed":
+        optimizer.close()
+
+
+def test_r20_commits_right_before_each_step_are_never_torn() -> None:
+    """The optimizer's step waits for the copy; what is restored is of one step throughout."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(20)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state: Any = hvd.elastic.TorchState(model, optimizer, batch=0)
+    for number in range(1, 20):
+        for parameter in model:
+            parameter.grad = -torch.ones_like(parameter)
+        optimizer.step()
+        state.batch = number
+        state.commit()
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, 1000.0)
+        optimizer.step()
+        state.restore()
+        assert state.batch == number
+        assert {float(value) for parameter in model for value in parameter.detach()[::4096]} == {
+            float(number)
+        }
+
+
+def test_r20_a_change_behind_the_optimizers_back_spoils_that_commit_only() -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 22))])
+    state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), batch=0)
+    torn = False
+    for number in range(1, 30):
+        state.batch = number
+        state.commit()
+        with torch.no_grad():
+            model[0].fill_(float(number))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            state.restore()
+        torn = torn or bool(seen)
+        assert len(set(model[0].detach()[:: 1 << 12].tolist())) == 1
+    state.commit()
+
+
+def test_a_model_that_no_optimizer_of_the_state_trains_is_copied_at_once() -> None:
+    model, average = net(), net()
+    state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), average=average)
+    state.commit()
+    kept = pictured(average)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.add_(1.0)
+    state.restore()
+    assert_same(pictured(average), kept)
+
+
+def test_layouts_and_dtypes_survive() -> None:
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_buffer("short", torch.randn(5).bfloat16())
+    model.register_buffer("nothing", torch.empty(0))
+    model.register_buffer("flag", torch.tensor(True))
+    state: Any = hvd.elastic.TorchState(model)
+    kept = pictured(model)
+    with torch.no_grad():
+        model.weight.mul_(2)
+        model.short.mul_(2)
+        model.flag = torch.tensor(False)
+    state.restore()
+    assert_same(pictured(model), kept)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_several_models_and_optimizers_by_name() -> None:
+    one, two = net(), net()
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two))
+    state: Any = hvd.elastic.TorchState(generator=one, judge=two, first=first, second=second, epoch=1)
+    kept = pictured(one, two)
+    step(one, first)
+    step(two, second)
+    state.restore()
+    assert_same(pictured(one, two), kept)
+
+
+def test_another_model_is_a_sentence() -> None:
+    state: Any = hvd.elastic.TorchState(net())
+    kept = state._commits.newest()
+    other = ModelStateHandler(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidInput, match="different parameters"):
+        other.load(kept.picture["model"], kept.memory)
+
+
+class Counting(ModelStateHandler):
+    saves = 0
+
+    def capture(self, tray: Any) -> Any:
+        type(self).saves += 1
+        return super().capture(tray)
+
+
+def test_the_registry_is_the_users() -> None:
+    registry = hvd.elastic.get_handler_registry()
+    assert [kind for kind, _ in registry][:2] == [torch.nn.Module, torch.optim.Optimizer]
+    hvd.elastic.set_handler_registry([(torch.nn.Module, Counting), *registry])
+    hvd.elastic.TorchState(net()).commit()
+    assert Counting.saves == 2
+
+
+def test_alone_the_process_is_a_world_of_one() -> None:
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert hvd.is_initialized()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    hvd.barrier()
+    assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+    assert hvd.allgather_object(3) == [3]
+    x = torch.arange(3.0)
+    assert torch.equal(hvd.allreduce(x), x)
+    assert torch.equal(hvd.allgather(x), x)
+    assert torch.equal(hvd.broadcast(x, 0), x)
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+
+
+def test_a_sampler_needs_no_rank() -> None:
+    assert list(hvd.elastic.ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
+
+
+def test_what_is_not_there_yet_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="comm"):
+        hvd.init(comm=[0, 1])
+    with pytest.raises(InvalidInput, match="compression"):
+        hvd.allreduce(torch.ones(1), compression=object())
+    with pytest.raises(InvalidInput, match="process_set"):
+        hvd.allgather(torch.ones(1), process_set=object())
+    with pytest.raises(InvalidInput, match="average"):
+        hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
+
+
+def test_horovods_names_of_the_errors() -> None:
+    with pytest.raises(hvd.HorovodInternalError):
+        raise hvd.HorovodInternalError((1,), "rank 1 is gone")
+    assert hvd.HostsUpdatedInterrupt(True).skip_sync
