@@ -35,6 +35,9 @@ class ElasticConfig:
     host_discovery: which hosts may take part, asked once a second: a function `() -> {host: slots}`, or an executable
         that prints `host[:slots]` a line. A host is an executor's id or its machine's name. None: all, with all slots.
     handle: a `JobHandle`, by which another thread drains workers or hosts of the running job.
+    checkpoint_steps: the state is made durable every so many steps, beside the training; None: not by steps.
+    checkpoint_seconds: and so many seconds after the last time; None: not by time.
+    checkpoints_kept: so many of them, the newest.
     ledger: workers write which rows they trained in which step, and when.
     show_logs: print the workers' output, prefixed with their rank.
     journal: a file of the driver's machine to which every event and decision is added, for
@@ -58,6 +61,9 @@ class ElasticConfig:
     idle_slot_timeout: float = 60.0
     host_discovery: str | Callable[[], Mapping[str, int]] | None = None
     handle: object | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_seconds: float | None = 60.0
+    checkpoints_kept: int = 3
     ledger: bool = False
     show_logs: bool = True
     journal: str | None = None
@@ -86,6 +92,12 @@ class ElasticConfig:
                 raise InvalidInput(
                     f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}."
                 )
+        if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
+            raise InvalidInput(f"checkpoint_steps must be 1 or more, or None; got {self.checkpoint_steps}.")
+        if self.checkpoint_seconds is not None and not self.checkpoint_seconds > 0:
+            raise InvalidInput(f"checkpoint_seconds must be above 0, or None; got {self.checkpoint_seconds}.")
+        if self.checkpoints_kept < 1:
+            raise InvalidInput(f"checkpoints_kept must be 1 or more; got {self.checkpoints_kept}.")
         lower, upper = self.cooldown_range
         if not 0 < lower <= upper:
             raise InvalidInput(

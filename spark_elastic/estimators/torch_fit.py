@@ -7,14 +7,16 @@ the request are only read: what is trained are copies. Runs in the caller's thre
 from __future__ import annotations
 
 import copy
+import dataclasses
+import hashlib
 import io
 import json
+import logging
 import math
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import cloudpickle
@@ -25,24 +27,30 @@ from spark_elastic.data.arrow_reader import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch import LaunchResult, launch
+from spark_elastic.launch import LaunchResult, WorldSpan, launch
 from spark_elastic.observe.progress import Progress
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.materialize import materialize
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.torch.checkpointing import CheckpointPolicy
 from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
 from spark_elastic.torch.training import Clipping
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame, SparkSession
+
+log = logging.getLogger("spark_elastic")
 
 FRAMEWORKS = ("torch",)
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
@@ -56,24 +64,61 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
     sc = df.sparkSession.sparkContext
+    worlds: tuple[WorldSpan, ...] = ()
     with _opened(request, sc) as store:
-        ledger = _ledger(request, store, run_id)
-        payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
-        preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
-        with _data(df, request, store, run_id) as (data, manifest):
-            spec = _spec(request, store, data, manifest, f"runs/{run_id}/model.pt", ledger)
-            result = _train(df.sparkSession, request, spec, run_id)
-        trained = json.loads(result.results[0])
-        model = _trained_model(request, store, trained["model"])
+        record, result = _so_far(request, store, run_id)
+        if result is None or record is None:
+            ledger = _ledger(request, store, run_id)
+            payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
+            preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
+            record, result, worlds = _trained(df, request, store, run_id, ledger)
+        model = _trained_model(request, store, result)
+        features = _inputs(request, record.rows())
     summary = FitSummary(
         run_id=run_id,
-        epochs=tuple(trained["history"]),
-        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in result.worlds),
+        epochs=tuple(result.history),
+        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in worlds),
         seconds=clock.now() - started,
-        data_rows=manifest.rows,
-        digest=trained["digest"],
+        data_rows=result.data_rows,
+        digest=result.digest,
     )
-    return ElasticTorchModel(Predictor(pack(model), spec.features), summary)
+    return ElasticTorchModel(Predictor(pack(model), features), summary)
+
+
+def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | None, RunResult | None]:
+    """What there is of the run, which must be one that this request goes on with (R19)."""
+    record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
+    if record is not None:
+        record.check(request, run_id)
+    if result is not None and result.epochs != request.epochs:
+        raise InvalidInput(
+            f"run_id {run_id!r} ended after {result.epochs} epochs and this fit wants {request.epochs}: use another "
+            "run_id."
+        )
+    return record, result
+
+
+def _trained(
+    df: DataFrame, request: Request, store: Store, run_id: str, ledger: str | None
+) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...]]:
+    """Train from the beginning, or from the newest checkpoint of an unfinished run."""
+    run = HeldRun.take(store, run_id)
+    with _data(df, request, store, run) as (record, data):
+        manifest = record.rows()
+        spec = _spec(request, store, data, record, run_id, ledger)
+        launched = _train(df.sparkSession, request, spec, run)
+    trained = json.loads(launched.results[0])
+    result = RunResult(
+        trained["model"],
+        trained["sha256"],
+        trained["digest"],
+        request.epochs,
+        trained["history"],
+        manifest.rows,
+    )
+    result.save(store, run_id)
+    store.remove_tree(f"runs/{run_id}/checkpoints")
+    return record, result, launched.worlds
 
 
 @contextmanager
@@ -92,34 +137,58 @@ def _opened(request: Request, sc: SparkContext) -> Iterator[Store]:
 
 
 @contextmanager
-def _data(df: DataFrame, request: Request, store: Store, run_id: str) -> Iterator[tuple[Store, Manifest]]:
-    """The columns in the store: for all fits to come (`keep_data`), or in a folder of this run until it is over."""
-    names = [*request.feature_cols, *request.label_cols, *filter(None, [request.sample_weight_col])]
-    if request.keep_data:
-        yield store, materialize(df, names, store)
-        return
-    own = f"runs/{run_id}/rows"
-    data = replace(store, url=store.join(own), root=store.path(own))
+def _data(df: DataFrame, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
+    """The columns in the store: for all fits to come (`keep_data`), or in a folder of the run until it has ended well.
+
+    A run that goes on goes on with the rows that it was begun with.
+    """
+    own = "" if request.keep_data else f"runs/{run.run_id}/rows"
+    record = RunRecord.load(store, run.run_id)
+    if record is None:
+        names = [*request.feature_cols, *request.label_cols, *filter(None, [request.sample_weight_col])]
+        try:
+            manifest = materialize(df, names, _inside(store, own))
+            record = RunRecord.of(request, own, manifest, _plan(request, manifest))
+        except BaseException:
+            _forget_rows(store, own)
+            raise
+        record.save(store, run.run_id)
     try:
-        yield data, materialize(df, names, data)
-    finally:
-        store.remove_tree(own)
+        yield record, _inside(store, record.data)
+    except BaseException:
+        if _goes_on(request, store, run.run_id):
+            log.warning("run %s can go on: fit again with run_id=%r", run.run_id, run.run_id)
+        else:
+            _forget_rows(store, record.data)
+            store.delete(f"runs/{run.run_id}/run.json")
+        raise
+    _forget_rows(store, record.data)
 
 
-def _limits(request: Request) -> Limits:
-    config = request.config
+def _inside(store: Store, folder: str) -> Store:
+    return dataclasses.replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
+
+
+def _forget_rows(store: Store, folder: str) -> None:
+    if folder:
+        store.remove_tree(folder)
+
+
+def _goes_on(request: Request, store: Store, run_id: str) -> bool:
+    """Whether something of the failed run is worth its rows' room."""
+    return request.store is not None and bool(Checkpoints(store, run_id).published())
+
+
+def _limits(request: Request, global_batch: int) -> Limits:
+    """What bounds the job; a setting of the config has the name that it has here."""
+    bounds = {field.name for field in dataclasses.fields(Limits)}
+    settings = {name: value for name, value in vars(request.config).items() if name in bounds}
     return Limits(
-        num_workers=request.num_workers,
-        min_workers=request.min_workers,
-        max_workers=request.max_workers,
-        gather_timeout=config.gather_timeout,
-        start_timeout=config.start_timeout,
-        lease=config.lease,
-        driver_timeout=config.driver_timeout,
-        failure_budget=config.failure_budget,
-        failure_window=config.failure_window,
-        reset_limit=config.reset_limit,
-        max_global_batch=request.global_batch,
+        request.num_workers,
+        request.min_workers,
+        request.max_workers,
+        max_global_batch=global_batch,
+        **settings,
     )
 
 
@@ -133,13 +202,13 @@ def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
                 f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
                 "numbers."
             )
-    return tuple(replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True))
+    return tuple(
+        dataclasses.replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True)
+    )
 
 
-def _spec(
-    request: Request, store: Store, data: Store, manifest: Manifest, result: str, ledger: str | None
-) -> TrainSpec:
-    plan = DataPlan.for_run(
+def _plan(request: Request, manifest: Manifest) -> DataPlan:
+    return DataPlan.for_run(
         manifest.group_rows,
         request.global_batch,
         request.seed,
@@ -148,12 +217,18 @@ def _spec(
         DEFAULT_CACHE_BYTES,
         request.shuffle,
     )
+
+
+def _spec(
+    request: Request, store: Store, data: Store, record: RunRecord, run_id: str, ledger: str | None
+) -> TrainSpec:
+    manifest, config = record.rows(), request.config
     return TrainSpec(
         data=data,
         manifest=manifest,
-        plan=plan,
+        plan=record.plan(manifest),
         store=store,
-        result=result,
+        result=f"runs/{run_id}/model.pt",
         features=_inputs(request, manifest),
         labels=request.label_cols,
         weight=request.sample_weight_col,
@@ -162,15 +237,17 @@ def _spec(
         seed=request.seed,
         clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
         ledger=ledger,
+        checkpoints=CheckpointPolicy(run_id, config.checkpoint_steps, config.checkpoint_seconds),
     )
 
 
-def _train(spark: SparkSession, request: Request, spec: TrainSpec, run_id: str) -> LaunchResult:
+def _train(spark: SparkSession, request: Request, spec: TrainSpec, run: HeldRun) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = TorchTrainTask(spec, request.model, request.optimizer, request.loss)
     shown = Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
     with closing(shown) as progress:
-        return launch(spark, task, _limits(request), request.config, run_id, PRELOAD, progress)
+        limits = _limits(request, spec.plan.global_batch)
+        return launch(spark, task, limits, request.config, run.run_id, PRELOAD, progress, run)
 
 
 def _ledger(request: Request, store: Store, run_id: str) -> str | None:
@@ -181,10 +258,13 @@ def _ledger(request: Request, store: Store, run_id: str) -> str | None:
     return store.path(f"runs/{run_id}/ledger")
 
 
-def _trained_model(request: Request, store: Store, name: str) -> torch.nn.Module:
+def _trained_model(request: Request, store: Store, result: RunResult) -> torch.nn.Module:
     """A copy of the request's module with the weights that training left in the store."""
+    weights = store.read_bytes(result.model)
+    if hashlib.sha256(weights).hexdigest() != result.sha256:
+        raise StoreError(
+            f"{result.model} in the store {store.url} is not what was trained: its SHA-256 differs."
+        )
     model = copy.deepcopy(request.model)
-    model.load_state_dict(
-        torch.load(io.BytesIO(store.read_bytes(name)), map_location="cpu", weights_only=True)
-    )
+    model.load_state_dict(torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True))
     return model.eval()

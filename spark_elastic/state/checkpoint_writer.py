@@ -22,7 +22,7 @@ END_WAIT = 60.0  # seconds that closing waits for the one in flight
 class CheckpointWriter:
     """tell: hands a written checkpoint to the driver, which decides whether it counts."""
 
-    def __init__(self, checkpoints: Checkpoints, tell: Callable[[Checkpoint], None]) -> None:
+    def __init__(self, checkpoints: Checkpoints, tell: Callable[[Checkpoint], object]) -> None:
         self._checkpoints = checkpoints
         self._tell = tell
         self._changed = threading.Condition()

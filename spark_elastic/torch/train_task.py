@@ -6,23 +6,28 @@ All methods are called from the worker's main thread.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.arrow_reader import ArrowReader
-from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.loader import StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.torch.checkpointing import Checkpointing, CheckpointPolicy, restore
 from spark_elastic.torch.columns import Columns
 from spark_elastic.torch.coupling import world_dependence
 from spark_elastic.torch.exchange import GradientExchange
@@ -41,6 +46,7 @@ class TrainSpec:
     """Everything about a training but the user's objects.
 
     data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
+    checkpoints: when and for which run, None for no checkpoints.
     features: as the model sees them. batch_size: most rows of one forward pass. ledger: folder, None for no ledger.
     """
 
@@ -57,6 +63,7 @@ class TrainSpec:
     seed: int
     clipping: Clipping
     ledger: str | None = None
+    checkpoints: CheckpointPolicy | None = None
 
 
 class TorchTrainTask:
@@ -74,6 +81,7 @@ class TorchTrainTask:
         self._optimizer = optimizer
         self._loss = loss
         self._begun = False
+        self._checkpointing: Checkpointing | None = None
 
     def prepare(self) -> None:
         spec = self._spec
@@ -117,6 +125,9 @@ class TorchTrainTask:
     def sync(self, world: World, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
+        if world.resume and group.rank == world.source:
+            assert self._spec.checkpoints is not None
+            restore(self._spec.store, self._spec.checkpoints.run_id, world.resume, self._state)
         position = self._state.sync(group, world.source, world.receivers)
         self._begun = True
         self._mark("synced", group)
@@ -126,20 +137,27 @@ class TorchTrainTask:
         self._begun = True
         self._mark("runs", group)
         self._warn(group)
+        if group.rank == 0 and self._spec.checkpoints is not None and self._checkpointing is None:
+            tell = session.wrote_checkpoint
+            self._checkpointing = Checkpointing(self._spec.store, self._spec.checkpoints, self._clock, tell)
         try:
             return self._epochs(world, group, session)
         except CollectiveError:
             self._mark("broke", group)
+            if self._checkpointing is not None:
+                self._checkpointing.unsealed()
             raise
 
     def _epochs(self, world: World, group: Group, session: Session) -> Outcome:
         while self._state.position.epoch < self._spec.epochs:
             if self._state.position.phase is Phase.TRAIN and not self._train(world, group, session):
                 return Stopped(CHANGE)
-            self._close_epoch(group, session)
+            self._close_epoch(world, group, session)
         return Completed(self._finish(group))
 
     def close(self) -> None:
+        if self._checkpointing is not None:
+            self._checkpointing.close()
         self._exchange.close()
         self._reader.close()
         self._ledger.close()
@@ -157,14 +175,30 @@ class TorchTrainTask:
                 def account(verdict: Verdict, began: float = began) -> Position:
                     return self._account(verdict, group.size, self._clock.now() - began)
 
-                verdict = self._taker.take(
-                    group, self._columns.share(rows), session.membership_version(), account
-                )
+                with self._located(rows):
+                    share = self._columns.share(rows)
+                    verdict = self._taker.take(group, share, session.membership_version(), account)
                 session.tell(self._state.position)
+                self._keep(world, applied=True)
                 self._report(group, session, verdict)
                 if verdict.version > world.version and self._state.position.phase is Phase.TRAIN:
                     return False
         return True
+
+    @contextmanager
+    def _located(self, rows: StepRows) -> Iterator[None]:
+        """R13: an exception of user code says at which rows of which row groups it was raised."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as error:
+            groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
+            error.add_note(
+                f"in step {rows.step} of epoch {rows.epoch}, on a share of {len(rows)} rows: {_some(rows.row_ids)} of "
+                f"row groups {_some(np.unique(groups))}"
+            )
+            raise
 
     def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
         """The epoch's sums, part of the state, and the position after the step."""
@@ -179,9 +213,17 @@ class TorchTrainTask:
             return Position(here.epoch, Phase.CLOSE, 0)
         return Position(here.epoch, here.phase, here.step + 1)
 
-    def _close_epoch(self, group: Group, session: Session) -> None:
+    def _keep(self, world: World, applied: bool) -> None:
+        """An exchange is complete, so that the step before it is sealed; `applied`: and its own step was applied."""
+        if self._checkpointing is not None:
+            self._checkpointing.sealed(world.fence)
+            if applied:
+                self._checkpointing.applied(self._state)
+
+    def _close_epoch(self, world: World, group: Group, session: Session) -> None:
         """R1: the barrier seals the epoch's last step; then it enters the history, identical on all ranks."""
         group.barrier()
+        self._keep(world, applied=False)
         sums, here = self._state.extras, self._state.position
         sums["history"].append(
             {
@@ -224,16 +266,24 @@ class TorchTrainTask:
 
     def _finish(self, group: Group) -> str:
         """R15: rank 0 writes the final model; whoever is rank 0 when it is asked for holds the same one."""
-        digest = self._state.digest()
+        digest, written = self._state.digest(), ""
         if group.rank == 0:
             buffer = io.BytesIO()
             torch.save(self._state.model.state_dict(), buffer)
             self._spec.store.write_bytes(self._spec.result, buffer.getvalue())
+            written = hashlib.sha256(buffer.getbuffer()).hexdigest()
         return json.dumps(
             {
                 "history": self._state.extras["history"],
                 "model": self._spec.result,
+                "sha256": written,
                 "digest": digest,
                 "rank": group.rank,
             }
         )
+
+
+def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:
+    """All of a few, some of many."""
+    shown = ", ".join(str(number) for number in numbers[:most])
+    return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"

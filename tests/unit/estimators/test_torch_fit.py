@@ -55,8 +55,12 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
         failure_budget=4,
         failure_window=5.5,
         reset_limit=6,
+        driver_timeout=7.5,
+        cooldown_range=(8.5, 9.5),
+        idle_slot_timeout=10.5,
+        checkpoints_kept=11,
     )
-    limits = _limits(request(config=config, num_workers=3, min_workers=2, max_workers=4, batch_size=8))
+    limits = _limits(request(config=config, num_workers=3, min_workers=2, max_workers=4), 24)
     for field in dataclasses.fields(Limits):
         if hasattr(config, field.name):
             assert getattr(limits, field.name) == getattr(config, field.name), field.name

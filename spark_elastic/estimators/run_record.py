@@ -1,0 +1,113 @@
+"""What a run of the estimator is bound to (R19), and what it came to: two documents beside its checkpoints.
+
+    runs/RUN/run.json       written once, when the rows are there; a fit that goes on with the run must agree with it
+    runs/RUN/result.json    written at the end; a fit of a finished run returns its model
+
+Pure values but for load and save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.validation import Request
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """data: where the rows are, "" for the store's root. manifest: the document itself, and its hash.
+
+    The global batch and the lanes stay what they were, whatever the number of workers is when the run goes on.
+    """
+
+    data: str
+    manifest: str
+    manifest_hash: str
+    global_batch: int
+    lanes: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, request: Request, data: str, manifest: Manifest, plan: DataPlan) -> RunRecord:
+        return cls(data, manifest.to_json(), manifest.hash, plan.global_batch, plan.lanes, _bound(request))
+
+    @classmethod
+    def load(cls, store: Store, run_id: str) -> RunRecord | None:
+        """None where the run has not come so far."""
+        name = f"runs/{run_id}/run.json"
+        return cls(**_read(store, name)) if store.exists(name) else None
+
+    def save(self, store: Store, run_id: str) -> None:
+        store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
+
+    def check(self, request: Request, run_id: str) -> None:
+        """Raises InvalidInput with the first setting that is another one."""
+        for name, value in _bound(request).items():
+            if self.settings.get(name) != value:
+                raise InvalidInput(
+                    f"run_id {run_id!r} was begun with {name}={self.settings.get(name)!r} and this fit has {value!r}: "
+                    "go on with the same, or use another run_id."
+                )
+
+    def rows(self) -> Manifest:
+        """Raises StoreError where the document was altered."""
+        manifest = Manifest.from_json(self.manifest)
+        if manifest.hash != self.manifest_hash:
+            raise StoreError("The run's manifest is not the one that it was begun with: it was altered.")
+        return manifest
+
+    def plan(self, manifest: Manifest) -> DataPlan:
+        return DataPlan(
+            manifest.group_rows,
+            self.global_batch,
+            self.settings["seed"],
+            self.lanes,
+            self.settings["shuffle"],
+        )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run. model: name of its weights in the store."""
+
+    model: str
+    sha256: str
+    digest: str
+    epochs: int
+    history: list[dict[str, Any]]
+    data_rows: int
+
+    @classmethod
+    def load(cls, store: Store, run_id: str) -> RunResult | None:
+        """None where the run has not ended."""
+        name = f"runs/{run_id}/result.json"
+        return cls(**_read(store, name)) if store.exists(name) else None
+
+    def save(self, store: Store, run_id: str) -> None:
+        store.write_bytes(f"runs/{run_id}/result.json", json.dumps(asdict(self)).encode())
+
+
+def _bound(request: Request) -> dict[str, Any]:
+    return {
+        "feature_cols": list(request.feature_cols),
+        "label_cols": list(request.label_cols),
+        "sample_weight_col": request.sample_weight_col,
+        "batch_size": request.batch_size,
+        "seed": request.seed,
+        "shuffle": request.shuffle,
+    }
+
+
+def _read(store: Store, name: str) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(store.read_bytes(name))
+    except ValueError as error:
+        raise StoreError(f"{name} in the store {store.url} is damaged: {error}") from error
+    return fields
