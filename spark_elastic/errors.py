@@ -6,6 +6,7 @@ ElasticError                      everything below
 ├── JobFailed                     training ended without a result
 │   ├── WorkerFailed              user code raised; carries traceback, step and position
 │   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
+│   ├── OutOfMemory               workers were killed again and again because memory ran out
 │   └── FailureBudgetExceeded     too many failures inside the window
 ├── JobCancelled                  the user or Spark cancelled the job
 ├── DriverUnreachable             the rendezvous server does not answer; names host:port
@@ -41,6 +42,10 @@ class WorkerFailed(JobFailed):
 
 class NotEnoughWorkers(JobFailed):
     """Fewer than `min_workers` workers came within the deadline."""
+
+
+class OutOfMemory(JobFailed):
+    """The kernel killed workers again and again because memory ran out; the message names the setting to raise."""
 
 
 class FailureBudgetExceeded(JobFailed):

@@ -28,6 +28,7 @@ from spark_elastic.errors import (
     JobCancelled,
     JobFailed,
     NotEnoughWorkers,
+    OutOfMemory,
     WorkerFailed,
 )
 from spark_elastic.protocol import driver_machine
@@ -265,6 +266,8 @@ def _results(end: End) -> tuple[str, ...]:
             raise WorkerFailed(f"{end.reason}\n{end.detail}")
         case Outcome.NOT_ENOUGH_WORKERS:
             raise NotEnoughWorkers(end.reason)
+        case Outcome.OUT_OF_MEMORY:
+            raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
         case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
             raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
         case Outcome.CANCELLED:

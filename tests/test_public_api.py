@@ -26,6 +26,7 @@ PUBLIC = {
     "JobFailed": "errors",
     "JobHandle": "driver.handle",
     "NotEnoughWorkers": "errors",
+    "OutOfMemory": "errors",
     "PeersMissing": "errors",
     "PreflightError": "errors",
     "StaleGeneration": "errors",

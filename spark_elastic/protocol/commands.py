@@ -81,6 +81,7 @@ class Outcome(Enum):
     NOT_ENOUGH_WORKERS = "not enough workers"
     FAILURE_BUDGET = "failure budget exceeded"
     RESET_LIMIT = "reset limit exceeded"
+    OUT_OF_MEMORY = "out of memory"
     CANCELLED = "cancelled"
     DEFECT = "defect of the driver"
 

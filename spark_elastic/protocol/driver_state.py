@@ -60,6 +60,7 @@ class DriverState:
     slots_on, slots_of: living slots by host and by slot job. starting: how many workers have that status.
     stalled: members of this world that kept others waiting, and what they were doing.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
+    starved: when workers were killed because memory ran out.
     fruitless_end: what the last slot job said that ended before its worker was warm.
     checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most.
     listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
@@ -99,6 +100,7 @@ class DriverState:
     version: int = 0
     announced: bool = False
     failures: tuple[Failure, ...] = ()
+    starved: tuple[float, ...] = ()
     next_lease_scan: float = 0.0
     hiccup: float = float("-inf")
     deaf: float = float("-inf")

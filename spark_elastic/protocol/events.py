@@ -129,11 +129,15 @@ class ConnectionBack(Event):
 
 @dataclass(frozen=True)
 class WorkerExited(Event):
-    """Seen by the slot task: the process is gone. exit_code as subprocess gives it (negative: signal)."""
+    """Seen by the slot task: the process is gone. exit_code as subprocess gives it (negative: signal).
+
+    out_of_memory: the kernel killed it because memory ran out.
+    """
 
     worker: WorkerId
     exit_code: int
     reason: str = ""
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)

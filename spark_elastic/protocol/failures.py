@@ -8,6 +8,7 @@ from spark_elastic.protocol.commands import Outcome
 from spark_elastic.protocol.driver_state import DriverState, Failure, Turn
 from spark_elastic.protocol.types import Position
 
+STARVED_BORNE = 2  # kills for want of memory within the failure window that a job bears
 Ending = Callable[[Turn, Outcome, str, str], None]
 
 
@@ -32,6 +33,23 @@ def blame(turn: Turn, failure: Failure, end: Ending) -> None:
             f"workers failed {count} times within {state.limits.failure_window:g} s and the job bears "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
             failure.detail,
+        )
+
+
+def starve(turn: Turn, detail: str, end: Ending) -> None:
+    """A worker was killed because memory ran out. Another try may go well where it was a neighbour's fault; a habit
+    of it is a setting's."""
+    state = turn.state
+    oldest = turn.now - state.limits.failure_window
+    state.starved = (*(at for at in state.starved if at >= oldest), turn.now)
+    if len(state.starved) > STARVED_BORNE:
+        end(
+            turn,
+            Outcome.OUT_OF_MEMORY,
+            f"workers ran out of memory {len(state.starved)} times within {state.limits.failure_window:g} s; the "
+            "training process is outside the JVM: raise spark.executor.memoryOverhead (or the container's memory), "
+            "or lower batch_size or the number of slots per executor",
+            detail,
         )
 
 

@@ -9,7 +9,7 @@ from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import Failure, Stage, Turn
 from spark_elastic.protocol.durable import seen_dead
 from spark_elastic.protocol.evidence import break_world, hear, lose, suspect, took_part
-from spark_elastic.protocol.failures import blame, spell
+from spark_elastic.protocol.failures import blame, spell, starve
 from spark_elastic.protocol.forming import end
 from spark_elastic.protocol.jobs import strike
 from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
@@ -157,7 +157,9 @@ def _count(
     killed one after the other before they ever take part in a world."""
     state = turn.state
     slot = event.worker.rpartition(".")[0]
-    if event.exit_code in KILLED:
+    if event.out_of_memory:
+        starve(turn, detail, end)
+    elif event.exit_code in KILLED:
         kills = 0 if took_part else state.kills.get(slot, 0) + 1
         state.kills = state.kills.put(slot, kills)
         if kills <= KILLS_BORNE:

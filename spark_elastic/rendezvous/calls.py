@@ -46,8 +46,10 @@ class SlotCalls:
     def started(self, worker: WorkerId) -> m.Acknowledged:
         return self._client.ask(m.Started(self._slot, worker))
 
-    def exited(self, worker: WorkerId, exit_code: int, reason: str = "") -> m.Acknowledged:
-        return self._client.ask(m.Exited(self._slot, worker, exit_code, reason))
+    def exited(
+        self, worker: WorkerId, exit_code: int, reason: str = "", out_of_memory: bool = False
+    ) -> m.Acknowledged:
+        return self._client.ask(m.Exited(self._slot, worker, exit_code, reason, out_of_memory))
 
     def watch(self, seen: int, hold: float = m.HOLD) -> m.SlotOrders:
         """Orders after the first `seen`, at once when there are some; else after `hold` seconds, none."""

@@ -89,6 +89,7 @@ class Exited(Request[Acknowledged]):
     worker: WorkerId
     exit_code: int
     reason: str = ""
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,11 @@ class Routes:
         return m.Acknowledged(self._board.ended)
 
     def _exited(self, request: m.Exited) -> m.Acknowledged:
-        self._post(events.WorkerExited(self._clock.now(), request.worker, request.exit_code, request.reason))
+        self._post(
+            events.WorkerExited(
+                self._clock.now(), request.worker, request.exit_code, request.reason, request.out_of_memory
+            )
+        )
         return m.Acknowledged(self._board.ended)
 
     def _logs(self, request: m.LogLines) -> m.Acknowledged:

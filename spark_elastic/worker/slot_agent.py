@@ -19,6 +19,7 @@ from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
+from spark_elastic.worker.out_of_memory import MemoryKills
 
 STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
@@ -55,6 +56,7 @@ class SlotAgent:
         self._active: Child | None = None
         self._spare: Child | None = None
         self._started = 0
+        self._memory_kills = MemoryKills()
         self._beat_every = 1.0
         self._closing = threading.Event()
         self._no_more_lines = threading.Event()
@@ -110,7 +112,8 @@ class SlotAgent:
         elif child is self._active:
             assert child.worker is not None
             try:
-                self._driver.exited(child.worker, code, _how(code))
+                starved = self._memory_kills.explains(code)
+                self._driver.exited(child.worker, code, _how(code, starved), starved)
                 self._promote()
             finally:
                 child.close()
@@ -216,5 +219,7 @@ class SlotAgent:
                     continue  # lines are for people; losing some must not hurt training
 
 
-def _how(code: int) -> str:
+def _how(code: int, starved: bool) -> str:
+    if starved:
+        return "out of memory: killed by the kernel"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -8,8 +8,10 @@ come, then {"verdict": ...}. Steps take their time while FOLDER/run/slow exists.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -94,6 +96,7 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
 
 def main() -> None:
     master, address, folder, lease, epochs = sys.argv[1:6]
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     logger = logging.getLogger("spark_elastic.driver")
     logger.setLevel(logging.DEBUG)
     logger.propagate = False

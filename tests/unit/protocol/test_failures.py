@@ -80,6 +80,21 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     assert "failed 3 times within 100 s" in bench.end.reason
 
 
+def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_raise() -> None:
+    bench = Bench(replace(FOUR, failure_window=100.0, cooldown_range=(1.0, 1.0)))
+    bench.start(1, 2)
+    exits = [on.WorkerExited(0, name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)]
+    bench.on(exits[0])
+    bench.wait(101.0, beating=[1, 2])
+    for started, event in enumerate(exits[1:], 2):
+        assert not bench.all(End)
+        bench.on(on.WorkerStarted(0, "2-0", name(2, started)))
+        bench.on(event)
+    assert bench.end.outcome is Outcome.OUT_OF_MEMORY
+    assert "ran out of memory 3 times within 100 s" in bench.end.reason
+    assert "spark.executor.memoryOverhead" in bench.end.reason
+
+
 def test_lost_hosts_and_drains_cost_no_budget() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1, 2, 3, 4)
