@@ -66,7 +66,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """A job and its misfortunes. steps: of an epoch; rows: of a step. replace_after: seconds after which another host
+    """A job and its misfortunes. steps: of an epoch; rows: of a step; forward: seconds that its computing takes.
+    replace_after: seconds after which another host
     comes for a lost one, None for never. retries: the cluster itself starts a failed slot task again.
     """
 
@@ -77,6 +78,7 @@ class FaultPlan:
     epochs: int = 1
     steps: int = 10
     rows: int = 96
+    forward: float = 0.03
     faults: tuple[Fault, ...] = field(default=())
     replace_after: float | None = 1.0
     retries: bool = False

@@ -81,7 +81,7 @@ class SimGroup:
         """Compute; then contribute."""
         self._does(worker, Doing.FORWARD)
         self.sim.moment(Moment.FORWARD)
-        worker.later(self.sim.jitter(0.03) * worker.slot.host.slowness, lambda: self._contribute(worker))
+        worker.later(self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness, lambda: self._contribute(worker))
 
     def abort(self, worker: SimWorker, reason: str) -> None:
         """The worker's end of the group is poisoned; who waits in it is freed."""
