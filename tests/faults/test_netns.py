@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.spark,
     pytest.mark.native,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
@@ -78,7 +78,7 @@ class Field:
         self._threads.append(threading.Thread(target=self._listen, args=(driver,)))
         self._threads[-1].start()
 
-    def hear(self, name: str | None, value: object = None, seconds: float = 120.0) -> dict[str, Any]:
+    def hear(self, name: str | None, value: object = None, seconds: float = 240.0) -> dict[str, Any]:
         """What the job tells next under that name (with that value, if given); None: whatever it tells next."""
         deadline = time.monotonic() + seconds
         while True:
@@ -160,7 +160,6 @@ def assert_right(verdict: dict[str, Any]) -> None:
     assert verdict["to plain loop"] < 1e-9, verdict
 
 
-@pytest.mark.scenario("G4")
 @pytest.mark.parametrize("lease", [1.0, 5.0])
 def test_a_host_that_is_cut_off_for_30_seconds(lease: float, field: Field, fault: Fault) -> None:
     """The others go on within the lease; when the network heals the host rejoins, and its zombie ends itself."""

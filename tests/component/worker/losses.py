@@ -35,9 +35,13 @@ Act = tuple[Callable[[Moment], bool], Callable[[], object]]
 
 
 class Cluster(ProcessLauncher):
-    """Also remembers how its slots reach the driver."""
+    """Also remembers how its slots reach the driver. collective_timeout: of its workers, seconds."""
 
     contact: Contact
+
+    def __init__(self, *arguments: Any, collective_timeout: float, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._timeouts = replace(self._timeouts, collective=collective_timeout)
 
     def start(self, contact: Contact, post: Post) -> None:
         self.contact = contact
@@ -53,10 +57,15 @@ class Job:
     room: int | None = None
     slots_per_host: int = 1
     config: ElasticConfig = field(default_factory=ElasticConfig)
+    collective_timeout: float = 20.0
 
     def __post_init__(self) -> None:
         self.cluster = Cluster(
-            self.program, SystemClock(), slots_per_host=self.slots_per_host, room=self.room or self.size
+            self.program,
+            SystemClock(),
+            slots_per_host=self.slots_per_host,
+            room=self.room or self.size,
+            collective_timeout=self.collective_timeout,
         )
         self.moment = Moment()
         self.post: Post = lambda event: None

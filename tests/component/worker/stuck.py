@@ -24,6 +24,13 @@ class HoldsTheGil(CountingProgram):
         ctypes.PyDLL(None).sleep(STUCK_SECONDS)
 
 
+class NeverReturns(HoldsTheGil):
+    """The same for ever."""
+
+    def call_c_code(self) -> None:
+        ctypes.PyDLL(None).sleep(3600)
+
+
 class Dawdles(CountingProgram):
     """Rank 1 of the first world takes its time in Python."""
 

@@ -61,3 +61,14 @@ def test_p5_a_worker_that_is_stuck_is_named_with_where_it_is(
     assert sentence.startswith("rank 1 (worker ")
     assert re.search(rf"last seen in (sleep \(\S+\) < )?{place} \(worker/stuck.py:", sentence)
     assert "WorkerStalled" in entry(result, "has kept others waiting")
+
+
+def test_p5_the_error_of_a_wait_that_ends_says_who_was_missing_and_what_it_was_doing() -> None:
+    """It holds the interpreter's lock for ever: its slot beats, but it never comes, and is given up in the end."""
+    job = Job(stuck.NeverReturns(20, 0.03), size=2, collective_timeout=5.0)
+    result = job.run(regroup_timeout=2.0)
+    over = entry(result, "world 1 is over")
+    assert "saw" in over
+    assert "has kept others waiting for" in over
+    assert "last seen in call_c_code (worker/stuck.py:" in over
+    assert "last seen in call_c_code" in entry(result, "did not come to the regroup within 2 s")
