@@ -1,0 +1,103 @@
+"""One run of `spark-elastic-run` over `loop.py` as the tests see it: its log, its orders, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.scenarios import Fault
+
+LOOP = Path(__file__).with_name("loop.py")
+WAIT = 40.0  # seconds for what must happen, on a busy machine
+WAIT_IN_VAIN = 4.0  # where faults are off
+
+
+class Watched:
+    """folder: of this run. fault: on or off decides how long is waited."""
+
+    def __init__(self, folder: Path, fault: Fault, *options: str) -> None:
+        self.folder = folder
+        self._fault = fault
+        command = [sys.executable, "-m", "spark_elastic.cli", *options, "python", str(LOOP), str(folder)]
+        root = Path(__file__).parents[3]
+        path = os.pathsep.join([str(root), str(root / "python")])
+        self._stderr = (folder / "stderr").open("w+")
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=self._stderr, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        log = self.folder / "log"
+        text = log.read_text() if log.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def newest(self) -> list[dict[str, Any]]:
+        """One line per rank of the newest world that took a step, in rank order."""
+        lines = self.lines()
+        generation = max((line["generation"] for line in lines), default=0)
+        by_rank = {line["rank"]: line for line in lines if line["generation"] == generation}
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def sizes(self) -> list[int]:
+        """Of the worlds that took a step."""
+        return [size for _, size in sorted({(line["generation"], line["size"]) for line in self.lines()})]
+
+    def await_size(self, size: int) -> list[dict[str, Any]]:
+        """The newest world's lines once it is of that size and each of its ranks took a step."""
+
+        def there() -> bool:
+            newest = self.newest()
+            return bool(newest) and [line["size"] for line in newest] == [size] * size
+
+        self.wait_for(there, f"a world of {size}")
+        return self.newest()
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + (WAIT if self._fault.on or not self.lines() else WAIT_IN_VAIN)
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}: {self.stderr()}"
+            assert time.monotonic() < deadline, f"no {what}; worlds of {self.sizes()}: {self.stderr()}"
+            time.sleep(0.02)
+
+    def order(self, rank: int | str, how: str) -> None:
+        """That rank, or "all", shall raise, exit or kill itself before its next step."""
+        draft = self.folder / f"draft.{rank}"
+        draft.write_text(how)
+        draft.rename(self.folder / f"order.{rank}")
+
+    def stop(self) -> int:
+        """Let the job end well; returns its exit code."""
+        (self.folder / "stop").touch()
+        return self.ended()
+
+    def ended(self) -> int:
+        return self.process.wait(WAIT if self._fault.on else WAIT_IN_VAIN)
+
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(20)
+        self._stderr.close()
+
+
+@contextmanager
+def watched(folder: Path, fault: Fault, *options: str) -> Iterator[Watched]:
+    job = Watched(folder, fault, *options)
+    try:
+        yield job
+    finally:
+        job.close()
