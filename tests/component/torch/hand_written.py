@@ -1,0 +1,162 @@
+"""Hand-written training functions, and how a test runs them on plain processes while things happen to those."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.ports import Post
+from spark_elastic.protocol.events import DrainRequested
+from spark_elastic.running.call import Call, prepare
+from spark_elastic.testing.processes import ProcessLauncher
+
+STEPS = 30
+PACE = 0.05  # seconds a step takes at least
+
+
+def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
+    """A linear net in float64. Each step's batch follows from the step alone and is the same on all ranks, so that the
+    final weights are those of one process, whatever the world did. hold: at that step, wait for that size."""
+    import time
+
+    import torch
+
+    import spark_elastic.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(hvd.rank() + 7)  # what rank 0 begins with counts, for newcomers too
+    model = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    trained: list[int] = []
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while state.step < steps:
+            while state.step == hold[0] and hvd.size() < hold[1]:
+                time.sleep(PACE)
+                state.check_host_updates()
+            time.sleep(PACE)
+            batch = torch.randn(
+                6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
+            )
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            trained.append(state.step)
+            state.step += 1
+            print(f"step {state.step}", flush=True)  # noqa: T201 - what the test waits for
+            state.commit()
+
+    state = hvd.elastic.TorchState(model, optimizer, step=0, initial=model.weight.detach().clone())
+    loop(state)
+    return {
+        "rank": hvd.rank(),
+        "weights": torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist(),
+        "momentum": [optimizer.state[p]["momentum_buffer"].flatten().tolist() for p in model.parameters()],
+        "trained": trained,
+        "initial": state.initial.tolist(),
+    }
+
+
+def count(steps: int, commit_every: int, check: bool = False) -> dict[str, Any]:
+    """Without a framework: each step adds 1 to a vector, summed over the ranks and divided by their number."""
+    import time
+
+    import numpy as np
+
+    from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.worker.context import current
+    from spark_elastic.worker.seat import seat_of_process
+
+    trained: list[int] = []
+
+    def loop(state: Any) -> None:
+        while state.step < steps:
+            time.sleep(PACE)
+            here = current()
+            assert here is not None
+            assert here.group is not None
+            change = np.ones(1000)
+            here.group.allreduce(change)
+            state.numbers = state.numbers + change / here.group.size
+            trained.append(state.step)
+            state.step += 1
+            print(f"step {state.step}", flush=True)  # noqa: T201 - what the test waits for
+            if state.step % commit_every == 0:
+                state.commit()
+            elif check:
+                state.check_host_updates()
+
+    state: Any = ObjectState(numbers=np.zeros(1000), step=0)
+    elastic(loop, seat_of_process)(state)
+    assert float(state.numbers.min()) == float(state.numbers.max())
+    return {"number": float(state.numbers[0]), "trained": trained}
+
+
+class Run:
+    """One call of `run` on plain processes. `at` does something once a worker says that it took a step."""
+
+    def __init__(self, fn: Any, *given: Any, room: int, **arguments: Any) -> None:
+        self._waiting: list[tuple[int, Callable[[], object]]] = []
+        self._threads: list[threading.Thread] = []
+        self.lines = io.StringIO()
+        config = ElasticConfig(gather_timeout=60.0, lease=3.0)
+        arguments = {"stdout": self, **arguments}
+        self.call: Call = prepare(fn, given, arguments, config)
+        self.cluster = ProcessLauncher(self.call.program, SystemClock(), self.call.preload, room=room)
+
+    def at(self, step: int, act: Callable[[], object]) -> None:
+        self._waiting.append((step, act))
+
+    def results(self) -> list[Any]:
+        try:
+            return self.call.over(self.cluster, self, 2)
+        finally:
+            for thread in self._threads:
+                thread.join()
+
+    def workers(self) -> list[psutil.Process]:
+        """The training process of each slot; spares are younger."""
+        slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
+        return [
+            min(slot.children(), key=lambda child: child.create_time()) for slot in slots if slot.children()
+        ]
+
+    def drain(self, job: int) -> None:
+        self._post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=f"host-{job}"))
+
+    def sizes(self) -> list[int]:
+        """Of all worlds."""
+        told = self.lines.getvalue().splitlines()
+        return [int(line.split()[2].rstrip(":")) for line in told if line.startswith("world of ")]
+
+    # ---- discovery
+
+    def start(self, post: Post) -> None:
+        self._post = post
+
+    def close(self) -> None:
+        """Nothing."""
+
+    # ---- the stream that the job's lines go to
+
+    def write(self, text: str) -> None:
+        self.lines.write(text)
+        step = text.rpartition("] step ")[2].strip()
+        if step.isdigit():
+            due = [act for at, act in self._waiting if int(step) >= at]
+            self._waiting = [(at, act) for at, act in self._waiting if int(step) < at]
+            for act in due:
+                self._threads.append(threading.Thread(target=act))
+                self._threads[-1].start()
+
+    def flush(self) -> None:
+        """Nothing."""

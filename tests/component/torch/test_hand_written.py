@@ -1,0 +1,206 @@
+"""`run` and hand-written loops on real processes: joins, losses and drains in the middle of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from spark_elastic.errors import WorkerFailed
+from tests.component.torch.hand_written import STEPS, Run, count, train
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
+
+for name in (__name__, train.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+def plain(initial: list[list[float]], bias: float) -> torch.Tensor:
+    """The same training in one process."""
+    model = torch.nn.Linear(4, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(initial))
+        model.bias.fill_(bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def first_bias() -> float:
+    torch.manual_seed(7)
+    return float(torch.nn.Linear(4, 1).double().bias.detach())
+
+
+def assert_exact(results: list[dict[str, Any]]) -> None:
+    """P2 and P4: all replicas hold the weights that an undisturbed process has."""
+    assert results
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        assert result["momentum"] == results[0]["momentum"]
+    expected = plain(results[0]["initial"], first_bias())
+    got = torch.tensor(results[0]["weights"], dtype=torch.float64)
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
+
+
+@pytest.mark.scenario("G2")
+def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_step(fault: Fault) -> None:
+    run = Run(train, (STEPS, (10, 3)), room=2, num_workers=2, max_workers=3)
+    run.at(5, lambda: fault(run.cluster.add_room, 1))
+    run.at(18, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
+    results = run.results()
+    assert_exact(results)
+    assert [result["rank"] for result in results] == list(range(len(results)))
+    assert run.sizes()[:3] == [2, 3, 2]
+    steps = [step for result in results for step in result["trained"] if len(result["trained"]) > 25]
+    assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
+
+
+@pytest.mark.parametrize(("commit_every", "check"), [(1, False), (4, True)])
+def test_a_planned_change_loses_no_step_whatever_was_committed(
+    fault: Fault, commit_every: int, check: bool
+) -> None:
+    run = Run(count, (STEPS, commit_every, check), room=3, num_workers=3)
+    run.at(6, lambda: fault(run.drain, max(run.cluster.slots())))
+    results = run.results()
+    assert {result["number"] for result in results} == {STEPS}
+    assert run.sizes()[:2] == [3, 2]
+    assert results[0]["trained"] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("commit_every", [1, 4])
+def test_a_loss_costs_at_most_the_steps_since_the_last_commit(fault: Fault, commit_every: int) -> None:
+    run = Run(count, (STEPS, commit_every), room=3, num_workers=3)
+    run.at(9, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
+    results = run.results()
+    assert {result["number"] for result in results} == {STEPS}
+    assert run.sizes()[:2] == [3, 2]
+    steps = results[0]["trained"]
+    assert set(steps) == set(range(STEPS))
+    assert len(steps) - STEPS <= commit_every
+
+
+def test_all_but_one_die_and_their_spares_come_back(fault: Fault) -> None:
+    run = Run(count, (STEPS, 1), room=3, num_workers=3)
+
+    def strike() -> None:
+        for worker in run.workers()[1:]:
+            fault(worker.kill)
+
+    run.at(8, strike)
+    results = run.results()
+    assert {result["number"] for result in results} == {STEPS}
+    assert len(run.sizes()) >= 2
+
+
+def unaware(folder: str) -> tuple[str, int, int]:
+    """Does not know that it is elastic: sums the ranks again and again."""
+    import os
+    import time
+    import uuid
+
+    import numpy as np
+
+    from spark_elastic.worker.context import current
+
+    here = current()
+    assert here is not None
+    assert here.group is not None
+    (Path(folder) / f"{uuid.uuid4()}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+    for step in range(20):
+        time.sleep(0.05)
+        total = np.ones(1)
+        here.group.allreduce(total)
+        print(f"step {step}", flush=True)  # noqa: T201 - what the test waits for
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) > 0, int(total[0])
+
+
+def test_a_function_that_is_not_elastic_begins_again_after_a_loss(fault: Fault, tmp_path: Path) -> None:
+    run = Run(unaware, (str(tmp_path),), room=2, num_workers=2)
+    run.at(5, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
+    results = run.results()
+    assert results[0] == ("127.0.0.1", True, len(results))
+    calls = sorted(path.read_text() for path in tmp_path.iterdir())
+    assert calls[0] == "0 of 1" or calls.count("0 of 2") == 2
+    assert len(calls) >= 3
+
+
+SCRIPT = """
+import os, pickle, sys
+class Kept:
+    pass
+print("argument", sys.argv[1:], __name__, os.environ["RANK"], os.environ["FLAG"], flush=True)
+assert isinstance(pickle.loads(pickle.dumps(Kept())), Kept)
+sys.exit(0)
+"""
+
+
+def test_a_script_runs_as_main_with_its_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    run = Run(path, "--lr", 0.1, room=2, num_proc=2, env={"FLAG": "set"})
+    assert run.results() == [None, None]
+    said = sorted(line for line in run.lines.getvalue().splitlines() if "argument" in line)
+    assert said == [f"[{r}] argument ['--lr', '0.1'] __main__ {r} set" for r in (0, 1)]
+
+
+def test_a_script_that_ends_ill_fails_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+        Run(path, room=1, num_workers=1).results()
+
+
+def broken() -> None:
+    raise ValueError("the user's own mistake")
+
+
+def returns(value: Any) -> Any:
+    import os
+
+    return value, int(os.environ["RANK"]), os.environ.get("OMP_NUM_THREADS")
+
+
+def test_results_are_any_objects_in_rank_order() -> None:
+    run = Run(returns, ({1, 2},), room=3, num_workers=3, env={"OMP_NUM_THREADS": "3"})
+    assert run.results() == [({1, 2}, rank, "3") for rank in range(3)]
+
+
+def test_the_users_exception_ends_the_job_with_its_traceback() -> None:
+    with pytest.raises(WorkerFailed, match="the user's own mistake"):
+        Run(broken, room=2, num_workers=2).results()
+
+
+def unpicklable() -> Any:
+    import threading
+
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_travel_is_one_sentence() -> None:
+    with pytest.raises(WorkerFailed, match="cannot be pickled"):
+        Run(unpicklable, room=1, num_workers=1).results()
+
+
+def mismatched() -> None:
+    import numpy as np
+
+    from spark_elastic.worker.context import current
+
+    here = current()
+    assert here is not None
+    assert here.group is not None
+    here.group.allreduce(np.ones(2 + here.group.rank))
+
+
+def test_collectives_that_do_not_match_end_the_job_and_do_not_go_round_for_ever() -> None:
+    with pytest.raises(WorkerFailed, match="same collectives"):
+        Run(mismatched, room=2, num_workers=2).results()
