@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.blacklist import JITTER, Blacklist, delay
+from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.types import Limits
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
+
+RULES = Limits(4, 1, 4, failure_window=100.0, cooldown_range=(2.0, 30.0))
+
+
+def _strike(blacklist: Blacklist, slot: str, now: float, room: int = 4) -> Blacklist:
+    return blacklist.strike(slot, "h", room, now, RULES)
+
+
+def test_the_first_delay_is_the_lower_one_and_each_is_twice_the_last_up_to_the_upper() -> None:
+    delays = [delay("h", strikes, 2.0, 30.0) for strikes in range(1, 9)]
+    assert delays[0] == 2.0
+    for count, seconds in enumerate(delays):
+        assert min(30.0, 2.0 * 2**count) <= seconds <= min(30.0, 2.0 * 2**count * (1 + JITTER))
+    assert delays[-1] == 30.0
+    assert delay("h", 3, 2.0, 30.0) == delays[2]
+    assert delay("g", 3, 2.0, 30.0) != delays[2]
+    assert delay("h", 10_000, 2.0, 30.0) == 30.0
+    assert delay("h", 1, math.inf, math.inf) == delay("h", 5, math.inf, math.inf) == math.inf
+
+
+def test_one_slot_of_several_leaves_the_host_in_use() -> None:
+    struck = _strike(_strike(Blacklist(), "1-0", 0.0), "1-0", 1.0)
+    assert struck.host_until("h", 1.0) is None
+    assert struck.slot_until("1-0", "h", 2.0) is not None
+    assert struck.slot_until("2-0", "h", 2.0) is None
+
+
+@pytest.mark.parametrize(("second", "out"), [(50.0, True), (101.0, False)])
+def test_two_slots_within_the_window_take_their_host_along(second: float, out: bool) -> None:
+    struck = _strike(_strike(Blacklist(), "1-0", 0.0), "2-0", second)
+    assert (struck.host_until("h", second) is not None) is out
+    assert struck.slot_until("3-0", "h", second) == struck.host_until("h", second)
+
+
+def test_the_only_slot_is_its_host() -> None:
+    struck = _strike(Blacklist(), "1-0", 5.0, room=1)
+    assert struck.host_until("h", 5.0) == 7.0
+    assert struck.host_until("h", 7.0) is None
+
+
+@pytest.mark.parametrize(
+    ("praised", "after", "strikes"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
+)
+def test_strikes_are_forgiven_by_success_and_time_together(praised: bool, after: float, strikes: int) -> None:
+    struck = _strike(Blacklist(), "1-0", 0.0, room=1)
+    if praised:
+        struck = struck.praise("1-0", "h")
+    assert _strike(struck, "1-0", after, room=1).hosts["h"].strikes == strikes
+
+
+def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_not() -> None:
+    struck = _strike(Blacklist(), "1-0", 0.0, room=1).forget("1-0")
+    assert "1-0" not in struck.slots
+    assert bool(struck)
+    assert struck.host_until("h", 1.0) == 2.0
+
+
+# ---- in the machine
+
+
+def _crash(bench: Bench, job: int, started: int = 1) -> None:
+    bench.on(on.WorkerExited(0, name(job, started), 3))
+
+
+def _spare(bench: Bench, job: int, started: int = 2) -> None:
+    bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started)))
+    bench.join(name(job, started))
+
+
+def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
+    bench = Bench(replace(FOUR, cooldown_range=(3.0, 60.0)))
+    bench.start(1, 2, 3, 4)
+    _crash(bench, 2)
+    _spare(bench, 2)
+    bench.regroup(3, name(1), name(3), name(4))
+    assert bench.members() == [name(1), name(3), name(4)]
+    bench.form()
+    bench.wait(2.5, beating=[1, 2, 3, 4])
+    assert bench.state.version == 0
+    bench.wait(1.0, beating=[1, 2, 3, 4])
+    bench.stop_planned(9, name(1), name(3), name(4))
+    assert bench.members()[-1] == name(2, 2)
+    assert not bench.all(ReleaseSlot)  # so short a time it waits out
+
+
+def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> None:
+    bench = Bench(replace(FOUR, cooldown_range=(20.0, 60.0)))
+    bench.start(1, 2, 3, 4)
+    _crash(bench, 2)
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["2-0"]
+    bench.regroup(3, name(1), name(3), name(4))
+    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.on(on.SlotRegistered(0, "5-0", "h2", 5))
+    assert "blacklisted" in bench.all(ReleaseSlot)[-1].reason
+    bench.on(on.SlotJobEnded(0, 5, "refused"))
+    bench.on(on.SlotRegistered(0, "6-0", "h9", 6))
+    assert "6-0" in bench.state.slots
+    bench.wait(21.0, beating=[1, 3, 4, 6])
+    bench.on(on.SlotJobEnded(0, 6, "lost"))
+    bench.on(on.SlotRegistered(0, "7-0", "h2", 7))
+    assert "7-0" in bench.state.slots
+
+
+def test_members_of_a_blacklisted_host_stay() -> None:
+    bench = Bench(replace(FOUR, cooldown_range=(20.0, 60.0)))
+    for job in (1, 2, 3):
+        bench.slot(job, "big")
+        bench.join(name(job))
+    bench.warm(4)
+    bench.form()
+    _crash(bench, 1)
+    _crash(bench, 2)
+    assert bench.state.blacklist.host_until("big", bench.now) is not None
+    bench.regroup(3, name(3), name(4))
+    assert bench.members() == [name(3), name(4)]
+
+
+def test_a_killed_process_is_a_loss_and_no_crash() -> None:
+    """Twenty of each kind must not exhaust a budget of ten."""
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    for number in range(1, 21):
+        bench.on(on.WorkerExited(0, name(2, number), -9))
+        _spare(bench, 2, number + 1)
+        bench.regroup(number, name(1), name(3), name(4))
+        assert bench.members()[-1] == name(2, number + 1)
+        bench.form()
+    assert not bench.state.blacklist
+    assert not bench.state.failures
+
+
+def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> None:
+    bench = Bench(replace(FOUR, failure_budget=2))
+    bench.warm(1)
+    for number in range(1, 6):
+        bench.on(on.SlotRegistered(0, "2-0", "h2", 2))
+        bench.on(on.WorkerStarted(0, "2-0", name(2, number)))
+        bench.on(on.WorkerExited(0, name(2, number), -9))
+        if number == 2:
+            assert not bench.state.failures
+    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert "were killed in a row before they took part" in bench.end.detail
+
+
+def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() -> None:
+    bench = Bench(replace(FOUR, start_timeout=10.0, cooldown_range=(math.inf, math.inf)))
+    bench.start(1, 2, 3, 4)
+    for job in (1, 2, 3, 4):
+        _crash(bench, job)
+    bench.wait(0.1)
+    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert "all hosts are blacklisted" in bench.end.reason
+    assert "h1, h2, h3, h4; the first returns never" in bench.end.reason
+    assert bench.now < 11.0 + bench.limits.gather_timeout
+
+
+def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(20.0, 60.0)))
+    bench.start(1)
+    _crash(bench, 1)
+    bench.on(on.SlotJobEnded(0, 1, "released"))
+    assert not bench.all(End)
+    assert 14.0 < bench.all(LaunchSlot)[-1].delay < 16.0  # no sooner than it would be let in
+    bench.wait(15.5)
+    bench.on(on.SlotRegistered(0, "2-0", "h1", 2))
+    bench.on(on.WorkerStarted(0, "2-0", name(2)))
+    bench.join(name(2))
+    assert len(bench.all(Publish)) == 1
+    bench.wait(5.0, beating=[2])
+    assert bench.members() == [name(2)]

@@ -1,0 +1,85 @@
+"""R18: which checkpoints count, what a world without survivors begins from, and when it may begin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Publish, PublishCheckpoint
+from spark_elastic.protocol.types import Checkpoint, Fence
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+
+def checkpoint(step: int, generation: int = 1, attempt: int = 1) -> Checkpoint:
+    return Checkpoint(Fence(attempt, generation), at(step), f"{attempt}-{generation}-{step}", "digest")
+
+
+def written(bench: Bench, step: int, generation: int = 1, attempt: int = 1) -> None:
+    bench.on(on.CheckpointWritten(0, name(1), checkpoint(step, generation, attempt)))
+
+
+def running() -> Bench:
+    bench = Bench(replace(FOUR, checkpoints_kept=2, gather_timeout=1.0))
+    bench.start(1, 2, 3, 4)
+    return bench
+
+
+def test_r18_the_newest_count_and_what_comes_late_changes_nothing() -> None:
+    bench = running()
+    for step in (3, 6, 5, 9):
+        written(bench, step)
+    published = bench.all(PublishCheckpoint)
+    assert [[each.position.step for each in command.kept] for command in published] == [[3], [6, 3], [9, 6]]
+    assert [[each.position.step for each in command.surplus] for command in published] == [[], [], [3]]
+
+
+def test_r18_another_attempts_or_a_future_world_s_never_counts() -> None:
+    bench = running()
+    written(bench, 3, attempt=2)
+    written(bench, 3, generation=7)
+    assert not bench.all(PublishCheckpoint)
+
+
+def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
+    bench = running()
+    written(bench, 3)
+    written(bench, 6)
+    for job in (1, 2, 3, 4):
+        bench.on(on.WorkerExited(0, name(job), -9))
+        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.join(name(job, 2))
+    world = bench.all(Publish)[-1].world
+    assert [each.position.step for each in world.resume] == [6, 3]
+    assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
+    assert "goes on from checkpoint 1-1-6" in world.reason
+
+
+def test_r18_a_driver_that_opens_a_run_begins_from_its_newest() -> None:
+    bench = Bench()
+    found = (checkpoint(6), checkpoint(3))
+    bench.state, _ = driver_machine.initial(FOUR, 2, found)
+    bench.warm(1, 2, 3, 4)
+    assert bench.world.resume == found
+    written(bench, 2, generation=1, attempt=2)
+    assert bench.all(PublishCheckpoint)[-1].kept == (checkpoint(2, attempt=2), *found)
+
+
+def test_r18_old_members_that_may_live_are_waited_for() -> None:
+    """Whoever was stopped may train on when it wakes up, until the driver's silence ends it."""
+    bench = running()
+    written(bench, 3)
+    for _ in range(12):
+        bench.wait(0.5)
+        for job in (1, 2, 3, 4):
+            bench.on(on.SlotBeat(0, f"{job}-0", name(job), "T"))
+    assert not bench.state.workers
+    for job in (1, 2, 3):
+        bench.on(on.WorkerExited(0, name(job), -9))
+    for job in (1, 2, 3):
+        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.join(name(job, 2))
+    bench.wait(2.0, beating=[1, 2, 3])
+    assert len(bench.all(Publish)) == 1, "a world while one of the old may be training"
+    bench.on(on.SlotJobEnded(0, 4, "its executor was lost"))
+    assert bench.all(Publish)[-1].world.resume == (checkpoint(3),)

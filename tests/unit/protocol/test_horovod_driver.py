@@ -1,0 +1,198 @@
+"""U1: the fourteen unit tests of Horovod's elastic driver, each as a test of the machine under its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.discovery import HostPolling
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+TWO_HOSTS = (("host-1", 2), ("host-2", 2))
+
+
+def _slots(bench: Bench, *jobs: int) -> None:
+    """Jobs 1 and 2 on the first host, 3 and 4 on the second."""
+    for job in jobs:
+        bench.slot(job, "host-1" if job < 3 else "host-2")
+        bench.join(name(job))
+
+
+def _bench(**limits: object) -> Bench:
+    bench = Bench(replace(FOUR, **limits))  # type: ignore[arg-type]
+    bench.on(on.HostsListed(0, TWO_HOSTS))
+    return bench
+
+
+@pytest.mark.scenario("U1")
+def test_rank_and_size() -> None:
+    bench = _bench()
+    _slots(bench, 1, 2, 3, 4)
+    places = [(m.rank, m.local_rank, m.local_size, m.cross_rank, m.cross_size) for m in bench.world.members]
+    assert places == [(0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)]
+
+
+@pytest.mark.scenario("U1")
+def test_rank_and_size_with_host_failure() -> None:
+    bench = _bench()
+    _slots(bench, 1, 2, 3, 4)
+    bench.form()
+    bench.on(on.HostLost(0, "host-1", "power"))
+    bench.regroup(3, name(3), name(4))
+    assert bench.members() == [name(3), name(4)]
+    assert {m.cross_size for m in bench.world.members} == {1}
+
+
+@pytest.mark.scenario("U1")
+def test_rank_and_size_with_host_added() -> None:
+    bench = _bench(gather_timeout=1.0)
+    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    _slots(bench, 1, 2)
+    bench.wait(1.1, beating=[1, 2])
+    bench.form()
+    bench.on(on.HostsListed(0, TWO_HOSTS))
+    _slots(bench, 3, 4)
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(5, name(1), name(2))
+    assert bench.members() == [name(1), name(2), name(3), name(4)]
+
+
+@pytest.mark.scenario("U1")
+def test_wait_for_available_slots() -> None:
+    bench = _bench(min_workers=4)
+    _slots(bench, 1, 2, 3)
+    bench.wait(30.0, beating=[1, 2, 3])
+    assert not bench.all(Publish)
+    _slots(bench, 4)
+    assert bench.world.size == 4
+
+
+@pytest.mark.scenario("U1")
+def test_wait_for_min_hosts() -> None:
+    bench = _bench(min_workers=3, start_timeout=5.0)
+    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    _slots(bench, 1, 2)
+    bench.wait(6.0, beating=[1, 2])
+    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert "2 workers came within 5 s and 3 are needed" in bench.end.reason
+
+
+@pytest.mark.scenario("U1")
+def test_all_workers_fail() -> None:
+    bench = _bench()
+    _slots(bench, 1, 2, 3, 4)
+    bench.form()
+    for job in (1, 2, 3, 4):
+        bench.on(on.WorkerFailed(0, name(job), bench.fence, at(3), f"of {job}", "ValueError: all"))
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert "all 4 workers of world 1 raised" in bench.end.reason
+
+
+@pytest.mark.scenario("U1")
+def test_shutdown_on_success() -> None:
+    """W16: the first success ends nothing; the others may succeed, too."""
+    bench = _bench()
+    _slots(bench, 1, 2, 3, 4)
+    bench.form()
+    for job in (1, 2, 3, 4):
+        assert not bench.all(End)
+        bench.on(on.WorkerDone(0, name(job), bench.fence, at(9), f"result {job}"))
+    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
+
+
+@pytest.mark.scenario("U1")
+def test_host_shutdown_on_worker_failure() -> None:
+    """Once two of a host's slots failed it is given back whole; one alone costs itself (W21)."""
+    bench = _bench(cooldown_range=(20.0, 60.0))
+    _slots(bench, 1, 2, 3, 4)
+    bench.form()
+    bench.on(on.WorkerExited(0, name(1), 1))
+    assert not bench.all(ReleaseSlot)
+    bench.on(on.WorkerExited(0, name(2), 1))
+    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
+
+
+@pytest.mark.scenario("U1")
+def test_worker_notification_manager() -> None:
+    """W14: the version grows, and all workers hear it, also when a change comes while another is under way."""
+    bench = _bench(max_workers=4, num_workers=2, gather_timeout=1.0)
+    _slots(bench, 1, 3)
+    bench.wait(1.1, beating=[1, 3])
+    bench.form()
+    _slots(bench, 2)
+    bench.wait(0.2, beating=[1, 2, 3])
+    bench.on(on.WorkerJoins(0, name(1), "1-0", bench.fence, at(5), planned=True))
+    _slots(bench, 4)
+    bench.on(on.WorkerJoins(0, name(3), "3-0", bench.fence, at(5), planned=True))
+    assert bench.members() == [name(1), name(3), name(2), name(4)]
+    assert [announce.version for announce in bench.all(Announce)] == [1]
+
+
+@pytest.mark.scenario("U1")
+def test_worker_notification_manager_notifications_without_assignments() -> None:
+    """A change before there is a world, or of hosts that nobody needs, announces nothing."""
+    bench = _bench(max_workers=2, num_workers=2)
+    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    bench.on(on.HostsListed(0, TWO_HOSTS))
+    _slots(bench, 1, 2)
+    bench.form()
+    bench.on(on.HostsListed(0, (*TWO_HOSTS, ("host-3", 2))))
+    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    bench.wait(1.0, beating=[1, 2])
+    assert not bench.all(Announce)
+
+
+@pytest.mark.scenario("U1")
+def test_order_available_hosts() -> None:
+    """The oldest come first, whatever the order of the listing."""
+    bench = _bench(num_workers=2, gather_timeout=1.0)
+    _slots(bench, 3, 4)
+    bench.form()
+    bench.on(on.HostsListed(0, tuple(reversed(TWO_HOSTS))))
+    _slots(bench, 1, 2)
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(5, name(3), name(4))
+    assert bench.members() == [name(3), name(4), name(1), name(2)]
+
+
+@pytest.mark.scenario("U1")
+def test_update_available_hosts() -> None:
+    bench = _bench()
+    _slots(bench, 1, 2, 3, 4)
+    bench.form()
+    bench.on(on.HostsListed(0, (("host-1", 1), ("host-2", 2))))  # a slot fewer
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(5, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert not bench.all(Abort)
+
+
+@pytest.mark.scenario("U1")
+def test_blacklist_host() -> None:
+    bench = _bench(cooldown_range=(20.0, 60.0))
+    _slots(bench, 1, 2, 3, 4)
+    bench.form()
+    for job in (1, 2):
+        bench.on(on.WorkerExited(0, name(job), 1))
+        bench.on(on.SlotJobEnded(0, job, "released"))
+    for job in (5, 6):
+        bench.on(on.SlotRegistered(0, f"{job}-0", "host-1", job))
+    assert not {"5-0", "6-0"} & set(bench.state.slots)
+    bench.regroup(3, name(3), name(4))
+    assert bench.members() == [name(3), name(4)]
+    assert not bench.all(StopWorker)
+
+
+@pytest.mark.scenario("U1")
+def test_shutdown_on_initial_discovery_failure() -> None:
+    def find() -> dict[str, int]:
+        raise RuntimeError("no cluster manager")
+
+    with pytest.raises(InvalidInput, match="failed at its first call: no cluster manager"):
+        HostPolling(find, SystemClock()).start(lambda event: None)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, Announce, LaunchSlot, Publish, ReleaseSlot
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
+
+ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
+
+
+def _list(bench: Bench, *hosts: tuple[str, int]) -> None:
+    bench.on(on.HostsListed(0, hosts))
+
+
+def _running(limits: object = None) -> Bench:
+    bench = Bench() if limits is None else Bench(limits)  # type: ignore[arg-type]
+    _list(bench, *ALL)
+    bench.start(1, 2, 3, 4)
+    return bench
+
+
+def test_a_host_that_is_not_listed_gets_no_slot() -> None:
+    bench = Bench()
+    _list(bench, ("h1", 1))
+    bench.slot(1)
+    bench.slot(2)
+    assert set(bench.state.slots) == {"1-0"}
+    assert "not among those" in bench.all(ReleaseSlot)[0].reason
+
+
+def test_a_host_gets_no_more_slots_than_listed() -> None:
+    bench = Bench()
+    _list(bench, ("big", 2))
+    for job in (1, 2, 3):
+        bench.slot(job, "big")
+    assert set(bench.state.slots) == {"1-0", "2-0"}
+
+
+def test_a_host_may_be_listed_by_its_machines_name() -> None:
+    bench = Bench()
+    _list(bench, ("node1.cluster", 1))
+    bench.on(on.SlotRegistered(0, "1-0", "executor 7", 1, "node1.cluster"))
+    bench.on(on.SlotRegistered(0, "2-0", "executor 8", 2, "node1.cluster"))
+    assert set(bench.state.slots) == {"1-0"}
+
+
+def test_who_is_no_longer_listed_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
+    bench = _running()
+    _list(bench, *ALL[1:])
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(2), name(3), name(4)]
+    assert bench.world.source == 0
+    assert not bench.all(Abort)
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-0"]
+    assert bench.state.version == 1
+    bench.on(on.SlotJobEnded(0, 1, "released"))
+    assert bench.all(LaunchSlot)[-1].job == 5  # another host may have room
+
+
+def test_fewer_slots_of_a_host_send_the_last_comers_away() -> None:
+    bench = Bench()
+    _list(bench, ("big", 4))
+    for job in (1, 2, 3, 4):
+        bench.slot(job, "big")
+        bench.join(name(job))
+    bench.form()
+    _list(bench, ("big", 3))
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(1), name(2), name(3)]
+
+
+def test_w15_removed_and_listed_again_within_the_debounce_is_nothing() -> None:
+    bench = _running(replace(FOUR, debounce=0.2))
+    _list(bench, *ALL[1:])
+    bench.wait(0.1, beating=[1, 2, 3, 4])
+    _list(bench, *ALL)
+    bench.wait(1.0, beating=[1, 2, 3, 4])
+    assert not bench.all(Announce)
+    assert not bench.state.draining
+
+
+def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
+    bench = Bench(replace(FOUR, debounce=0.2))
+    _list(bench, *ALL[:2])
+    bench.start(1, 2)
+    _list(bench, *ALL[:3])
+    bench.warm(3)
+    bench.wait(0.1, beating=[1, 2, 3])
+    _list(bench, *ALL[:2])
+    bench.wait(1.0, beating=[1, 2])
+    assert not bench.all(Announce)
+    assert "3-0" in {release.slot for release in bench.all(ReleaseSlot)}
+
+
+def test_hosts_that_are_not_needed_may_come_and_go() -> None:
+    bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
+    _list(bench, *ALL[:2])
+    bench.start(1, 2)
+    _list(bench, *ALL)
+    bench.wait(1.0, beating=[1, 2])
+    _list(bench, *ALL[:2])
+    bench.wait(1.0, beating=[1, 2])
+    assert not bench.all(Announce)
+    assert len(bench.all(Publish)) == 1
+
+
+def test_no_listing_any_more_lets_everybody_in() -> None:
+    bench = Bench()
+    _list(bench, ("h1", 1))
+    bench.on(on.HostsListed(0, None))
+    bench.slot(2)
+    assert "2-0" in bench.state.slots
+
+
+# ---- drains
+
+
+@pytest.mark.parametrize("target", [{"rank": 1}, {"worker": name(2)}])
+def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
+    target: dict[str, object],
+) -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.DrainRequested(0, "wanted elsewhere", **target))  # type: ignore[arg-type]
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(1), name(3), name(4)]
+    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.form()
+    assert len(bench.all(LaunchSlot)) == 4
+    bench.on(on.WorkerExited(0, name(3), -9))
+    assert len(bench.all(LaunchSlot)) == 5
+
+
+def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() -> None:
+    bench = Bench()
+    for job in (1, 2, 3, 4):
+        bench.on(on.SlotRegistered(0, f"{job}-0", f"executor {job}", job, "left" if job < 3 else "right"))
+        bench.join(name(job))
+    bench.form()
+    bench.on(on.DrainRequested(0, "maintenance", host="left"))
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(3), name(4)]
+    bench.on(on.SlotJobEnded(0, 1, "released"))
+    bench.on(on.SlotRegistered(0, "5-0", "executor 9", 5, "left"))
+    assert "5-0" not in bench.state.slots
+
+
+# ---- idle slots
+
+
+def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lost() -> None:
+    bench = Bench(replace(FOUR, max_global_batch=3, idle_slot_timeout=20.0))
+    bench.start(1, 2, 3)
+    bench.warm(4)
+    bench.wait(15.0, beating=[1, 2, 3, 4])
+    assert not bench.all(ReleaseSlot)
+    bench.wait(6.0, beating=[1, 2, 3, 4])
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["4-0"]
+    bench.on(on.SlotJobEnded(0, 4, "released"))
+    assert len(bench.all(LaunchSlot)) == 4
+    bench.on(on.WorkerExited(0, name(1), -9))
+    assert len(bench.all(LaunchSlot)) == 5
+
+
+def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
+    bench = Bench(replace(FOUR, max_workers=2, num_workers=2, idle_slot_timeout=2.0))
+    bench.start(1, 2)
+    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.join("1-1.1")
+    for _ in range(10):
+        bench.wait(0.5, beating=[1, 2])
+        bench.on(on.SlotBeat(0, "1-1", "1-1.1", "S"))
+    assert not bench.all(ReleaseSlot)
+
+
+# ---- other jobs of the application
+
+
+def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
+    bench = Bench(replace(FOUR, min_workers=3))
+    bench.warm(1, 2)
+    bench.on(on.SlotsWanted(0, "another fit"))
+    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
+    bench.on(on.SlotJobEnded(0, 1, "released"))
+    assert bench.all(LaunchSlot)[-1].delay >= 4.0
+
+
+def test_r17_a_world_keeps_its_slots() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.SlotsWanted(0, "another fit"))
+    assert not bench.all(ReleaseSlot)
