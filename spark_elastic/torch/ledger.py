@@ -1,7 +1,7 @@
 """The ledger (R2): before a rank contributes to a step it writes which rows it used, after the apply that it applied.
 
 One file of JSON lines per worker, each line flushed to the kernel before the call returns, so that it survives the
-death of the process. Judge it against the history of the final weights: per step, the highest generation that applied.
+death of the process. Judge it against the history of the final weights: per step, the highest attempt and generation that applied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from spark_elastic.protocol.types import Position
 
 
 class Ledger(Protocol):
-    def write_ahead(self, generation: int, position: Position, row_ids: npt.NDArray[np.int64]) -> None: ...
+    def write_ahead(
+        self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]
+    ) -> None: ...
 
-    def applied(self, generation: int, position: Position, world: int) -> None: ...
+    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None: ...
 
-    def mark(self, event: str, generation: int, position: Position) -> None:
+    def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
         """When a phase of a recovery was reached: formed, synced, runs, read, broke."""
         ...
 
@@ -32,13 +34,13 @@ class Ledger(Protocol):
 class NullLedger:
     """Writes nothing."""
 
-    def write_ahead(self, generation: int, position: Position, row_ids: npt.NDArray[np.int64]) -> None:
+    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
         """Nothing."""
 
-    def applied(self, generation: int, position: Position, world: int) -> None:
+    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
         """Nothing."""
 
-    def mark(self, event: str, generation: int, position: Position) -> None:
+    def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -54,24 +56,25 @@ class FileLedger:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
         self._clock = clock
 
-    def write_ahead(self, generation: int, position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        self._line("contributes", generation, position, rows=row_ids.tolist())
+    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
+        self._line("contributes", fence, position, rows=row_ids.tolist())
 
-    def applied(self, generation: int, position: Position, world: int) -> None:
-        self._line("applied", generation, position, world=world)
+    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+        self._line("applied", fence, position, world=world)
 
-    def mark(self, event: str, generation: int, position: Position) -> None:
-        self._line(event, generation, position)
+    def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
+        self._line(event, fence, position)
 
     def close(self) -> None:
         self._file.close()
 
-    def _line(self, event: str, generation: int, position: Position, **more: object) -> None:
+    def _line(self, event: str, fence: tuple[int, int], position: Position, **more: object) -> None:
         line = {
             "event": event,
             "pid": os.getpid(),
             "wall": self._clock.wall(),
-            "generation": generation,
+            "attempt": fence[0],
+            "generation": fence[1],
             "epoch": position.epoch,
             "step": position.step,
             **more,

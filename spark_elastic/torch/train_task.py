@@ -248,7 +248,7 @@ class TorchTrainTask:
                 warnings.warn(sentence, UserWarning, stacklevel=2)
 
     def _mark(self, event: str, group: Group) -> None:
-        self._ledger.mark(event, group.fence[1], self._state.position)
+        self._ledger.mark(event, group.fence, self._state.position)
 
     def _report(self, group: Group, session: Session, verdict: Verdict) -> None:
         here = self._state.position

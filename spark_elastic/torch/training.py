@@ -99,7 +99,7 @@ class StepTaker:
         try:
             parts = list(share.micro_batches(self._batch_size))
             self._exchange.begin(group, len(parts))
-            self._ledger.write_ahead(group.fence[1], here, share.row_ids)  # buckets go out during backward
+            self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
             # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
             with drawing_by(self._seed, here.epoch, here.phase, here.step, group.rank):
                 loss, denominator = self._backward(parts)
@@ -124,7 +124,7 @@ class StepTaker:
         with uninterrupted():
             self._apply(verdict, share.planned, group.size > 1)
             state.position = after(verdict)
-            self._ledger.applied(group.fence[1], here, group.size)
+            self._ledger.applied(group.fence, here, group.size)
         return verdict
 
     def _backward(self, parts: Sequence[Share]) -> tuple[float, float]:

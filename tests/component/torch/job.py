@@ -25,13 +25,16 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
+from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import progress
+from spark_elastic.torch.checkpointing import CheckpointPolicy
 from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
 from spark_elastic.torch.training import Clipping
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
+RUN = "run"
 
 
 class Paced(torch.nn.Module):
@@ -99,7 +102,9 @@ def make_data(folder: Path) -> tuple[Store, Manifest]:
         Column("y", "int64"),
         Column("w", "float64"),
     )
-    return store, Manifest(columns, files, groups, "made for a test", "made for a test")
+    manifest = Manifest(columns, files, groups, "made for a test", "made for a test")
+    manifest.save(store, "manifest.json")
+    return store, manifest
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Job:
     epochs: int = 2
     batch_size: int = 8
     workers: int = 3
+    checkpoint_steps: int | None = None
 
     def plan(self, manifest: Manifest) -> DataPlan:
         return DataPlan.for_run(
@@ -136,6 +142,7 @@ class Job:
             seed=3,
             clipping=self.clipping,
             ledger=ledger,
+            checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
         return TorchTrainTask(spec, copy.deepcopy(self.model), self.optimizer, self.loss)
 
@@ -149,12 +156,13 @@ def train_elastic(
     launcher_for: Callable[[TorchTrainTask], ProcessLauncher],
     discovery: Discovery | None = None,
     lease: float = 5.0,
+    run: HeldRun | None = None,
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
     launcher = launcher_for(job.task(store, manifest, ledger))
     limits = Limits(job.workers, 1, job.workers, lease=lease, max_global_batch=job.batch_size * job.workers)
     watch = discovery or NoDiscovery()
-    result = supervise(launcher, watch, Site(), limits, ElasticConfig(), "test", follower)
+    result = supervise(launcher, watch, Site(run=run), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
     return torch.load(Path(store.path("final.pt")), weights_only=True), result

@@ -16,12 +16,13 @@ def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:
     ledger = FileLedger(str(tmp_path / "made"), SystemClock())
     here = Position(2, Phase.TRAIN, 5)
     (path,) = (tmp_path / "made").iterdir()
-    ledger.write_ahead(3, here, np.array([7, 9]))
+    ledger.write_ahead((2, 3), here, np.array([7, 9]))
     contributes = json.loads(path.read_text())
     assert contributes["event"] == "contributes"
-    assert (contributes["generation"], contributes["epoch"], contributes["step"]) == (3, 2, 5)
+    assert (contributes["attempt"], contributes["generation"]) == (2, 3)
+    assert (contributes["epoch"], contributes["step"]) == (2, 5)
     assert contributes["rows"] == [7, 9]
-    ledger.applied(3, here, 4)
+    ledger.applied((2, 3), here, 4)
     applied = json.loads(path.read_text().splitlines()[1])
     assert (applied["event"], applied["world"]) == ("applied", 4)
     ledger.close()

@@ -36,10 +36,10 @@ class Order(NullLedger):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def write_ahead(self, generation: int, position: Position, row_ids: Any) -> None:
+    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: Any) -> None:
         self.lines.append(f"contributes {row_ids.tolist()}")
 
-    def applied(self, generation: int, position: Position, world: int) -> None:
+    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
         self.lines.append("applied")
 
 

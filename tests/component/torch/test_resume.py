@@ -1,0 +1,163 @@
+"""P7 on real processes: what is durable outlives all workers, and the driver too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch.train_task import TorchTrainTask
+from tests.component.torch.job import (
+    CLASSES,
+    ROWS,
+    RUN,
+    WIDTH,
+    Follower,
+    Job,
+    Paced,
+    difference,
+    launcher,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+from tests.component.torch.test_elastic_training import ledger_of
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def make_job() -> Job:
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES)
+    net = Paced(torch.nn.Sequential(*layers)).double()
+    return Job(net, sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[Store, Manifest]:
+    return make_data(tmp_path)
+
+
+def every_row_once(folder: Path, epochs: int) -> None:
+    seen = ledger_of(folder)
+    assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
+    assert set(seen.values()) == {1}
+
+
+@pytest.mark.scenario("G5", "S7")
+def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+) -> None:
+    job, (store, manifest) = make_job(), data
+    made: list[ProcessLauncher] = []
+    killed: list[int] = []
+
+    def make(task: TorchTrainTask) -> ProcessLauncher:
+        made.append(launcher(task, room=3))
+        return made[0]
+
+    def strike(epoch: int, step: int) -> None:
+        if epoch == 1 and step > 5 and not killed:
+            for slot in made[0].slots():
+                killed.append(slot)
+                fault(made[0].kill, slot)
+
+    ledger, run = tmp_path / "ledger", HeldRun.take(store, RUN)
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(strike), make, run=run)
+    again = [world for world in result.worlds if "goes on from checkpoint" in world.reason]
+    assert len(killed) == 3
+    assert len(again) == 1, "nobody began from a checkpoint"
+    assert "00001-0-" in again[0].reason, "not from the epoch in which all were lost"
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    every_row_once(ledger, job.epochs)
+    kept = Checkpoints(store, RUN).published()
+    assert len(kept) == 3
+    assert kept[0].fence.generation == again_generation(result.story)
+
+
+def again_generation(story: tuple[str, ...]) -> int:
+    """Of the last world that was published."""
+    last = [line for line in story if " Publish " in line][-1]
+    return int(last.split("(world ")[-1].split()[0])
+
+
+@pytest.mark.scenario("G6", "G18")
+def test_p7_the_driver_is_killed_and_another_goes_on_with_fewer_workers(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+) -> None:
+    job, (store, manifest) = make_job(), data
+    ledger = tmp_path / "ledger"
+    first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
+    try:
+        until = time.monotonic() + 60
+        while not any(each.position.epoch == 1 for each in Checkpoints(store, RUN).published()):
+            assert first.poll() is None
+            assert time.monotonic() < until, "no checkpoint in the second epoch"
+            time.sleep(0.01)
+        fault(os.kill, first.pid, signal.SIGKILL)
+    finally:
+        first.wait(60)
+    run = HeldRun.take(store, RUN)
+    fewer = replace(job, workers=2, batch_size=12)
+    assert fewer.plan(manifest) == job.plan(manifest)
+    ours, result = train_elastic(
+        fewer, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
+    )
+    assert run.attempt == 2
+    assert "goes on from checkpoint 000001-" in result.worlds[0].reason
+    assert first.returncode == -signal.SIGKILL
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    every_row_once_by_attempt(ledger, job.epochs)
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.state.held_run import HeldRun
+from tests.component.torch import test_resume as here
+
+folder = Path(sys.argv[1])
+store, manifest = here.read_data(folder)
+here.train_elastic(
+    here.make_job(), store, manifest, str(folder / "ledger"), here.Follower(),
+    lambda task: here.launcher(task, room=3), run=HeldRun.take(store, here.RUN),
+)
+"""
+
+
+def read_data(folder: Path) -> tuple[Store, Manifest]:
+    """What `make_data` made."""
+    store = Store.open(str(folder))
+    return store, Manifest.load(store, "manifest.json")
+
+
+def every_row_once_by_attempt(folder: Path, epochs: int) -> None:
+    """Generations begin anew with each driver: what the later one did stands."""
+    lines = [
+        json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    for line in lines:
+        line["generation"] += 1_000_000 * line["attempt"]
+    folder.joinpath("merged").mkdir()
+    folder.joinpath("merged", "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    every_row_once(folder / "merged", epochs)

@@ -1,0 +1,77 @@
+"""A fit that was ended in mid-run goes on under its run_id, with other workers, and what is finished is not redone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput, JobCancelled
+from spark_elastic.torch import progress
+from tests.scenarios import Fault
+from tests.spark.test_estimator import Net, close_to, estimator, mse, plain, table
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+EPOCHS = 60  # of one step each
+
+
+class Slow(Net):
+    """Takes its time in a worker, so that it is met in mid-run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if progress() is not None:
+            time.sleep(0.03)
+        return super().forward(x)
+
+
+@pytest.mark.scenario("G18")
+def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
+    spark: SparkSession, tmp_path: Path, fault: Fault
+) -> None:
+    for module in (Slow.__module__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    df, net, cancelled = table(spark), Slow(), threading.Event()
+
+    def follow(numbers: Mapping[str, Any]) -> None:
+        if numbers["epoch"] >= 10 and not cancelled.is_set():
+            cancelled.set()
+            threading.Thread(target=lambda: fault(spark.sparkContext.cancelAllJobs)).start()
+
+    est = estimator(
+        tmp_path,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        epochs=EPOCHS,
+        run_id="mine",
+        checkpoint_steps=4,
+        on_progress=follow,
+    )
+    with pytest.raises(JobCancelled):
+        est.fit(df)
+    assert list((tmp_path / "runs" / "mine" / "rows").rglob("*.parquet")), "the run's rows are gone"
+    with pytest.raises(InvalidInput, match="was begun with batch_size=16 and this fit has 8"):
+        est.copy({est.batch_size: 8}).fit(df)
+    model = est.copy({est.num_workers: 2}).fit(df)
+    first = model.summary.worlds[0]
+    assert first.size == 2
+    assert "goes on from checkpoint" in first.reason
+    assert len(model.history) == EPOCHS
+    assert close_to(model, plain(df, EPOCHS, mse))
+    assert not (tmp_path / "runs" / "mine" / "rows").exists()
+
+    again = est.fit(df)
+    assert again.summary.worlds == (), "a finished run was trained again"
+    assert again.summary.digest == model.summary.digest
+    with pytest.raises(InvalidInput, match="ended after 60 epochs and this fit wants 61"):
+        est.copy({est.epochs: EPOCHS + 1}).fit(df)

@@ -1,0 +1,143 @@
+"""Checkpoints in a store: whole or not at all, the newest that is whole, and one holder at a time (R10, R18)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.state import attempts
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint_writer import CheckpointWriter
+from spark_elastic.state.held_run import HeldRun
+
+
+@pytest.fixture(params=["folder", "objects"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}")
+
+
+def at(step: int) -> Position:
+    return Position(1, Phase.TRAIN, step)
+
+
+def written(store: Store, step: int, attempt: int = 1) -> Checkpoint:
+    return Checkpoints(store, "r").write(Fence(attempt, 2), at(step), {"a": b"%d" % step, "b": b"same"})
+
+
+def test_what_is_written_comes_back(store: Store) -> None:
+    checkpoint = written(store, 7)
+    assert (checkpoint.fence, checkpoint.position) == (Fence(1, 2), at(7))
+    assert Checkpoints(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
+    assert Checkpoints(store, "r").published() == ()
+
+
+def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
+    run, old, new = Checkpoints(store, "r"), written(store, 9), written(store, 3, attempt=2)
+    run.publish(1, [old])
+    assert run.published() == (old,)
+    run.publish(2, [new, old])
+    run.publish(1, [written(store, 10), old])  # by a driver that does not know yet that it lost the run
+    assert run.published() == (new, old)
+
+
+@pytest.mark.parametrize("damage", ["altered", "part gone", "manifest gone", "torn"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    store: Store, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, older, newer = Checkpoints(store, "r"), written(store, 1), written(store, 2)
+    folder = f"runs/r/checkpoints/{newer.name}"
+    match damage:
+        case "altered":
+            store.write_bytes(f"{folder}/a", b"3")
+        case "part gone":
+            store.delete(f"{folder}/b")
+        case "manifest gone":
+            store.delete(f"{folder}/manifest.json")
+        case "torn":
+            store.write_bytes(f"{folder}/manifest.json", b'{"parts": {"a"')
+    with caplog.at_level(logging.WARNING, "spark_elastic"):
+        found, parts = run.read_newest([newer, older])
+    assert (found, parts["a"]) == (older, b"1")
+    assert f"checkpoint {newer.name} is damaged" in caplog.text
+    store.write_bytes(f"runs/r/checkpoints/{older.name}/a", b"x")
+    with pytest.raises(StoreError, match="is whole"):
+        run.read_newest([newer, older])
+
+
+def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
+    taken: list[int] = []
+    threads = [threading.Thread(target=lambda: taken.append(attempts.take(store, "r"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == [1, 2, 3, 4]
+    assert attempts.highest(store, "r") == 4
+    assert attempts.highest(store, "another") == 0
+
+
+def test_an_object_is_created_once(store: Store) -> None:
+    assert store.create_exclusive("x/y", b"mine")
+    assert not store.create_exclusive("x/y", b"theirs")
+    assert store.read_bytes("x/y") == b"mine"
+    assert store.list("x") == ["x/y"]
+
+
+def test_the_holder_publishes_and_deletes(store: Store) -> None:
+    run = HeldRun.take(store, "r")
+    lost: list[str] = []
+    run.start(lost.append)
+    first, second = written(store, 1), written(store, 2)
+    run.publish((first,), ())
+    run.publish((second,), (first,))
+    run.close()
+    assert not lost
+    assert HeldRun.take(store, "r").checkpoints == (second,)
+    with pytest.raises(StoreError):
+        Checkpoints(store, "r").read(first)
+
+
+def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_says_who_has_it(store: Store) -> None:
+    old = HeldRun.take(store, "r")
+    lost: list[str] = []
+    old.start(lost.append)
+    assert HeldRun.take(store, "r").attempt == 2
+    old.publish((written(store, 1),), ())
+    old.close()
+    assert lost == ["run 'r' was taken over by another driver (attempt 2; this one is attempt 1)"]
+    assert Checkpoints(store, "r").published() == ()
+
+
+def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:
+    told: list[Checkpoint] = []
+    free, busy = threading.Event(), threading.Event()
+    writer = CheckpointWriter(Checkpoints(store, "r"), told.append)
+
+    def slow() -> dict[str, bytes]:
+        busy.set()
+        assert free.wait(20.0)
+        return {"a": b"1"}
+
+    writer.offer(Fence(1, 2), at(1), slow)
+    assert busy.wait(20.0)
+    for step in (2, 3):
+        writer.offer(Fence(1, 2), at(step), lambda step=step: {"a": b"%d" % step})  # type: ignore[misc]
+    free.set()
+    writer.close()
+    assert [checkpoint.position.step for checkpoint in told] == [1, 3]
+
+
+def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "runs").write_text("a file where a folder should be")
+    writer = CheckpointWriter(Checkpoints(Store.open(str(tmp_path)), "r"), lambda checkpoint: None)
+    with caplog.at_level(logging.WARNING, "spark_elastic"):
+        writer.offer(Fence(1, 1), at(1), lambda: {"a": b"1"})
+        writer.close()
+    assert "not written" in caplog.text
