@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
@@ -50,7 +51,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         kind = _driver_only(obj)
         if kind is not None:
             name = _name_of(obj, self._call)
-            where = f"{name!r}, a {kind}," if name else f"a {kind}"
+            where = f"{name!r}, a {kind}," if name else f"a {kind},"
             advice = ADVICE.get(kind, "get what it needs before, and pass that")
             raise InvalidInput(f"the function uses {where} which lives on Spark's driver only: {advice}.")
         return super().reducer_override(obj)
@@ -92,6 +93,10 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         yield from ((name, around[name]) for name in sorted(names_in(value.__code__)) if name in around)
         yield from (("", default) for default in value.__defaults__ or ())
         yield from (value.__kwdefaults__ or {}).items()
+    elif isinstance(value, MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, partial):
+        yield from (("", value.func), ("", value.args), ("", value.keywords))
     elif isinstance(value, Mapping):
         yield from ((key if isinstance(key, str) else "", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set | frozenset):

@@ -54,7 +54,7 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
             print(f"step {state.step}", flush=True)  # noqa: T201 - what the test waits for
             state.commit()
 
-    state = hvd.elastic.TorchState(model, optimizer, step=0, initial=model.weight.detach().clone())
+    state: Any = hvd.elastic.TorchState(model, optimizer, step=0, initial=model.weight.detach().clone())
     loop(state)
     return {
         "rank": hvd.rank(),

@@ -1,0 +1,151 @@
+"""What lives on Spark's driver is refused by the name that the user gave it, before anything is launched."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.running import captures
+from spark_elastic.running.call import prepare
+
+KINDS = ["SparkSession", "SparkContext", "DataFrame", "RDD", "Broadcast"]
+
+
+def pretended(kind: str, module: str = "pyspark.sql.session") -> Any:
+    """An object of a class of that name, as pyspark has them: pickling the real ones needs a JVM to refuse."""
+    return type(kind, (), {"__module__": module})()
+
+
+def in_closure(thing: Any) -> Callable[[], Any]:
+    session = thing
+    return lambda: session
+
+
+def in_default(thing: Any) -> Callable[[], Any]:
+    def fn(session: Any = thing) -> Any:
+        return session
+
+    return fn
+
+
+def in_deep(thing: Any) -> Callable[[], Any]:
+    session = thing
+
+    def inner() -> Any:
+        return session
+
+    def outer() -> Any:
+        return [inner() for _ in range(2)]
+
+    return outer
+
+
+class Holder:
+    def __init__(self, thing: Any) -> None:
+        self.session = thing
+
+    def method(self) -> Any:
+        return self.session
+
+
+def in_object(thing: Any) -> Callable[[], Any]:
+    return Holder(thing).method
+
+
+def in_partial(thing: Any) -> Callable[[], Any]:
+    return partial(lambda session: session, session=thing)
+
+
+PLACES = [in_closure, in_deep, in_object, in_partial]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_captured_thing_of_the_driver_is_named(place: Callable[[Any], Any], kind: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"'session', a {kind}, which lives on Spark's driver"):
+        prepare(place(pretended(kind)), (), {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_a_default_as_an_argument_and_as_a_global(kind: str) -> None:
+    thing = pretended(kind)
+    with pytest.raises(InvalidInput, match=kind):
+        prepare(in_default(thing), (), {})
+    with pytest.raises(InvalidInput, match=kind):
+        prepare(print, ((1, thing),), {})
+    with pytest.raises(InvalidInput, match=f"'frame', a {kind}"):
+        prepare(print, ((), {"frame": thing}), {})
+    module = types.ModuleType("__main__")
+    exec("def fn():\n    return spark.range(3)", module.__dict__)
+    module.spark = thing  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInput, match=f"'spark', a {kind}"):
+        prepare(module.fn, (), {})
+
+
+def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
+    with pytest.raises(InvalidInput, match="Java object"):
+        captures.dumps(pretended("JavaObject", "py4j.java_gateway"))
+    row = pretended("Row", "pyspark.sql.types")
+    assert captures._driver_only(row) is None
+
+
+def test_what_does_not_pickle_is_one_sentence() -> None:
+    lock = __import__("threading").Lock()
+    with pytest.raises(InvalidInput, match="cannot be pickled"):
+        prepare(lambda: lock, (), {})
+
+
+def test_what_is_shipped_is_what_cloudpickle_ships() -> None:
+    numbers = [1, 2]
+    fn, args, kwargs = cloudpickle.loads(captures.dumps((lambda x: (x, numbers), (3,), {})))
+    assert fn(*args, **kwargs) == (3, [1, 2])
+
+
+def test_slow_imports_are_seen_before_the_worker_is_called_warm() -> None:
+    def inside() -> None:
+        import torch
+
+        torch.ones(1)
+
+    def facade() -> None:
+        import spark_elastic.torch as hvd
+
+        hvd.init()
+
+    assert prepare(inside, (), {}).preload == ("torch", "torch._dynamo")
+    assert "spark_elastic.torch" in prepare(facade, (), {}).preload
+    assert prepare(print, (), {}).preload == ()
+    assert prepare(inside, (), {"preload": []}).preload == ()
+
+
+def test_positions_are_horovods() -> None:
+    call = prepare(print, ((1,), {"sep": ""}, 3), {})
+    assert call.options.num_workers == 3
+    for given, named in [
+        (((1,), {}, 3, 4), {}),
+        (((1,),), {"args": (2,)}),
+        (((), {}, 3), {"num_workers": 3}),
+        (("text",), {}),
+        (((), [1]), {}),
+    ]:
+        with pytest.raises(InvalidInput):
+            prepare(print, given, named)
+
+
+@pytest.mark.parametrize(("fn", "word"), [(3, "function"), ("/nowhere/train.py", "script")])
+def test_neither_function_nor_script(fn: Any, word: str) -> None:
+    with pytest.raises(InvalidInput, match=word):
+        prepare(fn, (), {})
+
+
+def test_on_a_worker_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["spark_elastic.running.call"], "current", object)
+    with pytest.raises(InvalidInput, match="on a worker"):
+        prepare(print, (), {})

@@ -1,0 +1,137 @@
+"""Every keyword of `run`, Horovod's among them: mapped, or refused with a sentence, and never ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import pytest
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Limits
+from spark_elastic.running.call import bounds
+from spark_elastic.running.options import ALIASES, REFUSED, parse
+
+# What Horovod's `spark.run_elastic`, `spark.run` and `run` take beside function and arguments.
+HOROVOD = {
+    "num_proc", "min_num_proc", "max_num_proc", "min_np", "max_np", "start_timeout", "elastic_timeout", "reset_limit",
+    "env", "stdout", "stderr", "verbose", "nics", "prefix_output_with_timestamp", "executable", "use_gloo", "use_mpi",
+    "extra_mpi_args", "cooldown_range", "slots", "hosts", "hostfile", "ssh_port", "ssh_identity_file", "disable_cache",
+    "output_filename", "mpi_args", "network_interfaces",
+}  # fmt: skip
+STREAM = io.StringIO()
+MAPPED: dict[str, tuple[Any, str, Any]] = {
+    "num_proc": (3, "num_workers", 3),
+    "np": (3, "num_workers", 3),
+    "min_num_proc": (2, "min_workers", 2),
+    "min_np": (2, "min_workers", 2),
+    "max_num_proc": (5, "max_workers", 5),
+    "max_np": (5, "max_workers", 5),
+    "env": ({"A": "b"}, "env", {"A": "b"}),
+    "stdout": (STREAM, "stdout", STREAM),
+    "verbose": (2, "verbose", 2),
+    "prefix_output_with_timestamp": (True, "prefix_output_with_timestamp", True),
+    "start_timeout": (7.0, "config.start_timeout", 7.0),
+    "elastic_timeout": (8.0, "config.start_timeout", 8.0),
+    "reset_limit": (4, "config.reset_limit", 4),
+    "cooldown_range": ((10.0, 100.0), "config.cooldown_range", (10.0, 100.0)),
+}
+REFUSED_VALUES: dict[str, Any] = {
+    "use_gloo": False,
+    "use_mpi": True,
+    "extra_mpi_args": "-x",
+    "mpi_args": "-x",
+    "disable_cache": True,
+    "nics": {"eth0"},
+    "network_interfaces": ["eth0"],
+    "ssh_port": 22,
+    "slots": 2,
+}
+
+
+def test_every_argument_of_horovod_is_mapped_or_refused() -> None:
+    assert set(MAPPED) | set(REFUSED) >= HOROVOD
+    assert set(ALIASES) <= set(MAPPED)
+
+
+@pytest.mark.parametrize("name", sorted(MAPPED))
+def test_mapped(name: str) -> None:
+    value, where, expected = MAPPED[name]
+    found: Any = parse({name: value})
+    for part in where.split("."):
+        found = getattr(found, part)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_where_it_says_something_and_taken_where_it_says_nothing(name: str) -> None:
+    for value in REFUSED[name][0]:
+        parse({name: value})
+    with pytest.raises(InvalidInput, match=name):
+        parse({name: REFUSED_VALUES.get(name, "something")})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("num_workers", "num_proc"),
+        ("min_np", "min_num_proc"),
+        ("max_np", "max_workers"),
+        ("start_timeout", "elastic_timeout"),
+    ],
+)
+def test_two_names_of_one_setting_are_refused(one: str, other: str) -> None:
+    with pytest.raises(InvalidInput, match="two names of one setting"):
+        parse({one: 2, other: 2})
+    parse({one: 2, other: None})
+
+
+def test_unknown_names_are_refused_with_a_list() -> None:
+    with pytest.raises(InvalidInput, match=r"no argument 'num_worker'.*num_workers"):
+        parse({"num_worker": 2})
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_workers": 0}, {"min_np": True}, {"max_np": 1.5}, {"env": {"A": 1}}, {"stdout": "file"}]
+)
+def test_wrong_values_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        parse(given)
+
+
+def test_settings_of_the_config_are_arguments_too_and_win_over_a_config() -> None:
+    assert parse({"lease": 1.5}).config.lease == 1.5
+    found = parse({"lease": 1.5}, ElasticConfig(lease=9.0, driver_port=1234)).config
+    assert (found.lease, found.driver_port) == (1.5, 1234)
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "expected"),
+    [
+        ({}, 4, (4, 1, 4)),
+        ({"num_workers": 3}, 4, (3, 1, 3)),
+        ({"max_workers": 2}, 4, (2, 1, 2)),
+        ({"min_workers": 6}, 4, (6, 6, 6)),
+        ({"num_workers": 2, "min_workers": 1, "max_workers": 8}, 4, (2, 1, 8)),
+    ],
+)
+def test_r16_numbers_of_workers(given: dict[str, int], default: int, expected: tuple[int, int, int]) -> None:
+    assert parse(given).workers(default) == expected
+
+
+def test_numbers_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="min_workers <= num_workers"):
+        parse({"num_workers": 2, "min_workers": 3}).workers(4)
+
+
+def test_every_setting_that_has_the_name_of_a_limit_becomes_that_limit() -> None:
+    changed = ElasticConfig(lease=1.5, start_timeout=3.0, failure_budget=2, reset_limit=7)
+    limits = bounds(changed, 3, 2, 4)
+    assert (limits.num_workers, limits.min_workers, limits.max_workers) == (3, 2, 4)
+    assert (limits.lease, limits.start_timeout, limits.failure_budget, limits.reset_limit) == (1.5, 3.0, 2, 7)
+    shared = {f.name for f in dataclasses.fields(Limits)} & {
+        f.name for f in dataclasses.fields(ElasticConfig)
+    }
+    assert all(getattr(limits, name) == getattr(changed, name) for name in shared)
