@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver import discovery
+from spark_elastic.driver.discovery import FixedHosts, HostPolling, script, steered
+from spark_elastic.driver.handle import JobHandle
+from spark_elastic.driver.hosts import parse_hosts
+from spark_elastic.driver.ports import Post
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsListed
+
+CLOCK = SystemClock()
+
+
+class Quiet:
+    def start(self, post: Post) -> None:
+        """Nothing to see."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "ASK_EVERY", 0.02)
+
+
+def _listed(event: DriverEvent) -> dict[str, int]:
+    assert isinstance(event, HostsListed)
+    assert event.hosts is not None
+    return dict(event.hosts)
+
+
+def test_changes_are_posted_and_nothing_else() -> None:
+    answers: list[dict[str, int]] = [{"a": 1}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 2}]
+    told: list[Mapping[str, int]] = []
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    polling = HostPolling(lambda: answers.pop(0) if len(answers) > 1 else answers[0], CLOCK, told.append)
+    polling.start(posted.put)
+    try:
+        assert [_listed(posted.get(timeout=10)) for _ in range(3)] == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
+        with pytest.raises(Empty):
+            posted.get(timeout=0.2)
+    finally:
+        polling.close()
+    assert told == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
+
+
+def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    calls = 0
+
+    def find() -> dict[str, int]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError("the cluster manager restarts")
+        return {"a": calls if calls > 3 else 1}
+
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    polling = HostPolling(find, CLOCK)
+    with caplog.at_level(logging.WARNING):
+        polling.start(posted.put)
+        try:
+            assert [_listed(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 4}]
+        finally:
+            polling.close()
+    assert "its last answer holds: the cluster manager restarts" in caplog.text
+
+
+def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(discovery, "ANSWER_WITHIN", 0.05)
+    calls, late = 0, threading.Event()
+
+    def find() -> dict[str, int]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            late.wait(10)
+        return {"a": calls}
+
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    polling = HostPolling(find, CLOCK)
+    polling.start(posted.put)
+    try:
+        assert _listed(posted.get(timeout=10)) == {"a": 1}
+        with pytest.raises(Empty):
+            posted.get(timeout=0.3)
+        assert calls == 2  # no second question beside the open one
+        late.set()
+        assert _listed(posted.get(timeout=10)) == {"a": 2}
+    finally:
+        polling.close()
+    assert "no answer within" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [{"a": -1}, {"a": "two"}, {3: 1}])
+def test_nonsense_is_refused(answer: dict[str, int]) -> None:
+    with pytest.raises(InvalidInput, match="names of hosts and numbers of their slots"):
+        HostPolling(lambda: answer, CLOCK).start(lambda event: None)
+
+
+def test_a_script_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.sh"
+    path.write_text("#!/bin/sh\necho a:2\necho b\n")
+    path.chmod(0o755)
+    assert script([str(path)], lambda text: parse_hosts(text, 5))() == {"a": 2, "b": 5}
+    path.write_text("#!/bin/sh\necho no quota >&2\nexit 3\n")
+    with pytest.raises(InvalidInput, match="ended with code 3: no quota"):
+        HostPolling(script([str(path)], parse_hosts), CLOCK).start(lambda event: None)
+    with pytest.raises(InvalidInput, match="did not run"):
+        script([str(tmp_path / "none.sh")], parse_hosts)()
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:2,b:1", {"a": 2, "b": 1}),
+        ("a:2\n# none\nb slots=3  # three\n\n", {"a": 2, "b": 3}),
+        ("a,b:1", {"a": 4, "b": 1}),
+        ("", {}),
+    ],
+)
+def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
+    assert parse_hosts(text, 4) == hosts
+
+
+@pytest.mark.parametrize("text", ["a", "a:x", "a:-1", ":3", "a:1,a:2", "two words:1"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput):
+        parse_hosts(text)
+
+
+def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
+    handle, posted = JobHandle(), list[DriverEvent]()
+    handle.drain(rank=2, reason="maintenance")
+    watch = steered(Quiet(), lambda: {"a": 1}, handle, CLOCK)
+    watch.start(posted.append)
+    handle.drain(host="a")
+    handle.cancel("enough")
+    watch.close()
+    handle.cancel("too late")
+    kinds = [type(event) for event in posted]
+    assert kinds == [HostsListed, DrainRequested, DrainRequested, CancelRequested]
+    assert isinstance(posted[1], DrainRequested)
+    assert (posted[1].rank, posted[1].reason) == (2, "maintenance")
+
+
+@pytest.mark.parametrize("choices", [{}, {"rank": 1, "host": "a"}])
+def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="exactly one"):
+        JobHandle().drain(**choices)  # type: ignore[arg-type]
+
+
+def test_what_is_no_handle_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
+        steered(Quiet(), None, "handle", CLOCK)
+
+
+def test_fixed_hosts_are_listed_once() -> None:
+    posted: list[DriverEvent] = []
+    hosts = FixedHosts({"a": 2}, CLOCK)
+    hosts.start(posted.append)
+    hosts.close()
+    assert [_listed(event) for event in posted] == [{"a": 2}]

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import socket
+import threading
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from spark_elastic.local.places import Hosts, foreign
+
+
+def test_hosts_are_filled_in_their_order() -> None:
+    hosts = Hosts({"a": 2, "b": 1})
+    assert [hosts.take(job) for job in (1, 2, 3)] == ["a", "a", "b"]
+
+
+def test_who_waits_gets_what_becomes_free_and_what_is_new() -> None:
+    hosts = Hosts({"a": 1})
+    got: SimpleQueue[str | None] = SimpleQueue()
+    assert hosts.take(1) == "a"
+    threads = [threading.Thread(target=lambda job=job: got.put(hosts.take(job))) for job in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(Empty):
+        got.get(timeout=0.1)
+    hosts.give_back("a")
+    assert got.get(timeout=10) == "a"
+    hosts.list({"b": 1})
+    assert got.get(timeout=10) == "b"
+    hosts.close()
+    assert got.get(timeout=10) is None
+    for thread in threads:
+        thread.join(10)
+
+
+def test_only_names_of_this_machine_are_its_own() -> None:
+    here = {"localhost": 1, "127.0.0.2": 1, socket.gethostname(): 1}
+    assert foreign(here) == []
+    assert foreign({**here, "192.0.2.7": 1}) == ["192.0.2.7"]
