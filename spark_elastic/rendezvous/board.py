@@ -7,11 +7,11 @@ knows no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
 from spark_elastic.rendezvous.kv import KeyValues, generation_scope
-from spark_elastic.rendezvous.messages import News, NextWorld, SlotOrders, WorkerStop
+from spark_elastic.rendezvous.messages import Blobs, News, NextWorld, SlotOrders, WorkerStop
 
 
 class Waiters:
@@ -50,6 +50,8 @@ class Board:
         self.values = KeyValues()
         self.waiters = Waiters()
         self.ended: str | None = None
+        self._handed_in: Counter[str] = Counter()  # by name of the exchange, in the current world
+        self._blobs: dict[str, Blobs] = {}
         self._world: World | None = None
         self._next = NextWorld()  # how its members are told of it
         self._aborted: str | None = None  # why the current world is over
@@ -100,7 +102,31 @@ class Board:
             self._close_exchange()
             self.waiters.wake_all()
 
+    def hand_in(self, scope: str, name: str, rank: int, blob: bytes) -> bool:
+        """A rank's part in an exchange of the current world; True once all parts are there."""
+        if not self.values.missing(scope, [f"{name}/{rank}"]):
+            return False
+        self.values.set(scope, f"{name}/{rank}", blob)
+        self._handed_in[name] += 1
+        assert self._world is not None
+        if self._handed_in[name] < self._world.size:
+            return False
+        keys = [f"{name}/{rank}" for rank in range(self._world.size)]
+        self._blobs[name] = Blobs(tuple(blob or b"" for blob in self.values.get(scope, keys)))
+        return True
+
+    def blobs(self, name: str) -> Blobs | None:
+        """One object for all ranks, so that it is encoded once; None while a part is missing."""
+        return self._blobs.get(name)
+
+    def absent(self, scope: str, name: str) -> set[int]:
+        """Ranks whose part is missing."""
+        size = self._world.size if self._world is not None else 0
+        return {rank for rank in range(size) if self.values.missing(scope, [f"{name}/{rank}"])}
+
     def _close_exchange(self) -> None:
+        self._handed_in.clear()
+        self._blobs.clear()
         for scope in self.values.close_generations():
             self.waiters.wake(scope)
 

@@ -74,7 +74,7 @@ class Gate:
         self._handlers = {cls.path: (cls, handler) for cls, handler in handlers.items()}
         self._limits = limits or GateLimits()
         self._sessions = auth.Sessions()
-        self._last: tuple[object, bytes] = (None, b"")
+        self._last: dict[type, tuple[object, bytes]] = {}  # the newest reply of each kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -156,10 +156,10 @@ class Gate:
 
     def _encode(self, reply: object) -> bytes:
         """The same reply to many (a new world to its members) is put into words once."""
-        last, text = self._last
+        last, text = self._last.get(type(reply), (None, b""))
         if reply is not last:
             text = _text("reply", reply)
-            self._last = reply, text
+            self._last[type(reply)] = reply, text
         return text
 
     def _hold(self, envelope: dict[str, Any]) -> float:

@@ -184,22 +184,18 @@ class Routes:
         if world is None or member is None or member.rank != request.rank:
             raise StaleGeneration(f"{request.worker} is not rank {request.rank} of that world")
         scope = generation_scope(request.fence.generation)
-        keys = [f"{request.name}/{rank}" for rank in range(world.size)]
-        values = self._board.values
-        if values.missing(scope, [keys[request.rank]]):
-            values.set(scope, keys[request.rank], request.blob)
+        if self._board.hand_in(scope, request.name, request.rank, request.blob):
             self._board.waiters.wake(scope)
 
         def complete() -> m.Blobs | None:
             self._refuse_stale(request.fence)
-            blobs = [blob for blob in values.get(scope, keys) if blob is not None]
-            return m.Blobs(tuple(blobs)) if len(blobs) == len(keys) else None
+            return self._board.blobs(request.name)
 
         reply = await self._hold(call, (request.slot, request.worker), scope, complete)
         if reply is not None:
             return reply
-        absent = set(values.missing(scope, keys))
-        return m.Blobs(None, tuple(m_.worker for m_ in world.members if keys[m_.rank] in absent))
+        absent = self._board.absent(scope, request.name)
+        return m.Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
 
     def _formed(self, request: m.Formed) -> m.Acknowledged:
         self._hear(request.worker, request.slot)
