@@ -60,7 +60,8 @@ class Desk:
 
     def post(self, event: on.DriverEvent) -> None:
         """The machine's turn."""
-        event = replace(event, now=self.sim.now)
+        if event.now != self.sim.now:
+            event = replace(event, now=self.sim.now)
         before = self.state
         self.state, commands = self.step(before, event)
         self.invariants.check(before, event, self.state, commands)
@@ -102,7 +103,7 @@ class Desk:
 
     def beats(self, slot: SimSlot, worker: str, state: str) -> None:
         if not slot.host.cut:  # nobody repeats a beat
-            self._say(slot.host, lambda: self.post(on.SlotBeat(0, slot.name, worker, state)))
+            self._say(slot.host, lambda: self.post(on.SlotBeat(self.sim.now, slot.name, worker, state)))
 
     def exited(self, slot: SimSlot, worker: str, code: int) -> None:
         self._say(slot.host, lambda: self.post(on.WorkerExited(0, worker, code)))
@@ -127,7 +128,7 @@ class Desk:
         self._say(worker.slot.host, lambda: self._asked(worker, report.fence, event))
 
     def formed(self, worker: SimWorker, fence: Fence) -> None:
-        self._say(worker.slot.host, lambda: self.post(on.WorkerFormed(0, worker.name, fence)))
+        self._say(worker.slot.host, lambda: self.post(on.WorkerFormed(self.sim.now, worker.name, fence)))
 
     def failed(self, worker: SimWorker, report: do.ReportFailure) -> None:
         event = on.WorkerFailed(

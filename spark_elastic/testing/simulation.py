@@ -72,6 +72,7 @@ class Simulation:
         self.released: dict[str, str] = {}
         self._jobs: deque[int] = deque()  # that wait for room
         self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
+        self._there: SimSlot | None = None  # one of those that are not gone yet
         self._of_job: dict[int, list[SimSlot]] = {}
         self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
         self._attempts: dict[int, int] = {}
@@ -119,7 +120,11 @@ class Simulation:
             act()
 
     def _all_gone(self) -> bool:
-        return not any(slot.alive and not slot.host.cut for slot in self.slots.values())
+        if self._there is None or not self._there.alive or self._there.host.cut:
+            # They go in the order in which they came, so the last one is looked at longest.
+            there = (slot for slot in reversed(self.slots.values()) if slot.alive and not slot.host.cut)
+            self._there = next(there, None)
+        return self._there is None
 
     # ---- the cluster
 
