@@ -7,6 +7,7 @@ thread owns everything; the copying thread reads live memory and writes the spar
 
 from __future__ import annotations
 
+import _thread
 import threading
 import warnings
 from collections.abc import Callable
@@ -60,20 +61,36 @@ class Snapshot:
     memory: Bytes
 
 
-class _Copy(threading.Thread):
-    """Fills a snapshot in the background; `torn` once it is through: something changed meanwhile."""
+class _Copy:
+    """Fills a snapshot, by `run` or in a thread of its own; `torn` once it is through: something changed meanwhile."""
 
     def __init__(self, snapshot: Snapshot, tray: Tray) -> None:
-        super().__init__(name="spark-elastic-commit", daemon=True)
         self.snapshot = snapshot
         self.torn = False
         self._pieces = tray.later
         self._marks = tray.marks
         self._before = [mark() for mark in tray.marks]
+        self._through = threading.Lock()
+
+    def start(self) -> None:
+        """Without waiting for the thread to come up, as `threading.Thread` does."""
+        self._through.acquire()
+        _thread.start_new_thread(self._run_and_tell, ())
 
     def run(self) -> None:
         _copy(self._pieces, self.snapshot.memory)
         self.torn = [mark() for mark in self._marks] != self._before
+
+    def join(self) -> None:
+        with self._through:
+            pass
+
+    def _run_and_tell(self) -> None:
+        self.torn = True  # until it is through, whatever happens
+        try:
+            self.run()
+        finally:
+            self._through.release()
 
 
 class Commits:

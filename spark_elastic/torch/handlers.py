@@ -50,6 +50,11 @@ class ModelStateHandler(PictureHandler):
         super().__init__(value)
         self.trained: set[int] = set()
         self._views = _Views()
+        self._extra = self._with_extra()
+
+    def set_value(self, value: torch.nn.Module) -> None:
+        super().set_value(value)
+        self._extra = self._with_extra()
 
     def capture(self, tray: Tray) -> Any:
         put, trained = self._views.put, self.trained
@@ -59,7 +64,7 @@ class ModelStateHandler(PictureHandler):
                 n: _Frozen(put(tray, b, False), b.dtype, tuple(b.shape))
                 for n, b in self.value.named_buffers()
             },
-            "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._with_extra()},
+            "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
         }
 
     def load(self, picture: Any, memory: Bytes) -> None:
@@ -75,7 +80,7 @@ class ModelStateHandler(PictureHandler):
                 else:
                     owner, _, own = name.rpartition(".")
                     self.value.get_submodule(owner)._buffers[own] = _tensor(frozen, memory).clone()
-        for name, module in self._with_extra():
+        for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(picture["extra"][name]))
 
     def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
