@@ -17,7 +17,21 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class SlowSync(CountingProgram):
+class Patient(CountingProgram):
+    """Takes its time until a world of that generation or a later one has so many members, then is quick."""
+
+    def __init__(self, steps: int, generation: int, size: int) -> None:
+        super().__init__(steps)
+        self._generation = generation
+        self._size = size
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        there = world.fence.generation >= self._generation and world.size >= self._size
+        self._seconds = 0.01 if there else 0.2
+        return super().run(world, group, session)
+
+
+class SlowSync(Patient):
     """Before it takes or hands over the state of a survivor, every rank tells and dwells."""
 
     def sync(self, world: World, group: Group) -> Position:
@@ -27,7 +41,7 @@ class SlowSync(CountingProgram):
         return super().sync(world, group)
 
 
-class SlowReturn(CountingProgram):
+class SlowReturn(Patient):
     """The survivors of the first world take their time to come back from it."""
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:

@@ -78,8 +78,8 @@ class HeldUp(Job):
 
 def test_r12_a_server_that_is_held_up_for_longer_than_a_lease_loses_nobody(fault: Fault) -> None:
     job = HeldUp(CountingProgram(180, 0.03))
-    job.at_step(10, lambda: fault(job.hold_up, 3.5))
-    result = job.run(lease=1.5)
+    job.at_step(10, lambda: fault(job.hold_up, 5.0))
+    result = job.run(lease=2.5)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
     assert leap > 40, "steps went on while nobody served"
