@@ -1,0 +1,76 @@
+"""`spark_elastic.run` on a real cluster."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+
+import spark_elastic
+from spark_elastic.errors import InvalidInput
+from tests.component.torch.hand_written import count
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native]
+
+STEPS = 60
+
+for name in (__name__, count.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+class Strike(io.StringIO):
+    """A stream that does something once a worker says that it took a step."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+
+    def write(self, text: str) -> int:
+        if self.act is not None and "] step 10" in text:
+            act, self.act = self.act, None
+            self.thread = threading.Thread(target=act)
+            self.thread.start()
+        return super().write(text)
+
+
+def who(greeting: str) -> tuple[str, str, dict[str, Any], str]:
+    import os
+
+    return greeting, os.environ["RANK"], spark_elastic.task_resources(), os.environ["WORLD_SIZE"]
+
+
+def test_results_in_rank_order_on_as_many_workers_as_spark_has_room_for(spark: SparkSession) -> None:
+    results = spark_elastic.run(who, args=("hello",), stdout=io.StringIO())  # on the active session
+    assert results == [("hello", str(rank), {}, "3") for rank in range(3)]
+
+
+def test_an_executor_is_killed_in_a_hand_written_loop(
+    spark: SparkSession, standalone: StandaloneCluster, fault: Fault
+) -> None:
+    stream = Strike(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
+    results = spark_elastic.run(count, (STEPS, 1), spark=spark, num_proc=3, min_np=1, stdout=stream)
+    stream.thread.join()
+    assert {result["number"] for result in results} == {STEPS}
+    assert stream.getvalue().count("world of ") >= 2
+
+
+def test_a_captured_session_broadcast_or_frame_is_refused_by_its_name(spark: SparkSession) -> None:
+    shared, table = spark.sparkContext.broadcast(3), spark.range(3)
+    sc = spark.sparkContext
+    for fn, name in (
+        (lambda: spark.range(3), "'spark', a SparkSession"),
+        (lambda: sc.version, "'sc', a SparkContext"),
+        (lambda: shared.value, "'shared', a Broadcast"),
+        (lambda: table.count() + 1, "'table', a DataFrame"),
+    ):
+        with pytest.raises(InvalidInput, match=name):
+            spark_elastic.run(fn, spark=spark)
