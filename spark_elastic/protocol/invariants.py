@@ -16,7 +16,7 @@ from spark_elastic.protocol.membership import capacity
 from spark_elastic.protocol.types import Position, WorkerStatus, World
 
 STORY = 80  # lines kept
-LARGE = 100  # workers; with so many or fewer the records are looked at after every event
+LARGE = 100  # slots or workers; with so many or fewer the records are looked at after every event
 
 
 class Violation(AssertionError):
@@ -88,9 +88,12 @@ class DriverInvariants:
             self.story.command(command)
             self._require(bool(command.reason), "a command without a reason")
             self._check_command(command, before, after)
+            if isinstance(command, do.Publish) and event is not None:
+                self._check_newcomers(command.world, before.world, after, event.now)
         self._unchecked += bool(commands) or not isinstance(event, on.SlotBeat | on.Tick)
         grave = any(isinstance(command, do.Publish | do.Abort | do.End) for command in commands)
-        due = 1 if len(after.workers) <= LARGE else len(after.workers) // 4
+        size = max(len(after.slots), len(after.workers), len(before.workers))
+        due = 1 if size <= LARGE else size // 4
         if self._unchecked >= due or (grave and self._unchecked):
             self._unchecked = 0
             self._check_state(after)
@@ -145,6 +148,17 @@ class DriverInvariants:
         self._check_source(world)
         if old is not None:
             self._check_old_is_over(old, before)
+
+    def _check_newcomers(self, world: World, old: World | None, after: DriverState, now: float) -> None:
+        listed = None if after.listed is None else dict(after.listed)
+        for m in world.members:
+            if (old is not None and old.member(m.worker) is not None) or m.worker not in after.workers:
+                continue
+            cools = after.blacklist.slot_until(m.slot, m.host, now)
+            self._require(cools is None, f"{m.worker} comes into a world while its slot or host cools down")
+            slot = after.slots[m.slot]
+            known = listed is None or bool({slot.host, slot.node} & set(listed))
+            self._require(known, f"{m.worker} comes into a world from a host that is not listed")
 
     def _check_seniority(self, world: World, old: World | None) -> None:
         ranks = {m.worker: m.rank for m in old.members} if old is not None else {}

@@ -51,6 +51,17 @@ def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
             give_back(turn, slot, f"discovery does not list host {slot.host} with slot {slot.slot}")
 
 
+def unwanted(turn: Turn, slot: SlotRecord) -> str:
+    """Why a new worker of a slot shall not begin, "" if it shall: its member was about to leave, and was lost first."""
+    state = turn.state
+    drains = state.draining_hosts.get(slot.host) or state.draining_hosts.get(slot.node)
+    if drains:
+        return f"host {slot.host} drains: {drains}"
+    if state.listed is not None and slot.slot not in _allowed(turn):
+        return f"discovery does not list host {slot.host} with slot {slot.slot}"
+    return ""
+
+
 def _listed_as(host: str, node: str, listed: dict[str, int]) -> str | None:
     """By which name a listing knows a host."""
     return host if host in listed else node if node in listed else None

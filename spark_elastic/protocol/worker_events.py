@@ -11,7 +11,8 @@ from spark_elastic.protocol.durable import seen_dead
 from spark_elastic.protocol.evidence import break_world, hear, lose, suspect, took_part
 from spark_elastic.protocol.failures import blame, spell, starve
 from spark_elastic.protocol.forming import end
-from spark_elastic.protocol.jobs import strike
+from spark_elastic.protocol.jobs import give_back, strike
+from spark_elastic.protocol.listing import unwanted
 from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
 
@@ -39,7 +40,11 @@ def adopt(turn: Turn, slot: SlotRecord, name: WorkerId) -> None:
         lose(turn, previous, f"its slot started worker {name} in its place", liable=True)
     worker = WorkerRecord(name, slot.slot, slot.host, turn.now, extra=slot.extra)
     turn.put(worker)
-    turn.put_slot(replace(slot, worker=name))
+    slot = replace(slot, worker=name)
+    turn.put_slot(slot)
+    why = unwanted(turn, slot)
+    if why:
+        give_back(turn, slot, why)
 
 
 def worker_joins(turn: Turn, event: on.WorkerJoins) -> None:

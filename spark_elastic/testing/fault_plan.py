@@ -23,6 +23,8 @@ class Kind(Enum):
     POISON = "user code raises at one row, always"
     HICCUP = "the driver's server loses all connections"
     SPECULATE = "the cluster starts a second attempt of a slot job"
+    CRASH = "the training process crashes"
+    UNLIST = "discovery does not list the host for a while"
 
 
 class Moment(Enum):
@@ -127,6 +129,8 @@ def random_plan(seed: int) -> FaultPlan:
         regroup_timeout=6.0,
         failure_budget=1000,
         max_global_batch=rng.choice((None, None, None, 96)),
+        cooldown_range=rng.choice(((1.0, 60.0), (0.2, 2.0), (6.0, 12.0), (0.5, 30.0))),
+        idle_slot_timeout=rng.choice((60.0, 2.0)),
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 12))
     return FaultPlan(
@@ -157,6 +161,8 @@ KINDS = (
     (Kind.POISON, 1),
     (Kind.HICCUP, 2),
     (Kind.SPECULATE, 2),
+    (Kind.CRASH, 4),
+    (Kind.UNLIST, 3),
 )
 
 

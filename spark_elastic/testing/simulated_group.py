@@ -50,7 +50,9 @@ class SimGroup:
         self.inside: dict[str, SimWorker] = {}
         self.doing: dict[str, Doing] = {}
         self._count: Counter[Doing] = Counter()  # of `doing`
-        self._untold: dict[str, SimWorker] = {}  # have not heard that anybody left; kept for large worlds only
+        self._untold: dict[
+            str, SimWorker
+        ] = {}  # have not heard that anybody left; kept for large worlds only
         self.broken: dict[str, str] = {}  # worker -> why its end of the group is of no more use
         self.arrived: dict[str, int] = {}  # worker -> membership version that it contributed
         self.position: Position | None = None  # of the exchange that is under way
@@ -81,7 +83,10 @@ class SimGroup:
         """Compute; then contribute."""
         self._does(worker, Doing.FORWARD)
         self.sim.moment(Moment.FORWARD)
-        worker.later(self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness, lambda: self._contribute(worker))
+        worker.later(
+            self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness,
+            lambda: self._contribute(worker),
+        )
 
     def abort(self, worker: SimWorker, reason: str) -> None:
         """The worker's end of the group is poisoned; who waits in it is freed."""

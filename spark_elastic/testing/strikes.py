@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from spark_elastic.testing.simulation import Simulation
 
 T = TypeVar("T")
-OF_WORKERS = (Kind.KILL_WORKER, Kind.KILL_SLOT, Kind.STOP_WORKER, Kind.DRAIN_WORKER, Kind.RAISE)
+OF_WORKERS = (
+    Kind.KILL_WORKER, Kind.CRASH, Kind.KILL_SLOT, Kind.STOP_WORKER, Kind.DRAIN_WORKER, Kind.RAISE,
+)  # fmt: skip
 
 
 class Strikes:
@@ -70,6 +72,8 @@ class Strikes:
             case Kind.SPECULATE:
                 for worker in _choose(self._in_order(), fault):
                     self.sim.second_attempt(worker.slot.job)
+            case Kind.UNLIST:
+                self._unlist(_choose(self._living(), fault), fault.duration)
             case Kind.POISON:
                 self._poison = (fault.target % self.sim.plan.steps, fault.nth * 17 % self.sim.plan.rows)
             case kind if kind in OF_WORKERS:
@@ -93,6 +97,8 @@ class Strikes:
         match fault.kind:
             case Kind.KILL_WORKER:
                 worker.die(-9)
+            case Kind.CRASH:
+                worker.die(3)
             case Kind.KILL_SLOT:
                 self._kill_slots([worker.slot], fault)
             case Kind.STOP_WORKER:
@@ -118,6 +124,16 @@ class Strikes:
                 host.capacity = 0  # takes no new slots
                 self.sim.at(3.0 + fault.duration, lambda: self._kill_host(host, fault))
                 self._replace_host()
+
+    def _unlist(self, hosts: list[SimHost], seconds: float) -> None:
+        """Discovery answers without them, and after a while that everybody may take part."""
+        listed = tuple((host.name, max(1, host.capacity)) for host in self._living() if host not in hosts)
+        self.sim.desk.post(on.HostsListed(0, listed))
+        self.sim.at(seconds, self._list_all)
+
+    def _list_all(self) -> None:
+        if not self.sim.desk.over:
+            self.sim.desk.post(on.HostsListed(0, None))
 
     def _kill_slots(self, slots: list[SimSlot], fault: Fault) -> None:
         self.sim.silent = fault.silent

@@ -44,7 +44,7 @@ def test_it_becomes_a_unit_test_that_passes_and_can_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
-    _journal_of(43, path)
+    _journal_of(63, path)
     source = replay(path).as_test("test_the_job_of_monday")
     module: dict[str, object] = {}
     exec(compile(source, "pasted", "exec"), module)
@@ -58,7 +58,7 @@ def test_it_becomes_a_unit_test_that_passes_and_can_fail(
 
 def test_a_part_of_it_is_a_shorter_test(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    _journal_of(43, path)
+    _journal_of(63, path)
     source = replay(path).as_test(turns=10)
     assert source.count("(now=") == 10
     exec(compile(source, "pasted", "exec"), {})
@@ -66,7 +66,7 @@ def test_a_part_of_it_is_a_shorter_test(tmp_path: Path) -> None:
 
 def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
-    _journal_of(43, path)
+    _journal_of(63, path)
     lines = path.read_text().splitlines()
     number, changed = next(
         (number, json.loads(line)) for number, line in enumerate(lines, 1) if '"Abort"' in line
@@ -79,7 +79,7 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
-    _journal_of(43, path)
+    _journal_of(63, path)
 
     def broken(turn: object, event: object) -> None:
         raise ZeroDivisionError
@@ -91,7 +91,7 @@ def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: 
 
 def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    _journal_of(43, path)
+    _journal_of(63, path)
     whole = len(replay(path).turns)
     path.write_bytes(path.read_bytes()[:-20])
     assert len(replay(path).turns) == whole - 1
@@ -104,7 +104,7 @@ def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None
 
 def test_a_torn_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    _journal_of(43, path)
+    _journal_of(63, path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:5], lines[5][:30], *lines[6:]]))
     with pytest.raises(InvalidInput, match="line 6 does not belong to a job"):
