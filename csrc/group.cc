@@ -4,38 +4,45 @@
 #include <gloo/allreduce.h>
 #include <gloo/barrier.h>
 #include <gloo/broadcast.h>
-#include <gloo/math.h>
 
 #include <numeric>
 #include <stdexcept>
 
+#include "adasum.h"
+#include "half.h"
+
 namespace elastic {
 namespace {
 
-using Reduce = void (*)(void*, const void*, const void*, size_t);
+constexpr uint8_t kOwnSlotPrefix = 0x40;  // beyond those that Gloo's algorithms use
 
-template <typename T>
-Reduce reduceOf(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return static_cast<Reduce>(&gloo::sum<T>);
-    case ReduceOp::kMin:
-      return static_cast<Reduce>(&gloo::min<T>);
-    case ReduceOp::kMax:
-      return static_cast<Reduce>(&gloo::max<T>);
-    case ReduceOp::kProduct:
-      return static_cast<Reduce>(&gloo::product<T>);
-  }
-  throw std::invalid_argument("unknown reduction");
+// As even as can be; the first parts are the longer ones.
+std::vector<size_t> evenParts(size_t count, int size) {
+  const auto parts = static_cast<size_t>(size);
+  std::vector<size_t> counts(parts, count / parts);
+  for (size_t r = 0; r < count % parts; r++) counts[r]++;
+  return counts;
 }
 
-template <typename T>
-void setData(gloo::AllreduceOptions& options, void* data, size_t count, ReduceOp op) {
-  options.setOutput(static_cast<T*>(data), count);
-  options.setReduceFunction(reduceOf<T>(op));
+Call callOf(CallKind kind, size_t bytes, const Reduction& reduction) {
+  Call call;
+  call.kind = kind;
+  call.bytes = bytes;
+  call.signature = reduction.shape;
+  call.type = reduction.type;
+  call.op = reduction.op;
+  call.wire = reduction.wire;
+  call.algorithm = reduction.algorithm;
+  return call;
 }
 
-size_t widthOf(DataType type) { return type == DataType::kFloat32 || type == DataType::kInt32 ? 4 : 8; }
+Call callOf(CallKind kind, size_t bytes, uint32_t signature) {
+  Call call;
+  call.kind = kind;
+  call.bytes = bytes;
+  call.signature = signature;
+  return call;
+}
 
 }  // namespace
 
@@ -56,55 +63,143 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
 
 Group::~Group() { close(); }
 
-void Group::allreduce(void* data, size_t count, DataType type, ReduceOp op, const std::string& algorithm) {
-  const bool small = count * widthOf(type) <= bcubeLimit_;
-  const bool bcube = algorithm == "bcube" || (algorithm == "auto" && small);
-  const auto details = static_cast<uint64_t>(type) << 16 | static_cast<uint64_t>(op) << 8 | uint64_t{bcube};
+uint32_t Group::start(Call call) {
+  call.number = tag_++;
+  mesh_->enter(call);
+  return call.number;
+}
+
+Route Group::route(uint32_t tag) { return {*mesh_, gloo::Slot::build(kOwnSlotPrefix, tag)}; }
+
+void Group::allreduce(void* data, size_t count, const Reduction& reduction) {
+  const uint32_t tag = start(callOf(CallKind::kAllreduce, count * widthOf(reduction.type), reduction));
+  if (count == 0) return meet(tag);
+  scale(data, count, reduction.type, reduction.before, 1);
+  if (reduction.wire != Wire::kPlain) return reducePacked(static_cast<float*>(data), count, reduction, tag);
+  reduce(data, count, reduction, tag);
+}
+
+void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  if (size_ == 1) return finish(reduction, data, count, reduction.type, 1);
+  if (reduction.op == ReduceOp::kAdasum) return reduceByAdasum(data, count, reduction, tag);
+  if (isHalf(reduction.type)) return reduceDirectly(data, count, reduction, tag);
+  reduceByGloo(data, count, reduction, tag);
+}
+
+void Group::reduceByGloo(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  const size_t bytes = count * widthOf(reduction.type);
+  const bool small = reduction.algorithm == Algorithm::kAuto && bytes <= bcubeLimit_;
   gloo::AllreduceOptions options(world_);
-  options.setTag(enter(CallKind::kAllreduce, count * widthOf(type), details));
-  switch (type) {
-    case DataType::kFloat32:
-      setData<float>(options, data, count, op);
+  options.setTag(tag);
+  // Gloo needs the type for its width alone.
+  switch (widthOf(reduction.type)) {
+    case 1:
+      options.setOutput(static_cast<uint8_t*>(data), count);
       break;
-    case DataType::kFloat64:
-      setData<double>(options, data, count, op);
+    case 2:
+      options.setOutput(static_cast<uint16_t*>(data), count);
       break;
-    case DataType::kInt32:
-      setData<int32_t>(options, data, count, op);
+    case 4:
+      options.setOutput(static_cast<uint32_t*>(data), count);
       break;
-    case DataType::kInt64:
-      setData<int64_t>(options, data, count, op);
-      break;
+    default:
+      options.setOutput(static_cast<uint64_t*>(data), count);
   }
-  options.setAlgorithm(bcube ? gloo::AllreduceOptions::Algorithm::BCUBE : gloo::AllreduceOptions::Algorithm::RING);
+  options.setReduceFunction(foldOf(reduction.type, reduction.op));
+  options.setAlgorithm(small || reduction.algorithm == Algorithm::kBcube ? gloo::AllreduceOptions::Algorithm::BCUBE
+                                                                         : gloo::AllreduceOptions::Algorithm::RING);
   gloo::allreduce(options);
+  finish(reduction, data, count, reduction.type, size_);
 }
 
-uint32_t Group::enter(CallKind kind, size_t bytes, uint64_t details) {
-  const uint32_t tag = tag_++;
-  mesh_->enter(Call{bytes, tag, kind, details});
-  return tag;
+// 16-bit floats: an algorithm that passes sums on would round them once at every rank.
+void Group::reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  reduceParts(route(tag), reduction, data, evenParts(count, size_), nullptr);
 }
 
-void Group::broadcast(void* data, size_t bytes, int root) {
+// As if every rank had handed in 16-bit floats, but for the factors, which are applied to float32.
+Reduction Group::pack(const float* data, size_t count, const Reduction& reduction) {
+  if (count > packedRoom_) {
+    packedRoom_ = 0;
+    packed_.reset(new uint16_t[count]);
+    packedRoom_ = count;
+  }
+  Reduction packed = reduction;
+  packed.type = reduction.wire == Wire::kFloat16 ? DataType::kFloat16 : DataType::kBfloat16;
+  narrow(packed.type, data, packed_.get(), count);
+  return packed;
+}
+
+void Group::reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  const Reduction packed = pack(data, count, reduction);
+  reduce(packed_.get(), count, packed, tag);
+  widen(packed.type, packed_.get(), data, count);
+}
+
+void Group::reduceByAdasum(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  if (reduction.type == DataType::kFloat64) {
+    adasum(route(tag), static_cast<double*>(data), count);
+  } else if (reduction.type == DataType::kFloat32) {
+    adasum(route(tag), static_cast<float*>(data), count);
+  } else if (isHalf(reduction.type)) {
+    std::vector<float> wide(count);
+    widen(reduction.type, static_cast<uint16_t*>(data), wide.data(), count);
+    adasum(route(tag), wide.data(), count);
+    narrow(reduction.type, wide.data(), static_cast<uint16_t*>(data), count);
+  } else {
+    throw std::invalid_argument("adasum is for floats alone");
+  }
+  finish(reduction, data, count, reduction.type, 1);
+}
+
+void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction) {
+  const size_t count = std::accumulate(counts.begin(), counts.end(), size_t{0});
+  const uint32_t tag = start(callOf(CallKind::kReducescatter, count * widthOf(reduction.type), reduction));
+  if (count == 0) return meet(tag);
+  scale(data, count, reduction.type, reduction.before, 1);
+  if (reduction.wire == Wire::kPlain) return reduceParts(route(tag), reduction, data, counts, out);
+  const Reduction packed = pack(static_cast<float*>(data), count, reduction);
+  const size_t own = counts[static_cast<size_t>(rank_)];
+  std::vector<uint16_t> part(own);
+  reduceParts(route(tag), packed, packed_.get(), counts, part.data());
+  widen(packed.type, part.data(), static_cast<float*>(out), own);
+}
+
+void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
+  const uint32_t tag = start(callOf(CallKind::kBroadcast, bytes, signature));
+  if (bytes == 0) return meet(tag);
   gloo::BroadcastOptions options(world_);
   options.setOutput(static_cast<char*>(data), bytes);
   options.setRoot(root);
-  options.setTag(enter(CallKind::kBroadcast, bytes, static_cast<uint64_t>(root)));
+  options.setTag(tag);
   gloo::broadcast(options);
 }
 
-void Group::allgather(const void* in, void* out, const std::vector<size_t>& sizes) {
+void Group::allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature) {
+  const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
+  const uint32_t tag = start(callOf(CallKind::kAllgather, bytes, signature));
+  if (bytes == 0) return meet(tag);
   gloo::AllgathervOptions options(world_);
   options.setInput(static_cast<char*>(const_cast<void*>(in)), sizes[static_cast<size_t>(rank_)]);
   options.setOutput(static_cast<char*>(out), sizes);
-  options.setTag(enter(CallKind::kAllgather, std::accumulate(sizes.begin(), sizes.end(), size_t{0}), 0));
+  options.setTag(tag);
   gloo::allgatherv(options);
 }
 
-void Group::barrier() {
+void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
+                     uint32_t signature) {
+  // How much each rank sends is its own affair.
+  const uint32_t tag = start(callOf(CallKind::kAlltoall, 0, signature));
+  elastic::alltoall(route(tag), in, inSizes, out, outSizes);
+}
+
+void Group::barrier() { meet(start(callOf(CallKind::kBarrier, 0, 0u))); }
+
+// Returns once all ranks have come to the call `tag`.
+void Group::meet(uint32_t tag) {
+  if (size_ == 1) return;
   gloo::BarrierOptions options(world_);
-  options.setTag(enter(CallKind::kBarrier, 0, 0));
+  options.setTag(tag);
   gloo::barrier(options);
 }
 

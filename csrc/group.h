@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
+#include "direct.h"
 #include "mesh.h"
+#include "reduction.h"
 
 namespace elastic {
-
-enum class DataType { kFloat32, kFloat64, kInt32, kInt64 };
-enum class ReduceOp { kSum, kMin, kMax, kProduct };
 
 struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
@@ -23,6 +23,7 @@ struct GroupOptions {
   std::function<void()> checkSignals = [] {};  // what it throws ends a wait
 };
 
+// All collectives also take nothing at all: ranks that bring nothing while others do are told of the mismatch.
 class Group {
  public:
   Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
@@ -32,11 +33,17 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // In place; identical bits on every rank. algorithm: "auto", "ring" or "bcube".
-  void allreduce(void* data, size_t count, DataType type, ReduceOp op, const std::string& algorithm);
-  void broadcast(void* data, size_t bytes, int root);
+  // In place; identical bits on every rank.
+  void allreduce(void* data, size_t count, const Reduction& reduction);
+  // Part r of the result, counts[r] elements, is for rank r, in `out`. `data` is written to if there is a factor
+  // `before`.
+  void reducescatter(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction);
+  // signature: of whatever else must be equal on all ranks.
+  void broadcast(void* data, size_t bytes, int root, uint32_t signature);
   // out holds everyone's part in rank order; sizes[r] bytes each.
-  void allgather(const void* in, void* out, const std::vector<size_t>& sizes);
+  void allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature);
+  void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
+                uint32_t signature);
   void barrier();
 
   void abort(const std::string& reason);
@@ -46,13 +53,24 @@ class Group {
  private:
   struct World;
 
+  uint32_t start(Call call);
+  void meet(uint32_t tag);
+  Route route(uint32_t tag);
+  void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void reduceByGloo(void* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
+  Reduction pack(const float* data, size_t count, const Reduction& reduction);
+  void reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void reduceByAdasum(void* data, size_t count, const Reduction& reduction, uint32_t tag);
+
   const int rank_, size_;
   const size_t bcubeLimit_;
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<World> world_;
-  uint32_t enter(CallKind kind, size_t bytes, uint64_t details);
-
   std::atomic<uint32_t> tag_{0};  // equal on all ranks as long as they call the same collectives in the same order
+  // What float32 is packed into; kept, since touching new memory costs as much as packing does.
+  std::unique_ptr<uint16_t[]> packed_;
+  size_t packedRoom_ = 0;
 };
 
 }  // namespace elastic

@@ -20,6 +20,7 @@ constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks fo
 constexpr std::chrono::seconds kSilent{1};        // a peer that has waited for long says so far more often than this
 constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
 constexpr std::chrono::milliseconds kGoodbyeWithin{50};
+constexpr std::chrono::milliseconds kAcceptRest{100};
 constexpr size_t kMostIncoming = 1024;
 
 }  // namespace
@@ -155,6 +156,7 @@ void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout, bool late) {
   lock.lock();
   polling_ = false;
   news_.notify_all();
+  if (!failure_) acceptAgain();
   for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
   if (ready > 0) return;
   if (!failure_) whenIdle(late);
@@ -175,8 +177,11 @@ void Mesh::askForSignals(Lock& lock) {
 void Mesh::whenIdle(bool late) {
   dropExpired();
   adoptLeftOver();
+  for (int r = 0; r < size && !failure_; r++) {
+    if (r != rank) pair(r).lookBehind();
+  }
   // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
-  if (!late) return;
+  if (!late || failure_) return;
   for (int r = 0; r < size; r++) {
     if (r != rank) pair(r).sayHere();
   }
@@ -199,6 +204,7 @@ void Mesh::acceptAll() {
   dropExpired();
   for (;;) {
     const int fd = accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return restFromAccepting();
     if (fd < 0) return;
     if (incoming_.size() >= kMostIncoming) {
       ::close(fd);
@@ -207,6 +213,18 @@ void Mesh::acceptAll() {
     watch(fd, EPOLLIN, true);
     incoming_.emplace(fd, Incoming{fd, {}, {}, false, {}, Clock::now() + kHandshakeWithin});
   }
+}
+
+// Out of descriptors or memory: the listening socket stays readable, and would wake the leader without end.
+void Mesh::restFromAccepting() {
+  unwatch(endpoint_->fd());
+  acceptAgain_ = Clock::now() + kAcceptRest;
+}
+
+void Mesh::acceptAgain() {
+  if (acceptAgain_ > Clock::now()) return;
+  acceptAgain_ = Clock::time_point::max();
+  watch(endpoint_->fd(), EPOLLIN, true);
 }
 
 // Reads what the stage of the handshake needs; a stranger that says anything else loses its connection, nothing more.

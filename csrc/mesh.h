@@ -64,6 +64,8 @@ class Mesh : public gloo::transport::Context {
   void whenIdle(bool late);
   void dispatch(int fd, uint32_t events);
   void acceptAll();
+  void restFromAccepting();
+  void acceptAgain();
   void proceed(Incoming& incoming);
   void greet(Incoming& incoming);
   void adopt(Incoming& incoming);
@@ -87,8 +89,9 @@ class Mesh : public gloo::transport::Context {
   std::unique_ptr<Failure> failure_;
   std::unordered_map<int, Pair*> byFd_;
   std::unordered_map<int, Incoming> incoming_;
-  Call call_;           // the collective that this rank is in, or was in last
-  size_t spilled_ = 0;  // bytes that arrived before anybody asked for them
+  Call call_;                                                 // the collective that this rank is in, or was in last
+  Clock::time_point acceptAgain_ = Clock::time_point::max();  // the listening socket is not watched until then
+  size_t spilled_ = 0;                                        // bytes that arrived before anybody asked for them
 };
 
 class Device : public gloo::transport::Device {

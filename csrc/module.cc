@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <numeric>
 
 #include "group.h"
+#include "half.h"
 
 namespace py = pybind11;
 using namespace elastic;
@@ -34,10 +36,28 @@ void translate(std::exception_ptr error) {
   }
 }
 
-void* writable(const py::buffer& buffer, size_t bytes) {
-  py::buffer_info info = buffer.request(true);
-  if (static_cast<size_t>(info.size * info.itemsize) != bytes) throw std::invalid_argument("sizes do not match");
+size_t bytesOf(const py::buffer_info& info) { return static_cast<size_t>(info.size * info.itemsize); }
+
+size_t total(const std::vector<size_t>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), size_t{0}); }
+
+void* sized(const py::buffer& buffer, size_t bytes, bool writable) {
+  const py::buffer_info info = buffer.request(writable);
+  if (bytesOf(info) != bytes) throw std::invalid_argument("sizes do not match");
   return info.ptr;
+}
+
+void widenArray(DataType half, const py::buffer& data, const py::buffer& out, bool portably) {
+  const size_t count = bytesOf(data.request()) / sizeof(uint16_t);
+  const auto from = static_cast<const uint16_t*>(data.request().ptr);
+  const auto to = static_cast<float*>(sized(out, count * sizeof(float), true));
+  (portably ? widenPortably : widen)(half, from, to, count);
+}
+
+void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, bool portably) {
+  const size_t count = bytesOf(data.request()) / sizeof(float);
+  const auto from = static_cast<const float*>(data.request().ptr);
+  const auto to = static_cast<uint16_t*>(sized(out, count * sizeof(uint16_t), true));
+  (portably ? narrowPortably : narrow)(half, from, to, count);
 }
 
 std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers,
@@ -60,16 +80,29 @@ PYBIND11_MODULE(_engine, module) {
     return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
   });
 
-  py::enum_<DataType>(module, "DataType")
-      .value("float32", DataType::kFloat32)
-      .value("float64", DataType::kFloat64)
-      .value("int32", DataType::kInt32)
-      .value("int64", DataType::kInt64);
-  py::enum_<ReduceOp>(module, "ReduceOp")
-      .value("sum", ReduceOp::kSum)
-      .value("min", ReduceOp::kMin)
-      .value("max", ReduceOp::kMax)
-      .value("product", ReduceOp::kProduct);
+  py::enum_<DataType> types(module, "DataType");
+  for (int type = 0; type <= static_cast<int>(DataType::kFloat64); type++) {
+    types.value(nameOf(static_cast<DataType>(type)), static_cast<DataType>(type));
+  }
+  py::enum_<ReduceOp> ops(module, "ReduceOp");
+  for (int op = 0; op <= static_cast<int>(ReduceOp::kAdasum); op++) {
+    ops.value(nameOf(static_cast<ReduceOp>(op)), static_cast<ReduceOp>(op));
+  }
+  py::enum_<Wire>(module, "Wire")
+      .value("plain", Wire::kPlain)
+      .value("float16", Wire::kFloat16)
+      .value("bfloat16", Wire::kBfloat16);
+  py::enum_<Algorithm>(module, "Algorithm")
+      .value("auto", Algorithm::kAuto)
+      .value("ring", Algorithm::kRing)
+      .value("bcube", Algorithm::kBcube);
+  py::class_<Reduction>(module, "Reduction")
+      .def(py::init([](DataType type, ReduceOp op, Wire wire, Algorithm algorithm, double before, double after,
+                       uint32_t shape) { return Reduction{type, op, wire, algorithm, before, after, shape}; }),
+           py::arg("type"), py::arg("op"), py::arg("wire"), py::arg("algorithm"), py::arg("before"), py::arg("after"),
+           py::arg("shape"));
+  module.def("widen", &widenArray, py::arg("half"), py::arg("data"), py::arg("out"), py::arg("portably"));
+  module.def("narrow", &narrowArray, py::arg("half"), py::arg("data"), py::arg("out"), py::arg("portably"));
 
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(module, "Endpoint")
       .def(py::init(
@@ -82,24 +115,41 @@ PYBIND11_MODULE(_engine, module) {
   py::class_<Group>(module, "Group")
       .def(py::init(&makeGroup))
       .def("allreduce",
-           [](Group& group, const py::buffer& data, size_t count, size_t bytes, DataType type, ReduceOp op,
-              const std::string& algorithm) {
-             void* pointer = writable(data, bytes);
+           [](Group& group, const py::buffer& data, const Reduction& reduction) {
+             const py::buffer_info info = data.request(true);
              py::gil_scoped_release released;
-             group.allreduce(pointer, count, type, op, algorithm);
+             group.allreduce(info.ptr, bytesOf(info) / widthOf(reduction.type), reduction);
+           })
+      .def("reducescatter",
+           [](Group& group, const py::buffer& data, const std::vector<size_t>& counts, const py::buffer& out,
+              const Reduction& reduction) {
+             const size_t width = widthOf(reduction.type);
+             void* from = sized(data, total(counts) * width, reduction.before != 1.0);
+             void* to = sized(out, counts.at(static_cast<size_t>(group.rank())) * width, true);
+             py::gil_scoped_release released;
+             group.reducescatter(from, counts, to, reduction);
            })
       .def("broadcast",
-           [](Group& group, const py::buffer& data, size_t bytes, int root) {
-             void* pointer = writable(data, bytes);
+           [](Group& group, const py::buffer& data, int root, uint32_t signature) {
+             const py::buffer_info info = data.request(true);
              py::gil_scoped_release released;
-             group.broadcast(pointer, bytes, root);
+             group.broadcast(info.ptr, bytesOf(info), root, signature);
            })
       .def("allgather",
-           [](Group& group, const py::buffer& in, const py::buffer& out, const std::vector<size_t>& sizes) {
-             const void* from = in.request(false).ptr;
-             void* to = out.request(true).ptr;
+           [](Group& group, const py::buffer& in, const py::buffer& out, const std::vector<size_t>& sizes,
+              uint32_t signature) {
+             const void* from = sized(in, sizes.at(static_cast<size_t>(group.rank())), false);
+             void* to = sized(out, total(sizes), true);
              py::gil_scoped_release released;
-             group.allgather(from, to, sizes);
+             group.allgather(from, to, sizes, signature);
+           })
+      .def("alltoall",
+           [](Group& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
+              const std::vector<size_t>& outSizes, uint32_t signature) {
+             const void* from = sized(in, total(inSizes), false);
+             void* to = sized(out, total(outSizes), true);
+             py::gil_scoped_release released;
+             group.alltoall(from, inSizes, to, outSizes, signature);
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())

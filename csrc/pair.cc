@@ -18,8 +18,6 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostAside = size_t{1} << 28;  // bytes stored for collectives that have not begun here
-constexpr size_t kLongestGoodbye = size_t{1} << 16;
 constexpr std::chrono::milliseconds kHereEvery{150};
 
 }  // namespace
@@ -56,10 +54,12 @@ void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   auto buffer = static_cast<Buffer*>(unbound);
   char* data = static_cast<char*>(buffer->ptr) + offset;
   if (auto stored = early_.find(slot); stored != early_.end()) {
-    const std::vector<char> body = std::move(stored->second.front());
+    const Early early = std::move(stored->second.front());
+    const std::vector<char>& body = early.body;
     stored->second.pop_front();
     if (stored->second.empty()) early_.erase(stored);
     mesh_.spilled_ -= body.size();
+    if (!sameCall(early.call)) return;
     if (body.size() != nbytes) return mismatch(nbytes, body.size());
     if (nbytes > 0) std::memcpy(data, body.data(), nbytes);
     buffer->received_.push_back(peer_);
@@ -84,7 +84,10 @@ void Pair::open() {
   if (state_ != State::kIdle || mesh_.rank > peer_) return;  // the lower rank dials, the higher accepts
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
   fd_ = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd_ < 0) return fail(std::string("no socket: ") + strerror(errno));
+  if (fd_ < 0) {
+    // Our own trouble: nothing is known against the peer.
+    return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.me() + ": no socket: " + strerror(errno));
+  }
   mesh_.byFd_[fd_] = this;
   state_ = State::kDialing;
   mesh_.watch(fd_, armed_ = EPOLLOUT, true);
@@ -122,6 +125,7 @@ void Pair::onEvents(uint32_t events) {
   }
   if (state_ == State::kProving) return prove();
   if (state_ == State::kUp && (events & EPOLLOUT)) flush();
+  if (state_ == State::kUp && paused_ && (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return lookBehind();
   if (state_ == State::kUp && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) read();
 }
 
@@ -172,131 +176,6 @@ bool Pair::sendFront() {
   }
   sends_.pop_front();
   return true;
-}
-
-// The peer takes nothing more. It may have said goodbye before it went, which tells more than our errno: read it all.
-void Pair::drain() {
-  draining_ = true;
-  if (paused_) {
-    paused_ = false;
-    if (!place()) return;
-  }
-  read();
-}
-
-void Pair::read() {
-  while (state_ == State::kUp && !paused_) {
-    if (!inBody_) {
-      if (!readInto(reinterpret_cast<char*>(&header_), have_, sizeof header_)) return;
-      have_ = 0;
-      if (!place()) return;
-    }
-    if (!readInto(target_.data, have_, header_.size)) return;
-    have_ = 0;
-    deliver();
-  }
-}
-
-// True once all `size` bytes are there.
-bool Pair::readInto(char* data, size_t& have, size_t size) {
-  while (have < size) {
-    const ssize_t got = ::recv(fd_, data + have, size - have, MSG_DONTWAIT);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && errno == EAGAIN) return false;
-    if (got <= 0) {
-      fail(got == 0 ? "closed by peer" : strerror(errno));
-      return false;
-    }
-    have += static_cast<size_t>(got);
-    heard_ = Mesh::Clock::now();
-  }
-  return true;
-}
-
-// A header is there: find where its body goes. False: it has to wait, or the group has failed.
-bool Pair::place() {
-  if (!sameCall()) return false;
-  aside_ = !take(target_);
-  if (aside_ && !placeAside()) return false;
-  if (target_.size != header_.size) {
-    mismatch(target_.size, header_.size);
-    return false;
-  }
-  inBody_ = true;
-  return true;
-}
-
-bool Pair::placeAside() {
-  const bool ours = header_.slot == kGoodbyeSlot || header_.slot == kHereSlot;
-  if (!ours && posted_ == 0 && !draining_) {
-    paused_ = true;  // back-pressure: nothing is read until somebody asks
-    arm();
-    return false;
-  }
-  if (header_.size > (ours ? kLongestGoodbye : kMostAside - mesh_.spilled_)) {
-    fail("it sent more than anybody here asked for");
-    return false;
-  }
-  if (!ours) mesh_.spilled_ += header_.size;
-  asideBody_.resize(header_.size);
-  target_ = {nullptr, asideBody_.data(), header_.size};
-  return true;
-}
-
-// The first receive that is posted for the frame's slot, if there is one.
-bool Pair::take(Receive& receive) {
-  auto posted = receives_.find(header_.slot);
-  if (posted == receives_.end()) return false;
-  receive = posted->second.front();
-  posted->second.pop_front();
-  if (posted->second.empty()) receives_.erase(posted);
-  posted_--;
-  return true;
-}
-
-void Pair::complete(const Receive& receive) {
-  receive.buffer->received_.push_back(peer_);
-  receive.buffer->pending_--;
-  mesh_.news_.notify_all();
-}
-
-bool Pair::sameCall() {
-  const Call& mine = mesh_.call_;
-  if (!mine.conflicts(header_.call)) return true;
-  const bool alike = mine.kind == header_.call.kind && mine.bytes == header_.call.bytes;
-  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
-                    mesh_.me() + " called " + mine.text() + " and rank " + std::to_string(peer_) + " called " +
-                        header_.call.text() + (alike ? " with another type, operation, algorithm or root" : "") +
-                        ": all ranks must call the same collectives in the same order with the same sizes");
-  return false;
-}
-
-void Pair::mismatch(size_t expected, size_t got) {
-  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
-                    mesh_.me() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(got) + " bytes where " +
-                        std::to_string(expected) +
-                        " were expected: the ranks do not call the same collective with the same sizes");
-}
-
-void Pair::deliver() {
-  inBody_ = false;
-  if (!aside_) return complete(target_);
-  if (header_.slot == kHereSlot) return sayHere();
-  if (header_.slot == kGoodbyeSlot) {
-    const Failure failure = decodeGoodbye(asideBody_, peer_);
-    return mesh_.abortLocked(failure.cause, failure.ranks, failure.what());
-  }
-  std::vector<char> body = std::move(asideBody_);
-  asideBody_ = {};
-  Receive late;  // posted while the body was on its way
-  if (!take(late)) {
-    early_[header_.slot].push_back(std::move(body));
-    return;
-  }
-  mesh_.spilled_ -= body.size();
-  if (late.size != body.size()) return mismatch(late.size, body.size());
-  if (late.size > 0) std::memcpy(late.data, body.data(), late.size);
-  complete(late);
 }
 
 void Pair::fail(const std::string& why) {
@@ -364,10 +243,13 @@ void Pair::shut() {
   state_ = State::kClosed;
 }
 
-// A paused pair is not watched at all: a peer that hangs up would else wake the leader without end.
+// Of a paused pair only the peer's end is of interest, which may have left a goodbye behind the frame that waits; and
+// not even that where the frame is too large to look behind: it would wake the leader without end.
 void Pair::arm() {
   if (fd_ < 0 || state_ != State::kUp) return;
-  const uint32_t wanted = (paused_ ? 0u : uint32_t{EPOLLIN}) | (sends_.empty() ? 0u : uint32_t{EPOLLOUT});
+  uint32_t wanted = sends_.empty() ? 0u : uint32_t{EPOLLOUT};
+  if (!paused_) wanted |= EPOLLIN;
+  if (paused_ && fitsAside()) wanted |= EPOLLRDHUP;
   if (wanted == armed_) return;
   if (wanted == 0) {
     mesh_.unwatch(fd_);

@@ -46,6 +46,7 @@ class Pair : public gloo::transport::Pair {
   bool silentSince(Mesh::Clock::time_point when) const { return heard_ < when; }
   void accept(int fd);
   void onEvents(uint32_t events);
+  void lookBehind();
   void sayHere();
   void sayGoodbye(const Failure& failure, Mesh::Clock::time_point until);
   void drop();
@@ -65,6 +66,11 @@ class Pair : public gloo::transport::Pair {
     size_t size;
   };
 
+  struct Early {
+    Call call;
+    std::vector<char> body;
+  };
+
   void open();
   void prove();
   void up();
@@ -75,11 +81,12 @@ class Pair : public gloo::transport::Pair {
   bool readInto(char* data, size_t& have, size_t size);
   bool place();
   bool placeAside();
+  bool fitsAside() const;
   bool take(Receive& receive);
   void complete(const Receive& receive);
   void deliver();
   void mismatch(size_t expected, size_t got);
-  bool sameCall();
+  bool sameCall(const Call& theirs);
   void fail(const std::string& why);
   void arm();
   std::string link() const;
@@ -95,7 +102,7 @@ class Pair : public gloo::transport::Pair {
   std::deque<Send> sends_;
   std::unordered_map<uint64_t, std::deque<Receive>> receives_;
   size_t posted_ = 0;
-  std::unordered_map<uint64_t, std::deque<std::vector<char>>> early_;
+  std::unordered_map<uint64_t, std::deque<Early>> early_;
   // The frame that is being read.
   FrameHeader header_{};
   size_t have_ = 0;

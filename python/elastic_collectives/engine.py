@@ -10,7 +10,19 @@ import numpy as np
 
 from elastic_collectives import _engine
 from elastic_collectives.errors import raise_by_cause
-from elastic_collectives.group import Array, Group, as_array, as_operand, checked_root, split
+from elastic_collectives.group import Array, Group
+from elastic_collectives.operands import (
+    Reduction,
+    as_array,
+    as_reduction,
+    as_rows,
+    checked_root,
+    checked_splits,
+    even_parts,
+    fused,
+    signature,
+    split,
+)
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Hands in one's own blob and returns everybody's, in rank order; may raise."""
@@ -104,45 +116,105 @@ class EngineGroup:
         self.size = size
         self.fence = fence
 
-    def allreduce(self, array: Any, op: str = "sum", algorithm: str = "auto") -> None:
-        view = as_operand(array, op, algorithm)
-        if self._trivial(view.size):
-            return
-        dtype, reduce = getattr(_engine.DataType, view.dtype.name), getattr(_engine.ReduceOp, op)
-        self._native.allreduce(view, view.size, view.nbytes, dtype, reduce, algorithm)
+    def allreduce(
+        self,
+        array: Any,
+        op: str = "sum",
+        algorithm: str = "auto",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> None:
+        view = as_array(array, writable=True)
+        self._allreduce(as_reduction(view, op, dtype, weight, scale, compression, algorithm))
+
+    def grouped_allreduce(
+        self,
+        arrays: Sequence[Any],
+        op: str = "sum",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> None:
+        views = [as_array(array, writable=True) for array in arrays]
+        whole = [as_reduction(view, op, dtype, weight, scale, compression) for view in views]
+        for reduction in fused(whole):
+            self._allreduce(reduction)
+
+    def reducescatter(
+        self,
+        array: Any,
+        op: str = "sum",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> Array:
+        view = as_rows(array)
+        reduction = self._by_weight(as_reduction(view, op, dtype, weight, scale, compression))
+        if op == "adasum":
+            raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
+        if reduction.before != 1.0:
+            view = np.zeros_like(view) if reduction.silent else view.copy()
+        counts = even_parts(len(view), self.size)
+        part = np.empty((counts[self.rank], *view.shape[1:]), view.dtype)
+        row = _elements_of_a_row(view)
+        native = [count * row for count in counts]
+        self._native.reducescatter(_memory(view), native, _memory(part), _native_form(reduction))
+        return part
 
     def broadcast(self, array: Any, root: int) -> None:
         view = as_array(array, writable=self.rank != root)
         checked_root(root, self.size)
-        if not self._trivial(view.size):
+        if not self._alone():
             data = view if view.flags.writeable else view.copy()
-            self._native.broadcast(data, data.nbytes, root)
+            self._native.broadcast(_memory(data), root, signature(view.dtype.str, root))
 
     def allgather(self, array: Any) -> Array:
         view = as_array(array, writable=False)
         gathered = np.empty((self.size, *view.shape), view.dtype)
-        if self._trivial(view.size):
+        if self._alone():
             gathered[0:1] = view
-            return gathered
-        self._native.allgather(view, gathered, [view.nbytes] * self.size)
+        else:
+            same = signature(view.dtype.str, view.shape)
+            self._native.allgather(_memory(view), _memory(gathered), [view.nbytes] * self.size, same)
         return gathered
 
     def allgatherv(self, array: Any) -> list[Array]:
-        view = as_array(array, writable=False)
-        lengths = self.allgather(np.array([len(view)], np.int64)).ravel().tolist()
-        gathered = np.empty((sum(lengths), *view.shape[1:]), view.dtype)
-        row = view.dtype.itemsize * int(np.prod(view.shape[1:], dtype=np.int64))
-        if self.size == 1:
-            gathered[:] = view
-        elif gathered.size:
-            self._native.allgather(view, gathered, [length * row for length in lengths])
-        return split(gathered, lengths)
+        view = as_rows(array)
+        if self._alone():
+            return [view.copy()]
+        same = signature(view.dtype.str, view.shape[1:])
+        lengths = np.empty(self.size, np.int64)
+        self._native.allgather(np.array([len(view)]), lengths, [8] * self.size, same)
+        gathered = np.empty((int(lengths.sum()), *view.shape[1:]), view.dtype)
+        row = view.dtype.itemsize * _elements_of_a_row(view)
+        if gathered.nbytes:
+            sizes = [length * row for length in lengths.tolist()]
+            self._native.allgather(_memory(view), _memory(gathered), sizes, same)
+        return split(gathered, lengths.tolist())
+
+    def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
+        view = as_rows(array)
+        outgoing = np.array(checked_splits(len(view), splits, self.size), np.int64)
+        if self._alone():
+            return view.copy(), outgoing.tolist()
+        same = signature(view.dtype.str, view.shape[1:])
+        incoming, each = np.empty_like(outgoing), [8] * self.size
+        self._native.alltoall(outgoing, each, incoming, each, same)
+        received = np.empty((int(incoming.sum()), *view.shape[1:]), view.dtype)
+        row = view.dtype.itemsize * _elements_of_a_row(view)
+        sent, came = (outgoing * row).tolist(), (incoming * row).tolist()
+        self._native.alltoall(_memory(view), sent, _memory(received), came, same)
+        return received, incoming.tolist()
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
 
     def barrier(self) -> None:
-        if not self._trivial(1):
+        if not self._alone():
             self._native.barrier()
 
     def abort(self, reason: str) -> None:
@@ -159,7 +231,40 @@ class EngineGroup:
     ) -> None:
         self.close()
 
-    def _trivial(self, elements: int) -> bool:
-        """Whether there is nothing to exchange; a failed group fails even then."""
+    def _allreduce(self, reduction: Reduction) -> None:
+        reduction = self._by_weight(reduction)
+        if reduction.silent:
+            reduction.array.fill(0)
+        self._native.allreduce(_memory(reduction.array), _native_form(reduction))
+
+    def _by_weight(self, reduction: Reduction) -> Reduction:
+        if reduction.weight is None:
+            return reduction
+        weights = self.allgather(np.array([reduction.weight], np.float64))
+        return reduction.weighted(weights.ravel().tolist(), self.rank)
+
+    def _alone(self) -> bool:
+        """Whether there is nobody to exchange with; a failed group fails even then."""
         self._native.check()
-        return self.size == 1 or elements == 0
+        return self.size == 1
+
+
+def _elements_of_a_row(view: Array) -> int:
+    return int(np.prod(view.shape[1:], dtype=np.int64))
+
+
+def _memory(view: Array) -> Array:
+    """Bytes to the native side, which need not know of dtypes that numpy itself does not know."""
+    return view.reshape(-1).view(np.uint8)
+
+
+def _native_form(reduction: Reduction) -> _engine.Reduction:
+    return _engine.Reduction(
+        type=getattr(_engine.DataType, reduction.dtype),
+        op=getattr(_engine.ReduceOp, reduction.op),
+        wire=getattr(_engine.Wire, reduction.wire),
+        algorithm=getattr(_engine.Algorithm, reduction.algorithm),
+        before=reduction.before,
+        after=reduction.after,
+        shape=reduction.signature,
+    )

@@ -11,14 +11,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-
-DTYPES = ("float32", "float64", "int32", "int64")
-OPS = ("sum", "min", "max", "product")
-ALGORITHMS = ("auto", "ring", "bcube")
 
 
 class Group(Protocol):
@@ -35,16 +30,64 @@ class Group(Protocol):
         """(attempt, generation)."""
         ...
 
-    def allreduce(self, array: Any, op: str = "sum", algorithm: str = "auto") -> None:
+    def allreduce(
+        self,
+        array: Any,
+        op: str = "sum",
+        algorithm: str = "auto",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> None:
         """Reduce `array` over all ranks, in place; identical bits everywhere.
 
-        array: C-contiguous and writable; float32, float64, int32 or int64; the same shape on all ranks.
-        op: sum, min, max or product. algorithm: auto, ring (large arrays) or bcube (small ones).
+        array: C-contiguous and writable; of one of operands.DTYPES, the same and of the same shape on all ranks.
+        op: sum, average, min, max, product or adasum. Integers wrap around and their average is cut towards zero; a
+        bool's sum and max are "or", its min and product "and"; 16-bit floats are accumulated as float32.
+        algorithm: auto, ring (large arrays) or bcube (small ones). dtype: "bfloat16" says that uint16 holds such.
+        weight: of this rank's array in an average, such as its number of rows; an array of weight 0 is not looked at.
+        scale: factors on the array before, and on the result. compression: "fp16" or "bf16", float32 travels so.
+        """
+        ...
+
+    def grouped_allreduce(
+        self,
+        arrays: Sequence[Any],
+        op: str = "sum",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> None:
+        """`allreduce` of several arrays, in place, as one exchange for each dtype among them."""
+        ...
+
+    def reducescatter(
+        self,
+        array: Any,
+        op: str = "sum",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> Array:
+        """This rank's rows of what `allreduce` would give, summed in rank order; `array` stays as it is.
+
+        The first dimension is cut evenly, the first ranks have a row more where it does not divide. No adasum.
         """
         ...
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Copy `array` of rank `root` to all, in place; any dtype, the same number of bytes on all ranks."""
+        """Copy `array` of rank `root` to all, in place; any dtype, the same and as many bytes on all ranks."""
+        ...
+
+    def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
+        """Send rank r the r-th part of the first dimension; returns what came, in rank order, and how many of each.
+
+        splits: rows for each rank; None: an equal share, the first dimension must divide. The other dimensions and
+        the dtype are the same on all ranks.
+        """
         ...
 
     def allgather(self, array: Any) -> Array:
@@ -76,45 +119,3 @@ class Group(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-
-def as_array(data: Any, writable: bool) -> Array:
-    """A numpy view of `data`, never a copy.
-
-    Raises:
-        ValueError: it is not C-contiguous, or read-only where it must be written.
-    """
-    array = data if isinstance(data, np.ndarray) else np.asarray(data)
-    if not array.flags.c_contiguous:
-        raise ValueError("collectives take C-contiguous arrays; use numpy.ascontiguousarray first.")
-    if writable and not array.flags.writeable:
-        raise ValueError("this collective works in place and the array is read-only; pass a writable one.")
-    return array
-
-
-def as_operand(data: Any, op: str, algorithm: str) -> Array:
-    """What an allreduce works on, once all its arguments make sense.
-
-    Raises:
-        ValueError: with the argument that does not.
-    """
-    view = as_array(data, writable=True)
-    if view.dtype.name not in DTYPES:
-        raise ValueError(f"allreduce takes {', '.join(DTYPES)}; got {view.dtype.name}.")
-    if op not in OPS or algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"op must be one of {OPS} and algorithm one of {ALGORITHMS}; got {op!r}, {algorithm!r}."
-        )
-    return view
-
-
-def checked_root(root: int, size: int) -> None:
-    """Raises ValueError unless `root` is a rank."""
-    if not 0 <= root < size:
-        raise ValueError(f"root must be in [0, {size}); got {root}.")
-
-
-def split(gathered: Array, lengths: Sequence[int]) -> list[Array]:
-    """Cut the first dimension into parts of `lengths`."""
-    ends = np.cumsum(lengths)
-    return [gathered[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -33,9 +33,12 @@ class BufferExchange:
         # Zeros, not values times zero, which are NaN where a mask holds infinities.
         self._mean = _flat(self._floats, torch.float64)
         self._mean = self._mean * (rows / planned) if rows else np.zeros_like(self._mean)
-        group.allreduce(self._mean)
+        # An allreduce of nothing would still wait for the other ranks.
+        if len(self._mean):
+            group.allreduce(self._mean)
         self._most = np.concatenate([_flat(self._integers, torch.int64), np.array(written, np.int64)])
-        group.allreduce(self._most, op="max")
+        if len(self._most):
+            group.allreduce(self._most, op="max")
 
     def apply(self) -> None:
         first_flag = len(self._most) - len(self._floats)

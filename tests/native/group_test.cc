@@ -44,10 +44,17 @@ struct Ranks {
   std::vector<std::unique_ptr<Group>> groups;
 };
 
-void sum(Group& group, size_t count, const std::string& algorithm) {
+Reduction sumOf(DataType type, Algorithm algorithm = Algorithm::kAuto) {
+  Reduction reduction;
+  reduction.type = type;
+  reduction.algorithm = algorithm;
+  return reduction;
+}
+
+void sum(Group& group, size_t count, Algorithm algorithm) {
   std::vector<int64_t> data(count);
   std::iota(data.begin(), data.end(), group.rank());
-  group.allreduce(data.data(), count, DataType::kInt64, ReduceOp::kSum, algorithm);
+  group.allreduce(data.data(), count, sumOf(DataType::kInt64, algorithm));
   const int64_t size = group.size(), offsets = size * (size - 1) / 2;
   for (size_t i = 0; i < count; i++) CHECK(data[i] == size * static_cast<int64_t>(i) + offsets);
 }
@@ -62,7 +69,8 @@ TEST(group, sums_of_all_sizes) {
     const auto thrown = ranks.each([](Group& group) {
       if (group.size() == 1) return;
       for (size_t count : {1, 7, 1023, 300001}) {
-        for (const char* algorithm : {"ring", "bcube", "auto"}) sum(group, count, algorithm);
+        for (Algorithm algorithm : {Algorithm::kRing, Algorithm::kBcube, Algorithm::kAuto})
+          sum(group, count, algorithm);
       }
       group.barrier();
     });
@@ -76,15 +84,79 @@ TEST(group, parts_of_any_size_are_gathered) {
     const std::vector<size_t> sizes = {0, 5, 1 << 20};
     const std::vector<char> own(sizes[static_cast<size_t>(group.rank())] + 1, static_cast<char>('a' + group.rank()));
     std::vector<char> all((1 << 20) + 5);
-    group.allgather(own.data(), all.data(), sizes);
+    group.allgather(own.data(), all.data(), sizes, 0);
     CHECK(all[0] == 'b' && all[4] == 'b' && all[5] == 'c' && all.back() == 'c');
     for (int root = 0; root < group.size(); root++) {
       std::vector<char> data(100001, static_cast<char>(group.rank()));
-      group.broadcast(data.data(), data.size(), root);
+      group.broadcast(data.data(), data.size(), root, 0);
       CHECK(data.front() == root && data.back() == root);
     }
   });
   CHECK(thrown == nothing(3));
+}
+
+TEST(group, every_type_sums_in_chunks_and_bit_by_bit) {
+  for (int size : {2, 3, 5}) {
+    Ranks ranks(size);
+    const auto thrown = ranks.each([](Group& group) {
+      for (size_t count : {size_t{0}, size_t{1}, size_t{4097}, size_t{1500001}}) {
+        std::vector<uint16_t> halves(count, 0x3c00);  // 1.0 as float16
+        group.allreduce(halves.data(), count, sumOf(DataType::kFloat16));
+        for (uint16_t half : halves) CHECK(half == (group.size() == 2 ? 0x4000 : group.size() == 3 ? 0x4200 : 0x4500));
+        Reduction packed = sumOf(DataType::kFloat32);
+        packed.op = ReduceOp::kAverage;
+        packed.wire = Wire::kBfloat16;
+        packed.before = 2.0;
+        std::vector<float> floats(count, static_cast<float>(group.rank()));
+        group.allreduce(floats.data(), count, packed);
+        for (float value : floats) CHECK(value == static_cast<float>(group.size() - 1));
+        Reduction adaptive = sumOf(DataType::kFloat64);
+        adaptive.op = ReduceOp::kAdasum;
+        std::vector<double> same(count, 3.0);
+        group.allreduce(same.data(), count, adaptive);
+        for (double value : same) CHECK(value > 2.9999999 && value < 3.0000001);
+      }
+    });
+    CHECK(thrown == nothing(size));
+  }
+}
+
+TEST(group, rows_are_scattered_and_exchanged) {
+  Ranks ranks(3);
+  const auto thrown = ranks.each([](Group& group) {
+    const std::vector<size_t> counts = {3, 0, 400000};
+    std::vector<int16_t> data(400003, static_cast<int16_t>(group.rank() + 1)), part(counts[group.rank()] + 1, -1);
+    group.reducescatter(data.data(), counts, part.data(), sumOf(DataType::kInt16));
+    for (size_t i = 0; i + 1 < part.size(); i++) CHECK(part[i] == 6);
+    CHECK(part.back() == -1);
+    const auto own = static_cast<size_t>(group.rank());
+    const std::vector<size_t> sent = {own, 0, 100000};
+    const std::vector<size_t> come = own == 0   ? std::vector<size_t>{0, 1, 2}
+                                     : own == 1 ? std::vector<size_t>{0, 0, 0}
+                                                : std::vector<size_t>{100000, 100000, 100000};
+    std::vector<char> from(own + 100000, static_cast<char>('a' + own)), to(come[0] + come[1] + come[2] + 1, 'z');
+    group.alltoall(from.data(), sent, to.data(), come, 0);
+    for (size_t r = 0, at = 0; r < 3; at += come[r++]) {
+      for (size_t i = 0; i < come[r]; i++) CHECK(to[at + i] == static_cast<char>('a' + r));
+    }
+    CHECK(to.back() == 'z');
+  });
+  CHECK(thrown == nothing(3));
+}
+
+TEST(group, a_reduction_of_another_kind_is_told_to_everybody) {
+  Ranks ranks(3);
+  ranks.each([](Group& group) { group.barrier(); });
+  const auto thrown = ranks.each([](Group& group) {
+    std::vector<float> data(10);
+    Reduction reduction = sumOf(DataType::kFloat32);
+    if (group.rank() == 1) reduction.wire = Wire::kFloat16;
+    group.allreduce(data.data(), data.size(), reduction);
+  });
+  for (const auto& reason : thrown) {
+    CHECK(reason.find("allreduce (sum, float32) of 40 bytes") != std::string::npos);
+    CHECK(reason.find("rank 1 called allreduce (sum, float32 as float16) of 40 bytes") != std::string::npos);
+  }
 }
 
 TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
@@ -97,7 +169,7 @@ TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
   });
   const auto thrown = ranks.each([&](Group& group) {
     for (;;) {
-      sum(group, 200000, "ring");
+      sum(group, 200000, Algorithm::kRing);
       turns++;
     }
   });
@@ -114,7 +186,7 @@ TEST(group, closing_under_a_running_collective_is_safe) {
       ranks.groups[0]->close();
     });
     const auto thrown = ranks.each([](Group& group) {
-      for (;;) sum(group, 100000, "ring");
+      for (;;) sum(group, 100000, Algorithm::kRing);
     });
     other.join();
     CHECK(thrown[0].find("closed") != std::string::npos);
@@ -137,6 +209,6 @@ TEST(group, generations_follow_one_another) {
   Ranks ranks(3);
   for (uint64_t generation = 2; generation < 60; generation++) {
     ranks.build(generation);
-    CHECK(ranks.each([](Group& group) { sum(group, 100, "ring"); }) == nothing(3));
+    CHECK(ranks.each([](Group& group) { sum(group, 100, Algorithm::kRing); }) == nothing(3));
   }
 }

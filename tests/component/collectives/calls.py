@@ -6,38 +6,113 @@ import functools
 import hashlib
 import itertools
 import os
+import resource
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from elastic_collectives import connect
-from elastic_collectives.group import ALGORITHMS, DTYPES, OPS
+from elastic_collectives import Group, connect
+from elastic_collectives.arithmetic import narrowed, reduced, widened
+from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS
 from tests.component.collectives.ranks import Member
 
-REDUCE = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-SMALL, LARGE = (0, 1, 7, 1023), (300_001, 524_288)
+HALVES = ("float16", "bfloat16")
+SIZES = (0, 1, 1023, 70_001)
+
+
+@functools.cache
+def _numbers(rank: int, count: int) -> Any:
+    return np.random.default_rng([rank, count]).uniform(0.5, 1.9, count)
 
 
 def share(rank: int, count: int, dtype: str) -> Any:
     """What `rank` hands in: never two alike, and products stay in range."""
-    values = np.random.default_rng([rank, count]).uniform(0.5, 6.0, count)
-    return values.astype(dtype)
+    if dtype == "bfloat16":
+        return narrowed(_numbers(rank, count).astype(np.float32), dtype)
+    return (_numbers(rank, count) * (1 if dtype in FLOATS else 1.5)).astype(dtype)
 
 
 def reduce_everything(member: Member) -> tuple[list[str], str]:
-    """All ops, dtypes, algorithms and sizes: what was wrong here, and a digest of all results."""
+    """All operations, dtypes, sizes: what was wrong here, and a digest of all results."""
     group, wrong, digest = member.live, [], hashlib.sha256()
-    cases = [*itertools.product(OPS, DTYPES, ALGORITHMS, SMALL)]
-    cases += [("sum", dtype, way, count) for dtype in DTYPES for way in ALGORITHMS for count in LARGE]
-    for op, dtype, way, count in cases:
-        array = share(group.rank, count, dtype)
-        group.allreduce(array, op, way)
-        expected = functools.reduce(REDUCE[op], (share(r, count, dtype) for r in range(group.size)))
-        if not np.allclose(array, expected, rtol=1e-5, atol=0):
-            wrong.append(f"{op} {dtype} {way} {count}")
-        digest.update(array.tobytes())
+    for dtype, count in itertools.product(DTYPES, SIZES):
+        parts = [share(rank, count, dtype) for rank in range(group.size)]
+        name = dtype if dtype == "bfloat16" else None
+        for op in OPS:
+            if (op == "adasum" and dtype not in FLOATS) or (op == "average" and dtype == "bool"):
+                continue
+            expected = reduced(parts, dtype, op, 1.0)
+            ways = ALGORITHMS if op == "sum" and dtype not in HALVES else ("auto",)
+            for way in ways:
+                array = parts[group.rank].copy()
+                group.allreduce(array, op, way, name)
+                digest.update(array.tobytes())
+                if not _same(array, expected, dtype, op):
+                    wrong.append(f"allreduce {op} {dtype} {way} {count}")
+            if op != "adasum":
+                mine = group.reducescatter(parts[group.rank], op, name)
+                if not np.array_equal(mine, np.array_split(expected, group.size)[group.rank]):
+                    wrong.append(f"reducescatter {op} {dtype} {count}")
     return wrong, digest.hexdigest()
+
+
+def _same(found: Any, expected: Any, dtype: str, op: str) -> bool:
+    """Bit by bit, but where the order of summing or the angle of two vectors is not the yardstick's."""
+    if op in ("min", "max") or dtype not in FLOATS or (dtype in HALVES and op != "adasum"):
+        return np.array_equal(found, expected)
+    rtol = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+    return np.allclose(widened(found, dtype), widened(expected, dtype), rtol=rtol, atol=0)
+
+
+def reduce_in_chunks(member: Member) -> list[str]:
+    """Arrays of several chunks, which are under way at the same time: what was wrong here."""
+    group, wrong = member.live, []
+    whole = [
+        np.random.default_rng(rank).normal(size=2_300_003).astype(np.float32) for rank in range(group.size)
+    ]
+    for compression, wire in (("fp16", "float16"), ("bf16", "bfloat16")):
+        array = whole[group.rank].copy()
+        group.allreduce(array, compression=compression)
+        expected = widened(reduced([narrowed(part, wire) for part in whole], wire, "sum", 1.0), wire)
+        if not np.array_equal(array, expected):
+            wrong.append(f"allreduce {compression}")
+        mine = group.reducescatter(whole[group.rank], "average", compression=compression)
+        expected = widened(reduced([narrowed(part, wire) for part in whole], wire, "average", 1.0), wire)
+        if not np.array_equal(mine, np.array_split(expected, group.size)[group.rank]):
+            wrong.append(f"reducescatter {compression}")
+    mine = group.reducescatter(whole[group.rank])
+    if not np.array_equal(
+        mine, np.array_split(reduced(whole, "float32", "sum", 1.0), group.size)[group.rank]
+    ):
+        wrong.append("reducescatter")
+    return wrong
+
+
+def exchange_everything(member: Member) -> list[str]:
+    """alltoall of all dtypes with even, ragged and empty splits: what was wrong here."""
+    group, wrong = member.live, []
+    for dtype, rows in itertools.product(DTYPES, (0, 1, 7, 5000)):
+        splits = [
+            rows * ((source + to) % 3) for source, to in itertools.product([group.rank], range(group.size))
+        ]
+        received, came = group.alltoall(share(group.rank, sum(splits), dtype), splits)
+        parts = []
+        for source in range(group.size):
+            theirs = [rows * ((source + to) % 3) for to in range(group.size)]
+            begin = sum(theirs[: group.rank])
+            parts.append(share(source, sum(theirs), dtype)[begin : begin + theirs[group.rank]])
+        if came != [len(part) for part in parts] or not np.array_equal(received, np.concatenate(parts)):
+            wrong.append(f"alltoall {dtype} {rows}")
+        even, _ = group.alltoall(share(group.rank, rows * group.size, dtype))
+        mine = slice(group.rank * rows, (group.rank + 1) * rows)
+        if not np.array_equal(
+            even, np.concatenate([share(r, rows * group.size, dtype)[mine] for r in range(group.size)])
+        ):
+            wrong.append(f"even alltoall {dtype} {rows}")
+    return wrong
 
 
 def everything_else(member: Member) -> list[str]:
@@ -62,15 +137,32 @@ def everything_else(member: Member) -> list[str]:
     return wrong
 
 
-def reduce_until_it_fails(member: Member, victim: int, number: int) -> None:
-    """Allreduce after allreduce of 8 MB; meanwhile the victim sends itself a signal."""
+WORK: dict[str, Callable[[Group], object]] = {
+    "ring": lambda group: group.allreduce(np.zeros(1 << 20), algorithm="ring"),
+    "bcube": lambda group: group.allreduce(np.zeros(1 << 16), algorithm="bcube"),
+    "float16": lambda group: group.allreduce(np.zeros(1 << 21, np.float16)),
+    "compressed": lambda group: group.allreduce(np.zeros(1 << 21, np.float32), compression="bf16"),
+    "adasum": lambda group: group.allreduce(np.zeros(1 << 19), "adasum"),
+    "weighted": lambda group: group.allreduce(np.zeros(1 << 19), "average", weight=1),
+    "grouped": lambda group: group.grouped_allreduce([np.zeros(1 << 19), np.zeros(1 << 19, np.int32)]),
+    "reducescatter": lambda group: group.reducescatter(np.zeros(1 << 20)),
+    "alltoall": lambda group: group.alltoall(np.zeros(group.size << 18)),
+    "broadcast": lambda group: group.broadcast(np.zeros(1 << 20), 0),
+    "allgather": lambda group: group.allgather(np.zeros(1 << 18)),
+    "allgatherv": lambda group: group.allgatherv(np.zeros((group.rank << 17, 2))),
+    "barrier": lambda group: group.barrier(),
+    "nothing": lambda group: group.allreduce(np.zeros(0)),
+}
+
+
+def work_until_it_fails(member: Member, work: str, victim: int, number: int) -> None:
+    """One collective again and again; meanwhile the victim sends itself a signal."""
     group = member.live
     group.barrier()
     if group.rank == victim:
-        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
-    array = np.zeros(1 << 20)
+        threading.Timer(0.03, os.kill, (os.getpid(), number)).start()
     while True:
-        group.allreduce(array, algorithm="ring")
+        WORK[work](group)
 
 
 def reduce_once(member: Member, count: int) -> float:
@@ -78,6 +170,20 @@ def reduce_once(member: Member, count: int) -> float:
     member.live.allreduce(array)
     assert (array == array[0]).all()
     return float(array[0])
+
+
+def starve(member: Member, seconds: float) -> float:
+    """A barrier while the process can open no descriptor, for that long; the processor's seconds it took."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    relief = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_NOFILE, (soft, hard)))
+    relief.start()
+    begin = time.process_time()
+    member.live.barrier()
+    relief.join()
+    return time.process_time() - begin
 
 
 def reduce_own_size(member: Member, counts: list[int], algorithm: str) -> None:
@@ -101,6 +207,10 @@ def try_everything(member: Member) -> set[str]:
         lambda: group.broadcast(np.zeros(3), 0),
         lambda: group.allgather(np.zeros(3)),
         lambda: group.allgatherv(np.zeros(3)),
+        lambda: group.reducescatter(np.zeros(3)),
+        lambda: group.alltoall(np.zeros(group.size)),
+        lambda: group.grouped_allreduce([np.zeros(3)]),
+        lambda: group.allreduce(np.zeros(3, np.float16)),
         group.barrier,
     )
     for call in calls:

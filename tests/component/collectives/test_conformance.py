@@ -21,7 +21,9 @@ from elastic_collectives import (
     PeerLost,
     connect,
 )
+from elastic_collectives.arithmetic import narrowed, reduced, widened
 from elastic_collectives.fakes import FakeFabric
+from elastic_collectives.operands import DTYPES, FLOATS, OPS
 
 SIZE = 3
 Groups = list[Group]
@@ -58,15 +60,89 @@ def each(groups: Groups, call: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(one, groups))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
-@pytest.mark.parametrize(("op", "expected"), [("sum", 9), ("min", 2), ("max", 4), ("product", 24)])
-def test_allreduce(make: Make, op: str, expected: int, dtype: str) -> None:
-    def call(group: Group) -> list[float]:
-        array = np.full(5, group.rank + 2, dtype)
-        group.allreduce(array, op)
-        return [float(value) for value in array]
+def brought(rank: int, dtype: str) -> Any:
+    """Five numbers of a rank: small, so that nothing is out of range, and never two ranks alike."""
+    values = np.array([1.5, -2.0, 3.0, 0.0, 7.25]) * (rank + 1)
+    if dtype == "bfloat16":
+        return narrowed(values.astype(np.float32), dtype)
+    return np.abs(values).astype(dtype) if dtype.startswith("u") else values.astype(dtype)
 
-    assert each(make(10), call) == [[expected] * 5] * SIZE
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_allreduce(make: Make, dtype: str) -> None:
+    groups, name = make(10), dtype if dtype == "bfloat16" else None
+    for op in OPS:
+        if (op == "adasum" and dtype not in FLOATS) or (op == "average" and dtype == "bool"):
+            continue
+
+        def call(group: Group, op: str = op) -> Any:
+            array = brought(group.rank, dtype)
+            group.allreduce(array, op, dtype=name)
+            return array
+
+        expected = reduced([brought(rank, dtype) for rank in range(SIZE)], dtype, op, 1.0)
+        for found in each(groups, call):
+            assert np.allclose(widened(found, dtype), widened(expected, dtype), rtol=1e-6), op
+
+
+def test_averages_by_weight_and_factors(make: Make) -> None:
+    def call(group: Group) -> Any:
+        share = np.array([group.rank + 1.0, np.nan if group.rank == 1 else 5.0])
+        weighed, nothing, factors = share.copy(), share.copy(), np.array([1, 3])
+        group.allreduce(weighed, "average", weight=(3, 0, 1)[group.rank])
+        group.allreduce(nothing, "average", weight=0)
+        group.allreduce(factors, "average", scale=(2, 1.5))
+        part = group.reducescatter(np.ones((4, 2)), "average", weight=group.rank + 1.0)
+        return weighed.tolist(), nothing.tolist(), factors.tolist(), part.tolist()
+
+    parts = [[[1.0, 1.0]] * rows for rows in (2, 1, 1)]
+    expected = [([1.5, 5.0], [0.0, 0.0], [3, 9], part) for part in parts]
+    assert each(make(10), call) == expected
+
+
+@pytest.mark.parametrize(("compression", "wire"), [("fp16", "float16"), ("bf16", "bfloat16")])
+def test_compression(make: Make, compression: str, wire: str) -> None:
+    shares = [np.random.default_rng(rank).normal(size=1001).astype(np.float32) for rank in range(SIZE)]
+
+    def call(group: Group) -> Any:
+        array = shares[group.rank].copy()
+        group.allreduce(array, "average", scale=(2.0, 0.5), compression=compression)
+        part = group.reducescatter(shares[group.rank], "sum", compression=compression)
+        return array, part
+
+    packed = [narrowed(share, wire) for share in shares]
+    halved = reduced([narrowed(2 * share, wire) for share in shares], wire, "average", 0.5)
+    summed = widened(reduced(packed, wire, "sum", 1.0), wire)
+    found = each(make(10), call)
+    assert all(np.array_equal(array, widened(halved, wire)) for array, _ in found)
+    assert np.array_equal(np.concatenate([part for _, part in found]), summed)
+
+
+def test_a_group_of_arrays(make: Make) -> None:
+    def call(group: Group) -> Any:
+        own = group.rank + 1
+        arrays = [np.full((2, 2), own, np.float32), np.full(3, own), np.full(1, own, np.float32), np.zeros(0)]
+        group.grouped_allreduce(arrays)
+        group.grouped_allreduce([])
+        return [array.tolist() for array in arrays]
+
+    assert each(make(10), call) == [[[[6, 6], [6, 6]], [6, 6, 6], [6], []]] * SIZE
+
+
+def test_alltoall(make: Make) -> None:
+    def call(group: Group) -> Any:
+        even, counts = group.alltoall(np.arange(6).reshape(6, 1) + 10 * group.rank)
+        ragged, came = group.alltoall(np.full(3, group.rank, np.int8), [group.rank, 0, 3 - group.rank])
+        empty, none = group.alltoall(np.zeros((0, 4)))
+        return even.ravel().tolist(), counts, ragged.tolist(), came, empty.shape, none
+
+    def expected(rank: int) -> Any:
+        even = [10 * source + 2 * rank + i for source in range(SIZE) for i in range(2)]
+        came = ([0, 1, 2], [0, 0, 0], [3, 2, 1])[rank]
+        ragged = [source for source in range(SIZE) for _ in range(came[source])]
+        return even, [2] * SIZE, ragged, came, (0, 4), [0] * SIZE
+
+    assert each(make(10), call) == [expected(rank) for rank in range(SIZE)]
 
 
 def test_everything_else(make: Make) -> None:
@@ -75,16 +151,33 @@ def test_everything_else(make: Make) -> None:
         group.broadcast(array, 1)
         gathered = group.allgather(np.array([group.rank]))
         ragged = group.allgatherv(np.full((group.rank, 2), group.rank))
+        rows = group.reducescatter(np.full((4, 2), group.rank))
         group.barrier()
         return (
             array.tolist(),
             gathered.tolist(),
             [part.tolist() for part in ragged],
+            rows.shape,
             group.allgather_bytes(b"x" * group.rank),
         )
 
-    expected = ([[1, 1], [1, 1]], [[0], [1], [2]], [[], [[1, 1]], [[2, 2], [2, 2]]], [b"", b"x", b"xx"])
-    assert each(make(10), call) == [expected] * SIZE
+    expected = [[1, 1], [1, 1]], [[0], [1], [2]], [[], [[1, 1]], [[2, 2], [2, 2]]]
+    rows = ((2, 2), (1, 2), (1, 2))
+    assert each(make(10), call) == [(*expected, shape, [b"", b"x", b"xx"]) for shape in rows]
+
+
+def test_nothing_at_all_is_exchanged_too(make: Make) -> None:
+    def call(group: Group) -> Any:
+        nothing = np.zeros((0, 3), np.float32)
+        group.allreduce(nothing, "average", compression="fp16")
+        group.broadcast(nothing, 1)
+        return (
+            group.allgather(nothing).shape,
+            [part.shape for part in group.allgatherv(nothing)],
+            group.reducescatter(nothing).shape,
+        )
+
+    assert each(make(10), call) == [((SIZE, 0, 3), [(0, 3)] * SIZE, (0, 3))] * SIZE
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> None:
@@ -92,13 +185,17 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> N
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     wrong: list[tuple[str, Callable[[], Any]]] = [
-        ("float32", lambda: group.allreduce(np.zeros(3, np.float16))),
+        ("float32", lambda: group.allreduce(np.zeros(3, np.complex64))),
         ("op must be", lambda: group.allreduce(np.zeros(3), "mean")),
         ("algorithm", lambda: group.allreduce(np.zeros(3), algorithm="tree")),
         ("contiguous", lambda: group.allreduce(np.zeros((3, 3))[:, 1])),
         ("read-only", lambda: group.allreduce(read_only)),
         ("read-only", lambda: group.broadcast(read_only, 1)),
         ("root", lambda: group.broadcast(np.zeros(3), SIZE)),
+        ("adasum", lambda: group.reducescatter(np.zeros(3), "adasum")),
+        ("scalar", lambda: group.reducescatter(np.array(3.0))),
+        ("splits", lambda: group.alltoall(np.zeros(3), [1, 1, 2])),
+        ("weight", lambda: group.grouped_allreduce([np.zeros(3)], weight=1)),
     ]
     for words, call in wrong:
         with pytest.raises(ValueError, match=words):
@@ -126,20 +223,44 @@ def test_ranks_that_do_not_come_are_named(make: Make) -> None:
     assert {end.ranks for end in ends} == {(2,)}
 
 
-def test_other_sizes_are_a_mismatch(make: Make) -> None:
-    groups = make(10)
-    each(groups, lambda group: group.barrier())
-    ends = each(groups, lambda group: group.allreduce(np.zeros(3 + (group.rank == 1))))
-    assert {type(end) for end in ends} == {MismatchError}
-    assert all(1 in end.ranks for end in ends)
+MISMATCHES: dict[str, tuple[Callable[[Group], Any], Callable[[Group], Any]]] = {
+    "sizes": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(4))),
+    "nothing": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(0))),
+    "shapes": (lambda g: g.allreduce(np.zeros((2, 3))), lambda g: g.allreduce(np.zeros((3, 2)))),
+    "dtypes": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(3, int))),
+    "operations": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(3), "max")),
+    "wires": (
+        lambda g: g.allreduce(np.zeros(3, np.float32)),
+        lambda g: g.allreduce(np.zeros(3, np.float32), compression="bf16"),
+    ),
+    "weights": (
+        lambda g: g.allreduce(np.zeros(3), "average"),
+        lambda g: g.allreduce(np.zeros(3), "average", weight=2),
+    ),
+    "collectives": (lambda g: g.barrier(), lambda g: g.allreduce(np.zeros(3))),
+    "parts": (lambda g: g.reducescatter(np.zeros((3, 1))), lambda g: g.reducescatter(np.zeros((4, 1)))),
+    "broadcasts": (lambda g: g.broadcast(np.zeros(3), 0), lambda g: g.broadcast(np.zeros(3, int), 0)),
+    "nothing from a root": (lambda g: g.broadcast(np.zeros(3), 0), lambda g: g.broadcast(np.zeros(0), 0)),
+    "gathered": (lambda g: g.allgather(np.zeros(3)), lambda g: g.allgather(np.zeros(0))),
+    "ragged": (lambda g: g.allgatherv(np.zeros((1, 3))), lambda g: g.allgatherv(np.zeros((1, 2)))),
+    "splits": (lambda g: g.alltoall(np.zeros((3, 1))), lambda g: g.alltoall(np.zeros((3, 2)))),
+}
 
 
-def test_other_collectives_are_a_mismatch(make: Make) -> None:
-    groups = make(10)
+@pytest.mark.parametrize("what", MISMATCHES)
+@pytest.mark.parametrize("odd_one", range(SIZE))
+def test_a_mismatch_is_told_to_every_rank_at_once(make: Make, what: str, odd_one: int) -> None:
+    groups = make(30)
     each(groups, lambda group: group.barrier())
-    ends = each(groups, lambda group: group.barrier() if group.rank else group.allreduce(np.zeros(3)))
+    usual, other = MISMATCHES[what]
+
+    def call(group: Group) -> None:
+        (other if group.rank == odd_one else usual)(group)
+        group.barrier()  # a broadcast's root does not wait for anybody
+
+    ends = each(groups, call)
     assert {type(end) for end in ends} == {MismatchError}
-    assert all(0 in end.ranks for end in ends)
+    assert all(odd_one in end.ranks and "called" in end.reason for end in ends)
 
 
 def test_a_rank_that_has_closed_is_lost_to_the_others(make: Make) -> None:

@@ -102,6 +102,16 @@ def test_strangers_disturb_nothing(pool: Pool) -> None:
     assert each(ranks, calls.everything_else) == [[]] * 3
 
 
+def test_a_process_out_of_descriptors_waits_for_them_idly(pool: Pool) -> None:
+    ranks = pool.take(2)
+    pool.world(ranks)
+    ranks[1].call(calls.starve, 1.0)  # the higher rank accepts
+    ranks[0].call(calls.barrier)
+    busy, nothing = ranks[1].answer(), ranks[0].answer()
+    assert nothing is None
+    assert busy < 0.25, "it span on the connection that it could not accept"
+
+
 def test_another_key_is_a_stranger() -> None:
     with Endpoint(b"key") as first, Endpoint(b"another key") as second:
         low, high = _pair(first, second, (1, 1), (1, 1))

@@ -19,7 +19,7 @@ def test_every_survivor_names_the_killed_rank(
     ranks = pool.take(size)
     pool.world(ranks)
     for rank in ranks:
-        rank.call(calls.reduce_until_it_fails, victim, signal.SIGKILL)
+        rank.call(calls.work_until_it_fails, "ring", victim, signal.SIGKILL)
     survivors = [rank for number, rank in enumerate(ranks) if number != victim]
     ends = answers(survivors)
     assert [(end.kind, end.ranks) for end in ends] == [("PeerLost", (victim,))] * (size - 1)
@@ -34,7 +34,7 @@ def test_every_rank_names_the_stopped_one(pool: Pool) -> None:
     ranks = pool.take(4)
     pool.world(ranks, timeout=1.5)
     for rank in ranks:
-        rank.call(calls.reduce_until_it_fails, 3, signal.SIGSTOP)
+        rank.call(calls.work_until_it_fails, "ring", 3, signal.SIGSTOP)
     ends = answers(ranks[:3])
     ranks[3].signal(signal.SIGCONT)
     assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (3,))] * 3
@@ -46,13 +46,49 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
     ranks = pool.take(4)
     pool.world(ranks, timeout=60)
     for rank in ranks:
-        rank.call(calls.reduce_until_it_fails, 3, signal.SIGSTOP)
+        rank.call(calls.work_until_it_fails, "ring", 3, signal.SIGSTOP)
     time.sleep(0.3)  # for the exchange to stand still; sooner is just as right
     ranks[0].abort("rank 3 lost its heartbeat")
     ends = answers(ranks[:3])
     ranks[3].signal(signal.SIGCONT)
     assert ends == [Failed("GroupAborted", (), "rank 3 lost its heartbeat")] * 3
     assert ranks[3].answer().kind in {"GroupAborted", "PeerLost"}
+
+
+@pytest.mark.parametrize("work", calls.WORK)
+def test_a_kill_ends_every_collective(pool: Pool, work: str) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks)
+    for rank in ranks:
+        rank.call(calls.work_until_it_fails, work, 2, signal.SIGKILL)
+    assert [(end.kind, end.ranks) for end in answers(ranks[:2])] == [("PeerLost", (2,))] * 2
+
+
+@pytest.mark.parametrize("work", calls.WORK)
+def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks, timeout=1.2)
+    for rank in ranks:
+        rank.call(calls.work_until_it_fails, work, 2, signal.SIGSTOP)
+    ends = answers(ranks[:2])
+    ranks[2].signal(signal.SIGCONT)
+    assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (2,))] * 2
+    assert isinstance(ranks[2].answer(), Failed)
+
+
+@pytest.mark.parametrize("work", calls.WORK)
+def test_an_abort_ends_every_collective(pool: Pool, work: str) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks, timeout=60)
+    each(ranks, calls.barrier)
+    for rank in ranks:
+        rank.call(calls.work_until_it_fails, work, 2, signal.SIGSTOP)
+    time.sleep(0.1)  # for the exchange to stand still; sooner is just as right
+    ranks[1].abort("enough")
+    ends = answers(ranks[:2])
+    ranks[2].signal(signal.SIGCONT)
+    assert ends == [Failed("GroupAborted", (), "enough")] * 2
+    assert isinstance(ranks[2].answer(), Failed)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "bcube"])

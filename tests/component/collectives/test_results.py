@@ -8,8 +8,8 @@ from tests.component.collectives import calls
 from tests.component.collectives.ranks import Pool, answers, each
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_r07_sums_are_right_and_equal_bit_by_bit(pool: Pool, size: int) -> None:
+@pytest.mark.parametrize("size", range(1, 9))
+def test_r07_reductions_are_right_and_equal_bit_by_bit(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)
     found = each(ranks, calls.reduce_everything)
@@ -17,7 +17,21 @@ def test_r07_sums_are_right_and_equal_bit_by_bit(pool: Pool, size: int) -> None:
     assert len({digest for _, digest in found}) == 1
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 3])
+def test_reductions_of_several_chunks_are_right(pool: Pool, size: int) -> None:
+    ranks = pool.take(size)
+    pool.world(ranks)
+    assert each(ranks, calls.reduce_in_chunks) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_everybody_gets_everybodys_part(pool: Pool, size: int) -> None:
+    ranks = pool.take(size)
+    pool.world(ranks)
+    assert each(ranks, calls.exchange_everything) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_every_other_collective_is_right(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)

@@ -1,0 +1,186 @@
+"""What collectives take: checks of arrays and arguments, before anything is sent, for every implementation of `Group`.
+
+Pure. Whatever makes no sense is a ValueError that says what to change; the group is as good as before.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from elastic_collectives.group import Array
+
+INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+DTYPES = ("bool", *INTEGERS, *FLOATS)
+OPS = ("sum", "average", "min", "max", "product", "adasum")
+ALGORITHMS = ("auto", "ring", "bcube")
+WIRES = {None: "plain", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One allreduce or reducescatter whose arguments make sense."""
+
+    array: Array
+    dtype: str  # of DTYPES; the array's own, or what its uint16 stands for
+    op: str
+    shapes: tuple[tuple[int, ...], ...]  # of the array, or of those that it was put together from
+    algorithm: str = "auto"
+    weight: float | None = None
+    before: float = 1.0
+    after: float = 1.0
+    wire: str = "plain"
+
+    @property
+    def signature(self) -> int:
+        """Equal on ranks whose shapes are."""
+        return signature(*self.shapes)
+
+    def weighted(self, weights: Sequence[float], rank: int) -> Reduction:
+        """The sum that makes the average by these weights of all ranks."""
+        total, own = sum(weights), weights[rank]
+        return replace(self, op="sum", weight=None, before=self.before * (own / total if total else 0.0))
+
+    @property
+    def silent(self) -> bool:
+        """Whether the array counts for nothing; then not even its NaNs do."""
+        return self.before == 0.0 and self.op in ("sum", "average")
+
+
+def signature(*parts: object) -> int:
+    """A hash of 32 bits, the same in all processes, of tuples, numbers and strings."""
+    return zlib.crc32(repr(parts).encode())
+
+
+def as_array(data: Any, writable: bool) -> Array:
+    """A numpy view of `data`, never a copy.
+
+    Raises:
+        ValueError: it is not C-contiguous, or read-only where it must be written.
+    """
+    array = data if isinstance(data, np.ndarray) else np.asarray(data)
+    if not array.flags.c_contiguous:
+        raise ValueError("collectives take C-contiguous arrays; use numpy.ascontiguousarray first.")
+    if writable and not array.flags.writeable:
+        raise ValueError("this collective works in place and the array is read-only; pass a writable one.")
+    return array
+
+
+def as_rows(data: Any) -> Array:
+    """A view of what is cut along its first dimension.
+
+    Raises:
+        ValueError: it has none, or is not C-contiguous.
+    """
+    array = as_array(data, writable=False)
+    if array.ndim == 0:
+        raise ValueError("this collective cuts its array along the first dimension; a scalar has none.")
+    return array
+
+
+def as_reduction(
+    array: Array,
+    op: str,
+    dtype: str | None,
+    weight: float | None,
+    scale: tuple[float, float],
+    compression: str | None,
+    algorithm: str = "auto",
+) -> Reduction:
+    """The reduction of a checked array, once all other arguments make sense.
+
+    Raises:
+        ValueError: with the argument that does not.
+    """
+    name = _name_of(array, dtype)
+    if op not in OPS or algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"op must be one of {OPS} and algorithm one of {ALGORITHMS}; got {op!r}, {algorithm!r}."
+        )
+    if op == "adasum" and name not in FLOATS:
+        raise ValueError(f"adasum takes {', '.join(FLOATS)}; got {name}.")
+    if weight is not None and (op != "average" or name not in FLOATS):
+        raise ValueError(f"weight is for averages of {', '.join(FLOATS)}; got op {op!r} of {name}.")
+    if weight is not None and not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight must be a finite number, 0 or more; got {weight}.")
+    if not all(math.isfinite(factor) for factor in scale):
+        raise ValueError(f"scale must be two finite factors, before and after; got {scale}.")
+    if name == "bool" and (op == "average" or tuple(scale) != (1.0, 1.0)):
+        raise ValueError(
+            "bool has neither averages nor factors; use op sum (or), min (and), or another dtype."
+        )
+    if compression not in WIRES or (compression is not None and (name != "float32" or op == "adasum")):
+        raise ValueError(
+            f"compression must be None, fp16 or bf16, the latter for float32 but adasum; got {compression!r}."
+        )
+    return Reduction(array, name, op, (array.shape,), algorithm, weight, *scale, WIRES[compression])
+
+
+def _name_of(array: Array, dtype: str | None) -> str:
+    name = dtype or array.dtype.name
+    if name not in DTYPES or not array.dtype.isnative or not array.flags.aligned:
+        raise ValueError(
+            f"reductions take {', '.join(DTYPES)}, native and aligned; got {dtype or array.dtype}."
+        )
+    if name != array.dtype.name and (name, array.dtype.name) != ("bfloat16", "uint16"):
+        raise ValueError(f"dtype {name!r} cannot stand for {array.dtype.name}; only uint16 holds bfloat16.")
+    return name
+
+
+def fused(reductions: Iterable[Reduction]) -> Iterator[Reduction]:
+    """Reductions of all arrays of a kind as one; once the caller has carried it out, the arrays are filled from it."""
+    batches: dict[object, list[Reduction]] = {}
+    for number, reduction in enumerate(reductions):
+        alone = reduction.op == "adasum"  # combines each array by its own angle
+        batches.setdefault(number if alone else (reduction.dtype, reduction.array.dtype), []).append(
+            reduction
+        )
+    for batch in batches.values():
+        if len(batch) == 1:
+            yield batch[0]
+            continue
+        flat = np.concatenate([reduction.array.reshape(-1) for reduction in batch])
+        yield replace(batch[0], array=flat, shapes=tuple(reduction.array.shape for reduction in batch))
+        parts = split(flat, [reduction.array.size for reduction in batch])
+        for reduction, part in zip(batch, parts, strict=True):
+            reduction.array[...] = part.reshape(reduction.array.shape)
+
+
+def checked_root(root: int, size: int) -> None:
+    """Raises ValueError unless `root` is a rank."""
+    if not 0 <= root < size:
+        raise ValueError(f"root must be in [0, {size}); got {root}.")
+
+
+def checked_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
+    """How many of `rows` go to each of `size` ranks.
+
+    Raises:
+        ValueError: `splits` do not fit, or are None and `rows` cannot be shared evenly.
+    """
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"{rows} rows cannot be shared evenly by {size} ranks; pass splits.")
+        return [rows // size] * size
+    if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
+        raise ValueError(
+            f"splits must be {size} numbers, 0 or more, that add up to {rows}; got {list(splits)}."
+        )
+    return [int(part) for part in splits]
+
+
+def even_parts(rows: int, size: int) -> list[int]:
+    """Rows cut evenly; the first parts have one more where they do not divide."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def split(gathered: Array, lengths: Sequence[int]) -> list[Array]:
+    """Cut the first dimension into parts of `lengths`."""
+    ends = np.cumsum(lengths)
+    return [gathered[end - length : end] for end, length in zip(ends, lengths, strict=True)]
