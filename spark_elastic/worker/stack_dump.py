@@ -64,12 +64,18 @@ class Sampler:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for other processes; any thread. Costs about a microsecond."""
-        self._set(self._clock.now())
+        """Around whatever waits for other processes; any thread."""
+        self.begin_waiting()
         try:
             yield
         finally:
-            self._set(-self._clock.now())
+            self.end_waiting()
+
+    def begin_waiting(self) -> None:
+        self._set(self._clock.now())
+
+    def end_waiting(self) -> None:
+        self._set(-self._clock.now())
 
     def watched(self, group: Group) -> Group:
         """`group`, its collectives told to the slot."""
@@ -138,8 +144,11 @@ class _WatchedGroup:
             return found
 
         def collective(*arguments: Any, **named: Any) -> Any:
-            with sampler.waiting():
+            sampler.begin_waiting()
+            try:
                 return found(*arguments, **named)
+            finally:
+                sampler.end_waiting()
 
         setattr(self, name, collective)
         return collective
