@@ -1,0 +1,380 @@
+"""The rendezvous server and the driver machine under up to 2,000 real clients, in several processes over loopback.
+
+    python benchmarks/control_plane.py --json benchmarks/results/control_plane.json
+
+Every worker is what a real job has: a slot's session (registration, beats, a long poll for orders) and a worker's
+(joins, the exchange of addresses, a long poll for news). A rendezvous is measured from the moment at which all ask for
+the next world to the last one that holds all addresses and has said so. The driver has a process, and processor time,
+of its own; server and clients share the machine, so that the wall time of many workers is mostly theirs.
+
+Peers, in the same run: torch's TCPStore with one GET per pair of ranks, as torch's Gloo rendezvous asks for addresses,
+and three meshes of single GETs over HTTP (our server's own key-value store), as Horovod's Gloo contexts ask for them.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
+
+from report import Row, finish, parser  # noqa: E402
+
+from spark_elastic.clock import SystemClock  # noqa: E402
+from spark_elastic.driver.effects import Effects  # noqa: E402
+from spark_elastic.driver.journal import Journal  # noqa: E402
+from spark_elastic.driver.loop import DriverLoop, Inbox  # noqa: E402
+from spark_elastic.driver.ports import Contact, Post  # noqa: E402
+from spark_elastic.protocol import driver_machine  # noqa: E402
+from spark_elastic.protocol.events import DriverEvent  # noqa: E402
+from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World  # noqa: E402
+from spark_elastic.rendezvous.client import RendezvousClient  # noqa: E402
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer  # noqa: E402
+
+SIZES = (2, 8, 32, 128, 512, 2000)
+PROCESSES = 8
+ROUNDS = 3
+KEY = b"k" * 32
+BLOB = 120  # bytes that a rank hands in
+MESHES = 3
+CLIENT_TIMEOUT = 300.0
+STEADY = 5.0  # seconds
+CONTEXT = mp.get_context("spawn")
+
+
+# ---- the driver's process
+
+
+class NoLauncher:
+    """The clients come by themselves."""
+
+    def start(self, contact: Contact, post: Post) -> None:
+        """Nothing."""
+
+    def launch(self, job: int, delay: float) -> None:
+        """Nothing."""
+
+    def close(self, timeout: float) -> list[str]:
+        return []
+
+
+class Nobody:
+    def world(self, world: World) -> None:
+        """Nothing."""
+
+    def said(self, text: str) -> None:
+        """Nothing."""
+
+
+def drive(pipe: Connection, size: int) -> None:
+    """Server and driver loop; answers "cpu" with seconds of processor time and events so far, ends on "end"."""
+    inbox: Inbox = Inbox()
+    count = [0]
+
+    def post(event: DriverEvent) -> None:
+        count[0] += 1
+        inbox.put(event)
+
+    limits = Limits(size, size, size, gather_timeout=600, lease=120, regroup_timeout=600)
+    clock = SystemClock()
+    with RendezvousServer(KEY, 1, Hooks(post, lambda lines: None), clock) as server:
+        effects = Effects(server, NoLauncher(), Nobody(), lambda kept, surplus: None)
+        loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())
+        loop.start()
+        pipe.send(server.address)
+        while pipe.recv() == "cpu":
+            pipe.send((time.process_time(), count[0]))
+        loop.cancel("measured")
+        loop.wait(10)
+        loop.close()
+
+
+# ---- the clients' processes
+
+
+class Worker:
+    """One slot and its worker."""
+
+    def __init__(self, job: int, address: str) -> None:
+        self.job = job
+        clock = SystemClock()
+        self.clients = [RendezvousClient(address, KEY, 1, clock, CLIENT_TIMEOUT) for _ in range(2)]
+        self.slot = self.clients[0].slot(f"{job}-0")
+        self.worker = self.clients[1].worker(f"{job}-0.1", f"{job}-0")
+        self.fence: Fence | None = None
+        self.over: Fence | None = None
+        self.version = 0
+
+    def come(self) -> None:
+        """Register and announce the worker; then the two long polls that are always open."""
+        self.slot.register(f"host-{self.job // 8}", self.job, {})
+        self.slot.started(f"{self.job}-0.1")
+        for watch in (self._watch_slot, self._watch_worker):
+            threading.Thread(target=watch, daemon=True).start()
+
+    def rendezvous(self, _: object = None) -> float:
+        """Ask for the next world, exchange addresses, tell that it stands. When it did."""
+        position = None if self.fence is None else Position(0, Phase.TRAIN, self.fence.generation)
+        answer = self.worker.join(self.fence, position, planned=self.fence is not None)
+        while answer.wait:
+            answer = self.worker.join(self.fence, position, planned=self.fence is not None)
+        world = answer.world
+        assert world is not None, answer.stop
+        member = world.member(f"{self.job}-0.1")
+        assert member is not None
+        blobs = self.worker.exchange(world.fence, member.rank, os.urandom(BLOB), CLIENT_TIMEOUT)
+        assert len(blobs) == world.size
+        self.worker.formed(world.fence)
+        self.fence = world.fence
+        return time.monotonic()
+
+    def beat(self, _: object = None) -> None:
+        self.slot.beat(f"{self.job}-0.1", "S", True, 0.1, "")
+
+    def mesh(self, size: int, meshes: int) -> float:
+        """One GET per pair of ranks over HTTP, in each of several meshes."""
+        rank = self.job - 1
+        for mesh in range(meshes):
+            scope = f"mesh {size} {mesh}"
+            self.clients[1].set_values(scope, {str(rank): os.urandom(BLOB)})
+            for peer in range(size):
+                while self.clients[1].get_values(scope, (str(peer),), 20.0) == (None,):
+                    pass
+        return time.monotonic()
+
+    def _watch_slot(self) -> None:
+        self._until_closed(lambda: self.slot.watch(0))
+
+    def _watch_worker(self) -> None:
+        def watch() -> None:
+            news = self.worker.watch(self.over, self.version)
+            self.over, self.version = news.over, news.version
+
+        self._until_closed(watch)
+
+    def _until_closed(self, ask: Callable[[], object]) -> None:
+        from spark_elastic.errors import ElasticError
+
+        try:
+            while True:
+                ask()
+        except ElasticError:
+            return  # closed, or the job is over
+
+
+def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -> None:
+    """Obeys (what, argument) orders from the pipe; answers each with what it measured."""
+    workers = [Worker(job, address) for job in jobs]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        while (order := pipe.recv()) is not None:
+            what, argument = order
+            if what == "come":
+                pipe.send(list(pool.map(Worker.come, workers)) and 0.0)
+            elif what == "rendezvous":
+                pipe.send(max(pool.map(Worker.rendezvous, workers)))
+            elif what == "mesh":
+                pipe.send(max(pool.map(lambda worker: worker.mesh(size, argument), workers)))
+            elif what == "beat":
+                pipe.send(beats(pool, workers, *argument))
+        for worker in workers:
+            for client in worker.clients:
+                client.close()
+    os._exit(0)  # long polls that are still open must not be waited for
+
+
+def beats(pool: ThreadPoolExecutor, workers: list[Worker], seconds: float, every: float) -> int:
+    """How many beats `seconds` brought; each slot sends one `every` seconds (0: as fast as it can)."""
+    end = time.monotonic() + seconds
+
+    def one(numbered: tuple[int, Worker]) -> int:
+        number, worker = numbered
+        sent = 0
+        due = time.monotonic() + every * number / len(workers)
+        while due < end:
+            time.sleep(max(0.0, due - time.monotonic()))
+            worker.beat()
+            sent += 1
+            due = max(due + every, time.monotonic())
+        return sent
+
+    return sum(pool.map(one, enumerate(workers)))
+
+
+# ---- the measurements
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds; processor time is the driver's. steady: beats per second that arrived and their processor share."""
+
+    first: float
+    again: float
+    cpu: float
+    flat_out: float
+    steady: float
+    steady_cpu: float
+    mesh: float | None
+    store: float | None
+
+
+class Cluster:
+    """A driver's process and the clients' processes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._driver, theirs = CONTEXT.Pipe()
+        self._processes = [CONTEXT.Process(target=drive, args=(theirs, size), daemon=True)]
+        self._processes[0].start()
+        address = self._driver.recv()
+        self._clients = []
+        shares = [range(first, size + 1, PROCESSES) for first in range(1, min(size, PROCESSES) + 1)]
+        for jobs in shares:
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=be_clients, args=(theirs, address, jobs, size), daemon=True)
+            process.start()
+            self._clients.append(mine)
+            self._processes.append(process)
+
+    def order(self, what: str, argument: Any = None) -> tuple[list[Any], float, float, int]:
+        """What the clients answer, when it was said, and the driver's processor seconds and events since."""
+        cpu, events = self._usage()
+        begun = time.monotonic()
+        for pipe in self._clients:
+            pipe.send((what, argument))
+        answers = [pipe.recv() for pipe in self._clients]
+        after, later = self._usage()
+        return answers, begun, after - cpu, later - events
+
+    def close(self) -> None:
+        for pipe in self._clients:
+            pipe.send(None)
+        self._driver.send("end")
+        for process in self._processes:
+            process.join(20)
+            process.kill()
+
+    def _usage(self) -> tuple[float, int]:
+        self._driver.send("cpu")
+        cpu, events = self._driver.recv()
+        return cpu, events
+
+
+def measure(size: int, mesh_until: int, store_until: int) -> Measured:
+    cluster = Cluster(size)
+    try:
+        cluster.order("come")
+        answers, begun, _, _ = cluster.order("rendezvous")
+        first = max(answers) - begun
+        walls, cpus = [], []
+        for _ in range(ROUNDS):
+            answers, begun, cpu, _ = cluster.order("rendezvous")
+            walls.append(max(answers) - begun)
+            cpus.append(cpu)
+        _, _, _, flat = cluster.order("beat", (STEADY, 0.0))
+        _, _, steady_cpu, steady = cluster.order("beat", (STEADY, 1.0))
+        mesh = None
+        if size <= mesh_until:
+            answers, begun, _, _ = cluster.order("mesh", MESHES)
+            mesh = max(answers) - begun
+    finally:
+        cluster.close()
+    store = tcp_store(size) if size <= store_until else None
+    again, cpu = statistics.median(walls), statistics.median(cpus)
+    return Measured(first, again, cpu, flat / STEADY, steady / STEADY, steady_cpu / STEADY, mesh, store)
+
+
+# ---- the peer
+
+
+def tcp_store(size: int) -> float:
+    """Seconds for `size` ranks to read each other's address, one by one, from torch's TCPStore."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    pipes = []
+    for first in range(min(size, PROCESSES)):
+        mine, theirs = CONTEXT.Pipe()
+        ranks = range(first, size, PROCESSES)
+        CONTEXT.Process(target=be_store_clients, args=(theirs, server.port, ranks, size), daemon=True).start()
+        pipes.append(mine)
+    for pipe in pipes:
+        pipe.recv()
+    begun = time.monotonic()
+    for pipe in pipes:
+        pipe.send("go")
+    return max(pipe.recv() for pipe in pipes) - begun
+
+
+def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
+    from torch.distributed import TCPStore
+
+    patience = timedelta(seconds=CLIENT_TIMEOUT)
+    stores = [TCPStore("127.0.0.1", port, None, False, patience, False) for _ in ranks]
+
+    def read(store: Any, rank: int) -> None:
+        store.set(str(rank), os.urandom(BLOB))
+        for peer in range(size):
+            store.get(str(peer))
+
+    pipe.send("ready")
+    pipe.recv()
+    with ThreadPoolExecutor(len(stores)) as pool:
+        list(pool.map(read, stores, ranks))
+    pipe.send(time.monotonic())
+
+
+# ---- the report
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> float:
+    """b of the least-squares line log t = a + b log n."""
+    logs = [(math.log(n), math.log(t)) for n, t in points]
+    x, y = statistics.fmean(a for a, _ in logs), statistics.fmean(b for _, b in logs)
+    return sum((a - x) * (b - y) for a, b in logs) / sum((a - x) ** 2 for a, _ in logs)
+
+
+def rows(found: dict[int, Measured]) -> list[Row]:
+    made = []
+    for size, m in found.items():
+        made.append(Row(f"{size} workers: rendezvous (peer: TCPStore, a GET a pair)", m.again, m.store))
+        if m.mesh is not None:
+            made.append(Row(f"{size} workers: rendezvous (peer: 3 meshes of single GETs)", m.again, m.mesh))
+    large = [(size, m) for size, m in found.items() if size >= 32]
+    for size, m in large:
+        made.append(Row(f"{size} workers: first rendezvous, connecting", m.first))
+        made.append(Row(f"{size} workers: driver's CPU of a rendezvous, per worker", m.cpu / size * 1e3, unit="ms"))
+        made.append(Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"))
+        made.append(Row(f"{size} workers: beats that arrive, one a worker and second", m.steady, unit="1/s"))
+        made.append(Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s"))
+    if len(large) > 1:
+        made.append(Row("growth: rendezvous ~ N^x, N >= 32", exponent([(n, m.again) for n, m in large]), unit="x"))
+        made.append(Row("growth: driver's CPU ~ N^x, N >= 32", exponent([(n, m.cpu) for n, m in large]), unit="x"))
+    return made
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    options.add_argument("--mesh-until", type=int, default=128, help="largest size for three meshes of GETs")
+    options.add_argument("--store-until", type=int, default=512, help="largest size for the TCPStore")
+    arguments = options.parse_args()
+    take = partial(measure, mesh_until=arguments.mesh_until, store_until=arguments.store_until)
+    finish("control plane", rows({size: take(size) for size in arguments.sizes}), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
