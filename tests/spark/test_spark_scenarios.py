@@ -1,0 +1,249 @@
+"""Horovod's scenarios on Spark, on a real cluster: hosts come and go, workers fail, in one job each.
+
+The program counts in closed form, so that its result shows each step that was lost, doubled or torn.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
+from spark_elastic.launch import LaunchResult, launch
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.counting import CountingProgram
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster, await_true
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+PACE = 0.05  # seconds of a step
+NEVER_AGAIN = (float("inf"), float("inf"))
+
+
+class Ordered(CountingProgram):
+    """Raises, where a file `order.RANK` or `order.all` says so; each exception is another one."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        super().__init__(steps, PACE)
+        self._folder = str(folder)
+
+    def _share(self, step: int, rank: int, size: int) -> np.ndarray:
+        if Path(self._folder, "order.all").exists():
+            raise RuntimeError(f"ordered of all, {uuid.uuid4().hex}")
+        order = Path(self._folder, f"order.{rank}")
+        if order.exists():
+            order.unlink()
+            raise RuntimeError(f"ordered of rank {rank}, {uuid.uuid4().hex}")
+        return super()._share(step, rank, size)
+
+
+class Story:
+    """A narrator that does what a scenario says: each act once its turn has come, by steps and by the world."""
+
+    def __init__(self, *acts: tuple[int, int | None, Callable[[], object]]) -> None:
+        """acts: (step that must be over, size that the world must have, what happens)."""
+        self._acts = list(acts)
+        self.sizes: list[int] = []
+
+    def log(self, rank: int | None, line: str) -> None:
+        """Nothing."""
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        if self._acts:
+            step, size, act = self._acts[0]
+            if numbers["step"] >= step and size in (None, numbers["world"]):
+                self._acts.pop(0)
+                Thread(target=act, name="act").start()
+
+    def world(self, size: int, reason: str) -> None:
+        self.sizes.append(size)
+
+    @property
+    def told(self) -> bool:
+        return not self._acts
+
+
+@pytest.fixture(autouse=True)
+def shipped_by_value() -> Iterator[None]:
+    """Executors have no tests folder."""
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    yield
+    cloudpickle.unregister_pickle_by_value(module)
+
+
+def executors(spark: SparkSession) -> list[str]:
+    backend = spark.sparkContext._jsc.sc().schedulerBackend()
+    ids = backend.getExecutorIds()
+    return sorted(str(ids.apply(i)) for i in range(ids.size()))
+
+
+def all_executors(spark: SparkSession, count: int = 3) -> list[str]:
+    await_true(lambda: len(executors(spark)) == count, f"{count} executors")
+    return executors(spark)
+
+
+def ranks_in_order(result: LaunchResult) -> bool:
+    return [json.loads(text)["rank"] for text in result.results] == list(range(len(result.results)))
+
+
+def exact(result: LaunchResult, program: CountingProgram) -> bool:
+    return {json.loads(text)["sum"] for text in result.results} == {program.expected()}
+
+
+@pytest.mark.scenario("S1")
+def test_a_happy_run(spark: SparkSession) -> None:
+    all_executors(spark)
+    program, story = CountingProgram(40, PACE), Story()
+    result = launch(spark, program, Limits(3, 1, 3), ElasticConfig(), "happy", (), story)
+    assert story.sizes == [3]
+    assert ranks_in_order(result)
+    assert exact(result, program)
+
+
+@pytest.mark.scenario("S2", "S8", "S9")
+def test_hosts_are_added_and_removed(spark: SparkSession, fault: Fault) -> None:
+    """1 to 3 hosts and back, then one for another; the first leads as long as it is there."""
+    a, b, c = all_executors(spark)
+    listed: dict[str, int] = {a: 1}
+
+    def only(*hosts: str) -> Callable[[], None]:
+        def act() -> None:
+            listed.update(dict.fromkeys(hosts, 1))
+            for gone in set(listed) - set(hosts):
+                del listed[gone]
+
+        return lambda: fault(act)
+
+    story = Story(
+        (10, 1, only(a, b)), (30, 2, only(a, b, c)), (60, 3, only(a, b)),
+        (80, 2, only(b, c)), (130, 2, only(c, a)), (180, 2, only(a)),
+    )  # fmt: skip
+    program = CountingProgram(260, PACE)
+    config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0)
+    result = launch(spark, program, Limits(1, 1, 3, gather_timeout=1.0), config, "hosts", (), story)
+    assert story.told
+    assert story.sizes[:4] == [1, 2, 3, 2]
+    assert story.sizes[-1] == 1
+    assert set(story.sizes[4:-1]) <= {1, 2, 3}, "one for another: at most one more or less in between"
+    assert exact(result, program)
+    assert not [line for line in result.story if " Abort " in line], "a planned change broke a world (P3)"
+
+
+@pytest.mark.scenario("S3")
+def test_hosts_that_nobody_needs_come_and_go_unnoticed(
+    spark: SparkSession, standalone: StandaloneCluster, fault: Fault
+) -> None:
+    all_executors(spark)
+    lost: list[int] = []
+
+    def lose_one_and_bring_one() -> None:
+        idle = [
+            w
+            for w in standalone.workers
+            if not any(map(standalone.training_children, children(standalone, w)))
+        ]
+        lost.append(idle[0].number)
+        standalone.kill_worker(idle[0])
+        standalone.start_worker()
+
+    story = Story((20, None, lambda: fault(lose_one_and_bring_one)))
+    program = CountingProgram(300, PACE)
+    result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "unused", (), story)
+    assert lost, "no host was idle"
+    assert story.sizes == [2]
+    assert exact(result, program)
+
+
+def children(cluster: StandaloneCluster, worker: Any) -> list[int]:
+    """The executors of a host."""
+    import psutil
+
+    own = {child.pid for child in psutil.Process(worker.pid).children()}
+    return [pid for pid in cluster.executor_pids() if pid in own]
+
+
+@pytest.mark.scenario("S4", "S6", "S11", "S13")
+def test_failing_workers_come_back_after_their_cooldown(
+    spark: SparkSession, tmp_path: Path, fault: Fault
+) -> None:
+    """Three failures, of ranks 1, 0 and 1: more than spark.task.maxFailures would bear of one task in Horovod's way."""
+    all_executors(spark)
+
+    def order(rank: int) -> Callable[[], object]:
+        return lambda: fault((tmp_path / f"order.{rank}").touch)
+
+    story = Story((20, 3, order(1)), (60, 3, order(0)), (110, 3, order(1)))
+    program = Ordered(tmp_path, 260)
+    limits = Limits(3, 1, 3, cooldown_range=(0.2, 0.4))
+    result = launch(spark, program, limits, ElasticConfig(), "failing", (), story)
+    assert story.told
+    assert story.sizes.count(2) >= 3
+    assert story.sizes[-1] == 3
+    assert ranks_in_order(result)
+    assert exact(result, program)
+
+
+@pytest.mark.scenario("S10", "S12")
+def test_failing_slots_that_never_return_leave_a_smaller_world(
+    spark: SparkSession, tmp_path: Path, fault: Fault
+) -> None:
+    all_executors(spark)
+    story = Story(
+        (10, 3, lambda: fault((tmp_path / "order.0").touch)),
+        (30, 2, lambda: fault((tmp_path / "order.1").touch)),
+    )
+    program = Ordered(tmp_path, 100)
+    limits = Limits(3, 1, 3, cooldown_range=NEVER_AGAIN)
+    result = launch(spark, program, limits, ElasticConfig(), "shrinking", (), story)
+    assert story.sizes == [3, 2, 1]
+    assert exact(result, program)
+
+
+@pytest.mark.scenario("S5")
+def test_no_capacity_is_left_and_the_job_ends_with_the_reason(
+    spark: SparkSession, tmp_path: Path, fault: Fault
+) -> None:
+    all_executors(spark)
+    story = Story((10, 3, lambda: fault((tmp_path / "order.0").touch)))
+    limits = Limits(3, 3, 3, start_timeout=20.0, cooldown_range=NEVER_AGAIN)
+    with pytest.raises(NotEnoughWorkers, match="2 workers came within 20 s and 3 are needed"):
+        launch(spark, Ordered(tmp_path, 100), limits, ElasticConfig(), "excluded", (), story)
+
+
+@pytest.mark.scenario("S7")
+def test_an_exception_of_all_ranks_ends_the_job_at_once(
+    spark: SparkSession, tmp_path: Path, fault: Fault
+) -> None:
+    all_executors(spark)
+    story = Story((10, 3, lambda: fault((tmp_path / "order.all").touch)))
+    with pytest.raises((WorkerFailed, FailureBudgetExceeded), match="ordered of all"):
+        launch(spark, Ordered(tmp_path, 100), Limits(3, 1, 3), ElasticConfig(), "all raise", (), story)
+
+
+@pytest.mark.scenario("S14")
+def test_more_failures_than_the_budget_bears_end_the_job_at_once(
+    spark: SparkSession, tmp_path: Path, fault: Fault
+) -> None:
+    all_executors(spark)
+    story = Story(
+        (10, 3, lambda: fault((tmp_path / "order.2").touch)),
+        (20, None, lambda: fault((tmp_path / "order.1").touch)),
+    )
+    limits = Limits(3, 1, 3, failure_budget=1, cooldown_range=(0.2, 0.4))
+    with pytest.raises(FailureBudgetExceeded, match="workers failed 2 times"):
+        launch(spark, Ordered(tmp_path, 400), limits, ElasticConfig(), "over budget", (), story)
