@@ -40,6 +40,7 @@ _EXPORTS = {
     "PreflightError": "spark_elastic.errors",
     "StaleGeneration": "spark_elastic.errors",
     "StoreError": "spark_elastic.errors",
+    "TimeLimitReached": "spark_elastic.errors",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
     "run": "spark_elastic.running.call",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         PreflightError,
         StaleGeneration,
         StoreError,
+        TimeLimitReached,
         Unauthorized,
         WorkerFailed,
     )
@@ -89,6 +91,7 @@ __all__ = [
     "PreflightError",
     "StaleGeneration",
     "StoreError",
+    "TimeLimitReached",
     "Unauthorized",
     "WorkerFailed",
     "run",

@@ -37,6 +37,7 @@ class ElasticConfig:
     handle: a `JobHandle`, by which another thread drains workers or hosts of the running job.
     checkpoint_steps: the state is made durable every so many steps, beside the training; None: not by steps.
     checkpoint_seconds: and so many seconds after the last time; None: not by time.
+    max_runtime: after so many seconds the job ends at its next step boundary; its newest checkpoint stays. None: never.
     checkpoints_kept: so many of them, the newest.
     ledger: workers write which rows they trained in which step, and when.
     show_logs: print the workers' output, prefixed with their rank.
@@ -64,6 +65,7 @@ class ElasticConfig:
     checkpoint_steps: int | None = None
     checkpoint_seconds: float | None = 60.0
     checkpoints_kept: int = 3
+    max_runtime: float | None = None
     ledger: bool = False
     show_logs: bool = True
     journal: str | None = None
@@ -96,6 +98,8 @@ class ElasticConfig:
             raise InvalidInput(f"checkpoint_steps must be 1 or more, or None; got {self.checkpoint_steps}.")
         if self.checkpoint_seconds is not None and not self.checkpoint_seconds > 0:
             raise InvalidInput(f"checkpoint_seconds must be above 0, or None; got {self.checkpoint_seconds}.")
+        if self.max_runtime is not None and not self.max_runtime > 0:
+            raise InvalidInput(f"max_runtime must be seconds above 0, or None; got {self.max_runtime}.")
         if self.checkpoints_kept < 1:
             raise InvalidInput(f"checkpoints_kept must be 1 or more; got {self.checkpoints_kept}.")
         lower, upper = self.cooldown_range

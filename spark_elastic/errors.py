@@ -7,6 +7,7 @@ ElasticError                      everything below
 │   ├── WorkerFailed              user code raised; carries traceback, step and position
 │   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
 │   ├── OutOfMemory               workers were killed again and again because memory ran out
+│   ├── TimeLimitReached          `max_runtime` is over; the newest checkpoint stays
 │   └── FailureBudgetExceeded     too many failures inside the window
 ├── JobCancelled                  the user or Spark cancelled the job
 ├── DriverUnreachable             the rendezvous server does not answer; names host:port
@@ -46,6 +47,10 @@ class NotEnoughWorkers(JobFailed):
 
 class OutOfMemory(JobFailed):
     """The kernel killed workers again and again because memory ran out; the message names the setting to raise."""
+
+
+class TimeLimitReached(JobFailed):
+    """The job had its `max_runtime` and stopped at a step boundary; its newest checkpoint stays."""
 
 
 class FailureBudgetExceeded(JobFailed):

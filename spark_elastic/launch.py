@@ -17,8 +17,9 @@ import cloudpickle
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import steered
+from spark_elastic.driver.discovery import Together, steered
 from spark_elastic.driver.effects import Effects
+from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, Inbox
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
@@ -29,6 +30,7 @@ from spark_elastic.errors import (
     JobFailed,
     NotEnoughWorkers,
     OutOfMemory,
+    TimeLimitReached,
     WorkerFailed,
 )
 from spark_elastic.protocol import driver_machine
@@ -71,6 +73,20 @@ class Silent:
 
     def world(self, size: int, reason: str) -> None:
         """Nothing."""
+
+
+class _Gathering:
+    """Tells a narrator everything, and ends its job's turn with the first world."""
+
+    def __init__(self, narrator: Narrator, turn: GatherTurn) -> None:
+        self.log = narrator.log
+        self.progress = narrator.progress
+        self._narrator = narrator
+        self._turn = turn
+
+    def world(self, size: int, reason: str) -> None:
+        self._turn.gathered()
+        self._narrator.world(size, reason)
 
 
 @dataclass(frozen=True)
@@ -184,8 +200,14 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
 
     clock = SystemClock()
     launcher = SparkLauncher(sc, make_task, clock)
+    # Kept by the SparkContext, whose jobs they are: the first one to come makes it.
+    application = vars(sc).setdefault("_spark_elastic_application", Application())
     try:
-        return supervise(launcher, ExecutorWatch(sc, clock), site, limits, config, name, narrate)
+        with GatherTurn(application, name, limits, clock) as turn:
+            watch = Together(ExecutorWatch(sc, clock), turn)
+            return supervise(
+                launcher, watch, site, limits, config, name, _Gathering(narrate or Silent(), turn)
+            )
     finally:
         _forget(shipped)
 
@@ -270,6 +292,8 @@ def _results(end: End) -> tuple[str, ...]:
             raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
         case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
             raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
+        case Outcome.TIME_LIMIT:
+            raise TimeLimitReached(end.reason)
         case Outcome.CANCELLED:
             raise JobCancelled(end.reason)
     raise JobFailed(end.reason)

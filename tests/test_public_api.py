@@ -31,6 +31,7 @@ PUBLIC = {
     "PreflightError": "errors",
     "StaleGeneration": "errors",
     "StoreError": "errors",
+    "TimeLimitReached": "errors",
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
     "run": "running.call",

@@ -82,6 +82,7 @@ class Outcome(Enum):
     FAILURE_BUDGET = "failure budget exceeded"
     RESET_LIMIT = "reset limit exceeded"
     OUT_OF_MEMORY = "out of memory"
+    TIME_LIMIT = "time limit"
     CANCELLED = "cancelled"
     DEFECT = "defect of the driver"
 

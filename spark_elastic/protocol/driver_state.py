@@ -60,6 +60,7 @@ class DriverState:
     slots_on, slots_of: living slots by host and by slot job. starting: how many workers have that status.
     stalled: members of this world that kept others waiting, and what they were doing.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
+    began: when the first event came.
     starved: when workers were killed because memory ran out.
     fruitless_end: what the last slot job said that ended before its worker was warm.
     checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most.
@@ -110,6 +111,7 @@ class DriverState:
     change_since: float | None = None
     short_since: float | None = None
     done_since: float | None = None
+    began: float | None = None
     because: str = ""
     fruitless_end: str = ""
     checkpoints: tuple[Checkpoint, ...] = ()

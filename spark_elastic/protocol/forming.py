@@ -16,6 +16,7 @@ from spark_elastic.protocol.failures import spell
 from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
 from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
+from spark_elastic.protocol.time_limit import may_end, time_is_up
 from spark_elastic.protocol.types import START, Fence, WorkerStatus, World
 
 
@@ -29,8 +30,12 @@ def settle(turn: Turn) -> None:
         return
     if state.recall:
         recall(turn)
+    over_time = time_is_up(turn)
     if state.stage is Stage.RUNNING:
-        _mind_running(turn)
+        _mind_running(turn, over_time)
+    if over_time and may_end(turn):
+        end(turn, Outcome.TIME_LIMIT, over_time)
+        return
     if state.stage is Stage.REGROUPING:
         _regroup(turn)
     if state.stage is Stage.GATHERING:
@@ -67,7 +72,7 @@ def _finish(turn: Turn) -> None:
     end(turn, Outcome.SUCCESS, reason, results=results)
 
 
-def _mind_running(turn: Turn) -> None:
+def _mind_running(turn: Turn, over_time: str) -> None:
     """A world that runs: it may stop as planned, be late with that or with its forming, or be asked to stop."""
     state = turn.state
     wait = state.limits.regroup_timeout
@@ -84,22 +89,22 @@ def _mind_running(turn: Turn) -> None:
     else:
         if state.waiting:
             release_idle(turn)
-        _announce(turn)
+        _announce(turn, over_time)
 
 
-def _announce(turn: Turn) -> None:
-    """A planned change, once it is wanted for `debounce` and would change the world."""
+def _announce(turn: Turn, over_time: str) -> None:
+    """A planned change, once it is wanted for `debounce` and would change the world; or the job's end."""
     state = turn.state
     if state.announced or state.results:
         return
-    if not _change_possible(state):
+    if not over_time and not _change_possible(state):
         state.change_since = None
         return
     if state.change_since is None:
         state.change_since = turn.now
     if turn.now - state.change_since < state.limits.debounce:
         return  # what the next world would be is worth working out once, not at each of a thousand joins
-    why = _change_wanted(turn)
+    why = over_time or _change_wanted(turn)
     if not why:
         state.change_since = None
     else:

@@ -141,6 +141,7 @@ class Limits:
     idle_slot_timeout: after so long a slot that no world needs gives its core back.
     max_global_batch: world size never exceeds it (R8).
     checkpoints_kept: how many count at a time.
+    max_runtime: after so long the job ends at its next step boundary; None: unlimited.
     """
 
     num_workers: int
@@ -161,3 +162,4 @@ class Limits:
     cooldown_range: tuple[float, float] = (1.0, 60.0)
     idle_slot_timeout: float = 60.0
     checkpoints_kept: int = 3
+    max_runtime: float | None = None

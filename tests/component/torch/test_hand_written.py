@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from spark_elastic.errors import WorkerFailed
+from spark_elastic.errors import TimeLimitReached, WorkerFailed
 from tests.component.torch.hand_written import STEPS, Run, count, train
 from tests.scenarios import Fault
 
@@ -99,6 +99,14 @@ def test_all_but_one_die_and_their_spares_come_back(fault: Fault) -> None:
     results = run.results()
     assert {result["number"] for result in results} == {STEPS}
     assert len(run.sizes()) >= 2
+
+
+def test_max_runtime_ends_the_job_at_a_boundary() -> None:
+    run = Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=4.0)
+    with pytest.raises(TimeLimitReached, match="max_runtime"):
+        run.results()
+    steps = [int(line.rpartition(" ")[2]) for line in run.lines.getvalue().splitlines() if "] step" in line]
+    assert steps.count(max(steps)) == 2, "a worker was stopped in the middle of a step"
 
 
 def unaware(folder: str) -> tuple[str, int, int]:
