@@ -175,6 +175,7 @@ def test_wrong_steps_and_ranks_are_refused() -> None:
         plan.share(0, 0, 2, 2)
 
 
+@pytest.mark.scenario("G10")
 def test_r08_ranks_beyond_the_rows_of_a_step_have_none() -> None:
     plan = DataPlan((3,), 3, 0, 1)
     lengths = [len(plan.share(0, 0, rank, 5)) for rank in range(5)]

@@ -45,6 +45,7 @@ def test_p1_each_row_once_over_any_worlds(rows: int, batch: int, worlds: list[tu
     assert sorted(seen) == list(range(rows))
 
 
+@pytest.mark.scenario("G10")
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 20))
 def test_w5_padded_ranks_have_equally_many_rows_and_only_the_last_come_twice(
     rows: int, processed: int, size: int
