@@ -17,6 +17,7 @@ from spark_elastic.protocol.types import SlotId, WorkerId, World
 log = logging.getLogger("spark_elastic.driver")
 
 LOOK_EVERY = 0.2  # seconds
+SPARE_BEATS = 100  # of slots that are in no world now
 
 
 class StallWatch:
@@ -46,6 +47,9 @@ class StallWatch:
             self._look(*self._world, event.now)
 
     def _look(self, world: World, since: float, now: float) -> None:
+        if len(self._beats) > 2 * world.size + SPARE_BEATS:  # slots come and go for as long as a job lasts
+            members = {member.slot for member in world.members}
+            self._beats = {slot: beat for slot, beat in self._beats.items() if slot in members}
         for stall in stalls(world, self._beats, now, self._after, since):
             once = world.fence.generation, stall.member.worker
             if once not in self._named:
