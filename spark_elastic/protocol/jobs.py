@@ -84,9 +84,9 @@ def release_idle(turn: Turn) -> None:
 
 
 def yield_slots(turn: Turn, reason: str) -> None:
-    """R17: without a world yet, leave the slots to another job and ask again later."""
+    """R17: short of a first world, leave the slots to another job and ask again later."""
     state = turn.state
-    if state.generation:
+    if state.generation or turn.count_newcomers() >= state.limits.min_workers:
         return
     for slot in tuple(state.slots.values()):
         job = state.jobs.get(slot.job)

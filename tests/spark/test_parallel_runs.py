@@ -1,0 +1,67 @@
+"""Several jobs of one Spark application at once (R17)."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import cloudpickle
+import pytest
+
+import spark_elastic
+from tests.component.torch.hand_written import count
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native]
+
+for module in (__name__, count.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[module])
+
+
+def world_size() -> str:
+    import os
+
+    return os.environ["WORLD_SIZE"]
+
+
+def test_r17_jobs_that_need_all_slots_each_do_not_wait_for_each_other(spark: SparkSession) -> None:
+    def one(number: int) -> list[str]:
+        return spark_elastic.run(
+            world_size, spark=spark, num_proc=3, min_np=3, start_timeout=120, stdout=io.StringIO()
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(one, range(3))) == [["3"] * 3] * 3
+
+
+class Told(io.StringIO):
+    """A stream that says when a worker has come so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "] step 10" in text:
+            self.under_way.set()
+        return super().write(text)
+
+
+def test_w26_a_worker_is_drained_by_hand_and_no_step_is_lost(spark: SparkSession) -> None:
+    handle, stream = spark_elastic.JobHandle(), Told()
+
+    def drain() -> None:
+        if stream.under_way.wait(120):
+            handle.drain(rank=1, reason="its machine is wanted elsewhere")
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    results = spark_elastic.run(count, (60, 1), spark=spark, num_proc=3, stdout=stream, handle=handle)
+    thread.join()
+    assert [result["number"] for result in results] == [60, 60]
+    assert "its machine is wanted elsewhere" in stream.getvalue() or stream.getvalue().count("world of ") == 2

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.errors import NotEnoughWorkers
+from spark_elastic.protocol.events import DriverEvent, SlotsWanted
+from spark_elastic.protocol.types import Limits
+
+LIMITS = Limits(2, 2, 2, gather_timeout=0.05, start_timeout=20.0)
+CLOCK = SystemClock()
+
+
+def _turn(application: Application, name: str, limits: Limits = LIMITS) -> GatherTurn:
+    return GatherTurn(application, name, limits, CLOCK)
+
+
+def test_r17_one_job_gathers_at_a_time() -> None:
+    application = Application()
+    entered = threading.Event()
+
+    def second() -> None:
+        with _turn(application, "second"):
+            entered.set()
+
+    with _turn(application, "first") as first:
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.2)
+        first.gathered()  # its world stands; it goes on beside the next
+        assert entered.wait(10.0)
+        thread.join(10.0)
+    with _turn(application, "third"):
+        assert len(application.jobs) == 1
+
+
+def test_r17_a_job_that_fails_ends_its_turn() -> None:
+    application = Application()
+    with pytest.raises(ValueError), _turn(application, "first"):
+        raise ValueError
+    with _turn(application, "second"):
+        pass
+    assert not application.jobs
+
+
+def test_r17_who_waits_too_long_is_told_for_whom() -> None:
+    application = Application()
+    with _turn(application, "first"):
+        late = _turn(application, "second", replace(LIMITS, start_timeout=0.1))
+        with pytest.raises(NotEnoughWorkers, match="while job first of the same application was gathering"):
+            late.__enter__()
+        assert len(application.jobs) == 1
+
+
+def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> None:
+    application = Application()
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    with _turn(application, "first") as first:
+        first.gathered()
+        with _turn(application, "second") as second:
+            second.start(posted.put)
+            event = posted.get(timeout=10.0)
+            assert isinstance(event, SlotsWanted)
+            assert "job first" in event.reason
+            second.close()
+
+
+def test_r17_a_job_alone_keeps_its_slots() -> None:
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    with _turn(Application(), "only") as turn:
+        turn.start(posted.put)
+        with pytest.raises(Empty):
+            posted.get(timeout=0.3)
+        turn.close()
