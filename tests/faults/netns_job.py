@@ -103,6 +103,7 @@ def main() -> None:
     logger.addHandler(Teller())
     for module in (nets, phases):
         cloudpickle.register_pickle_by_value(module)
+    torch.set_num_threads(1)  # the plain loop shares the machine with everybody else
     spark = session(master, address)
     try:
         say(verdict=train(spark, folder, float(lease), int(epochs)))
