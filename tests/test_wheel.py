@@ -58,6 +58,7 @@ def test_wheel_requires_ranges_and_no_framework(wheel: Path) -> None:
     assert not [line for line in plain if line.lower().startswith(("pyspark", *FRAMEWORKS))]
 
 
+@pytest.mark.scenario("G19")
 def test_wheel_moves_no_version_of_an_older_stack(wheel: Path, tmp_path: Path) -> None:
     _run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"

@@ -94,6 +94,7 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
     assert np.array_equal(np.sort(read(store, again)["id"]), np.arange(1050))
 
 
+@pytest.mark.scenario("G17")
 def test_a_table_that_was_overwritten_is_not_reused(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:

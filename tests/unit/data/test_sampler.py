@@ -22,6 +22,7 @@ class World:
         )
 
 
+@pytest.mark.scenario("U2")
 @given(
     st.integers(1, 200),
     st.integers(1, 8),

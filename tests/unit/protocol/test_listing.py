@@ -31,6 +31,7 @@ def test_a_host_that_is_not_listed_gets_no_slot() -> None:
     assert "not among those" in bench.all(ReleaseSlot)[0].reason
 
 
+@pytest.mark.scenario("U3")
 def test_a_host_gets_no_more_slots_than_listed() -> None:
     bench = Bench()
     _list(bench, ("big", 2))
@@ -47,6 +48,7 @@ def test_a_host_may_be_listed_by_its_machines_name() -> None:
     assert set(bench.state.slots) == {"1-0"}
 
 
+@pytest.mark.scenario("U3")
 def test_who_is_no_longer_listed_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
     bench = _running()
     _list(bench, *ALL[1:])
@@ -97,6 +99,7 @@ def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
     assert "3-0" in {release.slot for release in bench.all(ReleaseSlot)}
 
 
+@pytest.mark.scenario("U3")
 def test_hosts_that_are_not_needed_may_come_and_go() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
     _list(bench, *ALL[:2])

@@ -59,6 +59,7 @@ events = st.builds(
 )
 
 
+@pytest.mark.scenario("G16")
 @given(st.integers(1, 4), st.lists(events, max_size=4), st.integers(1, 4), st.booleans())
 @settings(max_examples=150)
 def test_w3_the_counter_equals_the_steps_under_any_schedule(

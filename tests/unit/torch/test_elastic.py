@@ -64,6 +64,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.scenario("U2")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_restore_brings_back_every_bit_of_model_and_optimizer(kind: str, steps_before: int) -> None:

@@ -1,0 +1,139 @@
+"""P8: whatever the user's Spark settings are, a job that loses an executor ends with the same result.
+
+Settings that do not touch each other share a session, since each session costs half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.launch import launch
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.counting import CountingProgram
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.test_spark_scenarios import Story, exact, ranks_in_order
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+NARROW = {
+    "spark.task.maxFailures": "1",
+    "spark.driver.maxResultSize": "1m",
+    "spark.rpc.message.maxSize": "1",
+    "spark.python.worker.reuse": "false",
+}
+SPECULATIVE = {
+    "spark.speculation": "true",
+    "spark.speculation.interval": "200ms",
+    "spark.speculation.task.duration.threshold": "1s",
+    "spark.scheduler.mode": "FAIR",
+    "spark.decommission.enabled": "true",
+    "spark.excludeOnFailure.enabled": "true",  # with maxFailures=1 Spark itself refuses it
+}
+DYNAMIC = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.minExecutors": "0",
+    "spark.dynamicAllocation.maxExecutors": "3",
+    "spark.dynamicAllocation.executorIdleTimeout": "5s",
+    "spark.dynamicAllocation.schedulerBacklogTimeout": "1s",
+}
+
+
+class Heavy(CountingProgram):
+    """As large as a small model, and of bytes that do not compress."""
+
+    def __init__(self, steps: int, seconds: float) -> None:
+        super().__init__(steps, seconds)
+        self._weights = os.urandom(5 << 20)
+
+
+def run_and_lose_an_executor(
+    spark: SparkSession, cluster: StandaloneCluster, fault: Fault, workers: int
+) -> Story:
+    """A job of 240 steps whose world is whole again after the loss."""
+
+    def kill() -> None:
+        busy = [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
+        fault(cluster.kill_executor, busy[-1])
+
+    story = Story((30, workers, kill))
+    program = CountingProgram(240, 0.05)
+    result = launch(spark, program, Limits(workers, 1, workers), ElasticConfig(), "settings", (), story)
+    assert exact(result, program)
+    assert ranks_in_order(result)
+    assert workers - 1 in story.sizes, "no executor was lost"
+    return story
+
+
+@pytest.mark.scenario("G14")
+def test_p8_no_failures_small_messages_small_results_no_reuse(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+) -> None:
+    spark = spark_with(NARROW)
+    run_and_lose_an_executor(spark, standalone, fault, workers=3)
+    program = Heavy(5, 0.0)
+    result = launch(spark, program, Limits(2, 2, 2), ElasticConfig(), "heavy", ())
+    assert exact(result, program)
+
+
+def test_p8_speculation_exclusion_and_fair_pools(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+) -> None:
+    """A core is free, so that Spark starts a second attempt of each slot task; it never makes a third worker (R14)."""
+    spark = spark_with(SPECULATIVE)
+    spark.sparkContext.setLocalProperty("spark.scheduler.pool", "training")
+    try:
+        story = run_and_lose_an_executor(spark, standalone, fault, workers=2)
+    finally:
+        spark.sparkContext.setLocalProperty("spark.scheduler.pool", None)
+    assert max(story.sizes) == 2
+
+
+@pytest.mark.scenario("G15")
+def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+) -> None:
+    spark = spark_with(SPECULATIVE)
+    left: list[bool] = []
+
+    def decommission() -> None:
+        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
+        fault(os.kill, busy[-1], signal.SIGPWR)
+        await_true(lambda: not standalone.training_children(busy[-1]), "the worker to leave")
+        left.append(True)
+
+    story, program = Story((30, 2, decommission)), CountingProgram(240, 0.05)
+    result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "decommission", (), story)
+    assert left
+    assert len(story.sizes) > 1, "nobody left"
+    assert exact(result, program)
+    assert any("is being decommissioned" in line for line in result.story)
+    assert not [line for line in result.story if " Abort " in line], "a world broke (P3)"
+
+
+@pytest.mark.scenario("G13")
+def test_p8_dynamic_allocation(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+) -> None:
+    """No executor is there at first: queued slots bring them."""
+    spark = spark_with(DYNAMIC)
+    run_and_lose_an_executor(spark, standalone, fault, workers=2)
+
+
+def test_p8_two_cores_a_task(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+) -> None:
+    for _ in range(2):
+        standalone.start_worker(cores=2)
+    spark = spark_with({"spark.task.cpus": "2", "spark.executor.cores": "2"})
+    run_and_lose_an_executor(spark, standalone, fault, workers=2)
