@@ -101,12 +101,9 @@ def test_all_but_one_die_and_their_spares_come_back(fault: Fault) -> None:
     assert len(run.sizes()) >= 2
 
 
-def test_max_runtime_ends_the_job_at_a_boundary() -> None:
-    run = Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=4.0)
-    with pytest.raises(TimeLimitReached, match="max_runtime"):
-        run.results()
-    steps = [int(line.rpartition(" ")[2]) for line in run.lines.getvalue().splitlines() if "] step" in line]
-    assert steps.count(max(steps)) == 2, "a worker was stopped in the middle of a step"
+def test_max_runtime_ends_the_job() -> None:
+    with pytest.raises(TimeLimitReached, match=r"had its 2 s \(max_runtime\)"):
+        Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=2.0).results()
 
 
 def unaware(folder: str) -> tuple[str, int, int]:
