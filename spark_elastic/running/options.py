@@ -19,6 +19,7 @@ ALIASES = {
     "max_num_proc": "max_workers",
     "max_np": "max_workers",
     "elastic_timeout": "start_timeout",
+    "host_discovery_script": "host_discovery",
 }
 _MESH = "workers speak to each other over the job's own mesh"
 _SPARK = "workers run where Spark's executors are; spark-elastic-run takes hosts"

@@ -17,6 +17,8 @@ def test_an_explicit_argument_wins_over_the_environment() -> None:
 def test_values_are_read_by_their_kind() -> None:
     environment = {"SPARK_ELASTIC_WORKER_PORT_RANGE": "7000-7010", "SPARK_ELASTIC_LEASE": "2.5"}
     assert from_env(environment) == ElasticConfig(worker_port_range=(7000, 7010), lease=2.5)
+    environment = {"SPARK_ELASTIC_COOLDOWN_RANGE": "0.5-10", "SPARK_ELASTIC_HOST_DISCOVERY": "./hosts.sh"}
+    assert from_env(environment) == ElasticConfig(cooldown_range=(0.5, 10.0), host_discovery="./hosts.sh")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,9 @@ def test_values_are_read_by_their_kind() -> None:
         ({"SPARK_ELASTIC_LEDGER": "maybe"}, "SPARK_ELASTIC_LEDGER='maybe'"),
         ({"SPARK_ELASTIC_WORKER_PORT_RANGE": "7010-7000"}, "worker_port_range"),
         ({"SPARK_ELASTIC_DRIVER_PORT": "99999"}, "driver_port"),
+        ({"SPARK_ELASTIC_COOLDOWN_RANGE": "9-3"}, "cooldown_range"),
+        ({"SPARK_ELASTIC_COOLDOWN_RANGE": "0-3"}, "cooldown_range"),
+        ({"SPARK_ELASTIC_IDLE_SLOT_TIMEOUT": "0"}, "idle_slot_timeout"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(environment: dict[str, str], sentence: str) -> None:

@@ -19,7 +19,7 @@ HOROVOD = {
     "num_proc", "min_num_proc", "max_num_proc", "min_np", "max_np", "start_timeout", "elastic_timeout", "reset_limit",
     "env", "stdout", "stderr", "verbose", "nics", "prefix_output_with_timestamp", "executable", "use_gloo", "use_mpi",
     "extra_mpi_args", "cooldown_range", "slots", "hosts", "hostfile", "ssh_port", "ssh_identity_file", "disable_cache",
-    "output_filename", "mpi_args", "network_interfaces",
+    "output_filename", "mpi_args", "network_interfaces", "host_discovery_script",
 }  # fmt: skip
 STREAM = io.StringIO()
 MAPPED: dict[str, tuple[Any, str, Any]] = {
@@ -37,6 +37,7 @@ MAPPED: dict[str, tuple[Any, str, Any]] = {
     "elastic_timeout": (8.0, "config.start_timeout", 8.0),
     "reset_limit": (4, "config.reset_limit", 4),
     "cooldown_range": ((10.0, 100.0), "config.cooldown_range", (10.0, 100.0)),
+    "host_discovery_script": ("./hosts.sh", "config.host_discovery", "./hosts.sh"),
 }
 REFUSED_VALUES: dict[str, Any] = {
     "use_gloo": False,
