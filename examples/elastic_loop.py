@@ -1,0 +1,76 @@
+"""A training loop written by hand, made elastic by a state and a decorator, on Spark or on this machine alone.
+
+    python examples/elastic_loop.py                          # on a local SparkSession
+    spark-elastic-run -np 2 --min-np 1 python examples/elastic_loop.py
+
+Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time: a
+loss goes back to the last commit, a planned change goes on from where it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+EPOCHS = 3
+BATCH_SIZE = 32
+
+
+def train(epochs: int) -> float:
+    """On every worker; the loss of the last epoch."""
+    import torch
+    from torch import nn
+
+    import spark_elastic.torch as hvd
+
+    hvd.init()
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randn(1000, 8, generator=drawn)
+    targets = inputs.sum(dim=1, keepdim=True) + 0.1 * torch.randn(1000, 1, generator=drawn)
+    dataset = torch.utils.data.TensorDataset(inputs, targets)
+    sampler = hvd.elastic.ElasticSampler(dataset)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    @hvd.elastic.run
+    def loop(state: Any) -> float:
+        while state.epoch < epochs:
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                sampler.record_batch(number, BATCH_SIZE)
+                state.loss = float(hvd.allreduce(loss.detach()))
+                state.commit()
+            if hvd.rank() == 0:
+                print(f"epoch {state.epoch}: loss {state.loss:.4f} on {hvd.size()} workers", flush=True)
+            state.epoch += 1
+            sampler.set_epoch(state.epoch)
+            state.commit()
+        return float(state.loss)
+
+    return loop(hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, loss=0.0))
+
+
+def main() -> None:
+    from pyspark.sql import SparkSession
+
+    import spark_elastic
+
+    spark = SparkSession.builder.master("local[2]").appName("elastic_loop").getOrCreate()
+    try:
+        print(spark_elastic.run(train, (EPOCHS,), num_workers=2, min_workers=1))
+    finally:
+        spark.stop()
+
+
+if __name__ == "__main__":
+    from spark_elastic.worker.context import current
+
+    if current() is None:
+        main()
+    else:  # started by spark-elastic-run
+        train(EPOCHS)
