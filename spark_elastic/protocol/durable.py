@@ -49,5 +49,12 @@ def slot_seen_dead(turn: Turn, slot: SlotId) -> None:
             seen_dead(turn, worker)
 
 
+def job_seen_dead(turn: Turn, job: int) -> None:
+    """And so are all its attempts, those that were told to end before among them."""
+    for worker in tuple(turn.state.unsure):
+        if worker.partition("-")[0] == str(job):
+            seen_dead(turn, worker)
+
+
 def old_members_may_live(turn: Turn) -> bool:
     return any(until > turn.now for until in turn.state.unsure.values())

@@ -200,3 +200,15 @@ def test_r17_a_world_keeps_its_slots() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(on.SlotsWanted(0, "another fit"))
     assert not bench.all(ReleaseSlot)
+
+
+def test_r18_a_slot_that_was_told_to_end_may_live_until_its_job_is_over() -> None:
+    """The next world without survivors waits for that."""
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    bench.wait(6.0)  # both are silent, and given up
+    bench.on(on.HostsListed(0, ()))
+    assert not bench.state.slots
+    assert set(bench.state.unsure) == {name(1), name(2)}
+    bench.on(on.SlotJobEnded(0, 1, "released"))
+    assert set(bench.state.unsure) == {name(2)}
