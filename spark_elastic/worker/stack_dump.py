@@ -2,8 +2,8 @@
 
 Two anonymous files that slot and child share. One holds a number: since when the child waits for others, or works. The
 other holds its main thread's newest stack: a Python thread of the child writes it each second, and where that thread
-no longer gets the GIL, the interpreter's C watchdog (`faulthandler`) writes in its stead. The watchdog reads stacks
-without the GIL, which is safe only while nobody runs Python code; it is armed anew by each sample, so that a healthy
+no longer gets the GIL, the interpreter's C watchdog (`faulthandler`) writes in its stead. That one reads stacks without
+the GIL, which may end a process that runs Python code meanwhile; it is armed anew by each sample, so that a healthy
 process never lets it fire. Owned: both files. A program's own `faulthandler.dump_traceback_later` is overruled.
 """
 
@@ -85,18 +85,23 @@ class Sampler:
         _NUMBER.pack_into(self._number, 0, number)
 
     def _run(self) -> None:
-        while True:
-            faulthandler.dump_traceback_later(WATCHDOG_AFTER, repeat=True, file=self._stacks)
-            self._sample()
-            if self._closing.wait(SAMPLE_EVERY):
-                faulthandler.cancel_dump_traceback_later()
-                return
+        try:
+            while True:
+                faulthandler.dump_traceback_later(WATCHDOG_AFTER, repeat=True, file=self._stacks)
+                self._sample()
+                if self._closing.wait(SAMPLE_EVERY):
+                    return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _sample(self) -> None:
         frame = sys._current_frames().get(self._main)
         text = _HEAD.format(self._main) + _told(frame) + "\n"
-        os.ftruncate(self._stacks, 0)
-        os.write(self._stacks, text.encode("utf-8", "replace"))
+        try:
+            os.ftruncate(self._stacks, 0)
+            os.write(self._stacks, text.encode("utf-8", "replace"))
+        except OSError:
+            pass  # no memory left for it: the slot keeps what it read last
 
 
 def _told(frame: FrameType | None) -> str:
