@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
 
 from report import Row, finish, parser  # noqa: E402
-
 from spark_elastic.clock import SystemClock  # noqa: E402
 from spark_elastic.driver.effects import Effects  # noqa: E402
 from spark_elastic.driver.journal import Journal  # noqa: E402
@@ -187,7 +186,7 @@ def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -
             elif what == "rendezvous":
                 pipe.send(max(pool.map(Worker.rendezvous, workers)))
             elif what == "mesh":
-                pipe.send(max(pool.map(lambda worker: worker.mesh(size, argument), workers)))
+                pipe.send(max(pool.map(partial(Worker.mesh, size=size, meshes=argument), workers)))
             elif what == "beat":
                 pipe.send(beats(pool, workers, *argument))
         for worker in workers:
@@ -356,13 +355,21 @@ def rows(found: dict[int, Measured]) -> list[Row]:
     large = [(size, m) for size, m in found.items() if size >= 32]
     for size, m in large:
         made.append(Row(f"{size} workers: first rendezvous, connecting", m.first))
-        made.append(Row(f"{size} workers: driver's CPU of a rendezvous, per worker", m.cpu / size * 1e3, unit="ms"))
+        made.append(
+            Row(f"{size} workers: driver's CPU of a rendezvous, per worker", m.cpu / size * 1e3, unit="ms")
+        )
         made.append(Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"))
         made.append(Row(f"{size} workers: beats that arrive, one a worker and second", m.steady, unit="1/s"))
-        made.append(Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s"))
+        made.append(
+            Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s")
+        )
     if len(large) > 1:
-        made.append(Row("growth: rendezvous ~ N^x, N >= 32", exponent([(n, m.again) for n, m in large]), unit="x"))
-        made.append(Row("growth: driver's CPU ~ N^x, N >= 32", exponent([(n, m.cpu) for n, m in large]), unit="x"))
+        made.append(
+            Row("growth: rendezvous ~ N^x, N >= 32", exponent([(n, m.again) for n, m in large]), unit="x")
+        )
+        made.append(
+            Row("growth: driver's CPU ~ N^x, N >= 32", exponent([(n, m.cpu) for n, m in large]), unit="x")
+        )
     return made
 
 

@@ -7,6 +7,9 @@ interrupted is taken again by the next world; counted is the first step that a l
 medians over all survivors and kills: detect (kill to the broken exchange), regroup (to the group of the next world),
 sync, read (to the first rows), step. The peer is torchrun's elastic agent in the same run: three workers, the same
 step, a checkpoint every ten steps.
+
+Then worlds of plain local processes without a framework (`regroup`): a kill to the next world of all survivors, by
+size (2 to 32 workers); a newcomer's first question to the first step with it; a drain; and the steps that these cost.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
+from regroup import local_rows  # noqa: E402
 from report import Row, finish, parser  # noqa: E402
 
 WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
@@ -248,6 +252,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--peer-kills", type=int, default=3)
+    options.add_argument("--local-sizes", type=int, nargs="*", default=(2, 4, 8, 16, 32))
     arguments = options.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
@@ -262,6 +267,7 @@ def main() -> None:
                 Row(f"{kind} killed: {part}, median", statistics.median(parts[part]), None, "s")
                 for part in PARTS
             ]
+        rows += local_rows(Path(temporary), tuple(arguments.local_sizes), min(10, arguments.kills))
     finish("recovery", rows, arguments.json)
 
 

@@ -78,6 +78,12 @@ class Blacklist:
         """The slot is gone and its name is never used again; its host keeps what it did."""
         return replace(self, slots=self.slots.drop(slot)) if slot in self.slots else self
 
+    def forget_host(self, host: HostId) -> Blacklist:
+        """The host is gone and its name is never used again."""
+        if host not in self.failed:
+            return self
+        return replace(self, hosts=self.hosts.drop(host), failed=self.failed.drop(host))
+
     def host_until(self, host: HostId, now: float) -> float | None:
         """When the host may be used again; None: now."""
         return _until(self.hosts.get(host), now)

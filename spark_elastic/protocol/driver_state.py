@@ -63,7 +63,8 @@ class DriverState:
     began: when the first event came.
     starved: when workers were killed because memory ran out.
     fruitless_end: what the last slot job said that ended before its worker was warm.
-    checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most.
+    checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most;
+    unsure_in: numbers of their slot jobs.
     listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
     part in a world. withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
@@ -116,6 +117,7 @@ class DriverState:
     fruitless_end: str = ""
     checkpoints: tuple[Checkpoint, ...] = ()
     unsure: Table[WorkerId, float] = field(default_factory=Table)
+    unsure_in: frozenset[str] = frozenset()
 
     @property
     def fence(self) -> Fence:

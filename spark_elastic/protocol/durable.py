@@ -36,6 +36,7 @@ def given_up(turn: Turn, worker: WorkerRecord) -> None:
     if worker.rank is not None:
         until = turn.now + turn.state.limits.driver_timeout + MARGIN
         turn.state.unsure = turn.state.unsure.put(worker.worker, until)
+        turn.state.unsure_in |= {_job(worker.slot)}
 
 
 def seen_dead(turn: Turn, worker: WorkerId) -> None:
@@ -44,9 +45,25 @@ def seen_dead(turn: Turn, worker: WorkerId) -> None:
 
 def slot_seen_dead(turn: Turn, slot: SlotId) -> None:
     """And so is whatever ran in it."""
+    if _job(slot) not in turn.state.unsure_in:
+        return
     for worker in tuple(turn.state.unsure):
         if worker.rpartition(".")[0] == slot:
             seen_dead(turn, worker)
+
+
+def job_seen_dead(turn: Turn, job: int) -> None:
+    """And so are all its attempts, those that were told to end before among them."""
+    if str(job) not in turn.state.unsure_in:
+        return
+    turn.state.unsure_in -= {str(job)}
+    for worker in tuple(turn.state.unsure):
+        if _job(worker) == str(job):
+            seen_dead(turn, worker)
+
+
+def _job(name: SlotId | WorkerId) -> str:
+    return name.partition("-")[0]
 
 
 def old_members_may_live(turn: Turn) -> bool:

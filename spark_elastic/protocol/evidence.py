@@ -67,14 +67,15 @@ def retire(turn: Turn, worker: WorkerRecord, gone: Gone) -> None:
         state.unformed -= not worker.formed
 
 
-def lose_slot(turn: Turn, slot: SlotRecord, reason: str) -> None:
-    """A slot task is gone, and its worker with it."""
+def lose_slot(turn: Turn, slot: SlotRecord, reason: str, dead: bool = True) -> None:
+    """A slot task is gone, and its worker with it. dead: it is known to be, not only told to end."""
     state = turn.state
     worker = state.workers.get(slot.worker) if slot.worker is not None else None
     if worker is not None:
         lose(turn, worker, reason)
     turn.drop_slot(slot)
-    slot_seen_dead(turn, slot.slot)
+    if dead:
+        slot_seen_dead(turn, slot.slot)
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
     state.blacklist = state.blacklist.forget(slot.slot)
     state.kills = state.kills.drop(slot.slot)

@@ -43,7 +43,7 @@ def give_back(turn: Turn, slot: SlotRecord, reason: str, withhold: bool = False)
     job = state.jobs.get(slot.job)
     if job is not None and withhold:
         state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
-    lose_slot(turn, slot, reason)
+    lose_slot(turn, slot, reason, dead=False)
     turn.say(ReleaseSlot(reason, slot.slot))
 
 

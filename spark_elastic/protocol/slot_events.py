@@ -7,6 +7,7 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import Turn
+from spark_elastic.protocol.durable import job_seen_dead
 from spark_elastic.protocol.evidence import STOPPED, lose_slot
 from spark_elastic.protocol.forming import end
 from spark_elastic.protocol.jobs import follow, refuse
@@ -62,6 +63,7 @@ def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
         return
     for slot in turn.slots_of(event.job):
         lose_slot(turn, slot, f"slot job {event.job} ended: {event.reason}")
+    job_seen_dead(turn, event.job)
     state.jobs = state.jobs.drop(event.job)
     if event.cancelled:
         end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
@@ -72,6 +74,7 @@ def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
 def host_lost(turn: Turn, event: on.HostLost) -> None:
     state = turn.state
     state.draining_hosts = state.draining_hosts.drop(event.host)
+    state.blacklist = state.blacklist.forget_host(event.host)
     for slot in turn.slots_on(event.host):
         lose_slot(turn, slot, f"host {event.host} is lost: {event.reason}")
         job = state.jobs.get(slot.job)

@@ -13,12 +13,14 @@ import cloudpickle
 
 from spark_elastic.errors import InvalidInput
 
+MOST = 5 << 20  # bytes of a pickled result: it travels in one message, as text that is a third longer
+
 
 def encode(value: object) -> str:
     """JSON text.
 
     Raises:
-        InvalidInput: the value cannot be pickled.
+        InvalidInput: the value cannot be pickled, or is too large.
     """
     try:
         pickled = cloudpickle.dumps(value)
@@ -26,6 +28,11 @@ def encode(value: object) -> str:
         raise InvalidInput(
             f"the function returned a {type(value).__name__} that cannot be pickled ({error}): return plain data."
         ) from error
+    if len(pickled) > MOST:
+        raise InvalidInput(
+            f"the function returned a {type(value).__name__} of {len(pickled) / 2**20:.1f} MiB, and at most "
+            f"{MOST >> 20} MiB can be returned: write it to a file or store, and return its path."
+        )
     return json.dumps(base64.b64encode(pickled).decode("ascii"))
 
 

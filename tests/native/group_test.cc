@@ -177,6 +177,29 @@ TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
   CHECK(thrown == std::vector<std::string>(3, "enough"));
 }
 
+// Rank 0 waits for rank 2, which does not come, and has not asked yet for what rank 1 has sent it.
+TEST(group, an_abort_is_heard_from_behind_a_frame_that_nobody_asked_for) {
+  for (size_t count : {size_t{1000}, size_t{8} << 20}) {
+    Ranks ranks(3);
+    CHECK(ranks.each([](Group& group) { group.barrier(); }) == nothing(3));
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      ranks.groups[1]->abort("enough");
+    });
+    const auto thrown = ranks.each([&](Group& group) {
+      if (group.rank() == 2) return;
+      std::vector<double> data(count, 1.0);
+      Reduction reduction = sumOf(DataType::kFloat64);
+      reduction.op = ReduceOp::kAdasum;
+      group.allreduce(data.data(), count, reduction);
+    });
+    other.join();
+    // A frame that was only half sent is cut off, and the goodbye with it.
+    const bool heard = thrown[0] == "enough";
+    CHECK(count == 1000 ? heard : heard || thrown[0].find("connection to rank 1") != std::string::npos);
+  }
+}
+
 TEST(group, closing_under_a_running_collective_is_safe) {
   for (uint64_t turn = 1; turn <= 20; turn++) {
     Ranks ranks(2);

@@ -228,9 +228,12 @@ def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: 
     held = []
     for turn in range(count):
         with connect(member.endpoint, rank, len(blobs), (1, first + turn), lambda own: blobs, 30.0) as group:
-            array = np.ones(1000)
+            array = np.ones(1000, np.float16 if turn % 2 else np.float64)
             group.allreduce(array)
             assert array[0] == len(blobs)
+            if turn % 10 == 0:
+                group.reducescatter(array)
+                group.alltoall(np.ones(len(blobs)))
         if turn in (count // 10, count - 1):
             held.append(_held())
     return held

@@ -67,6 +67,12 @@ def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_not() -> None:
     assert struck.host_until("h", 1.0) == 2.0
 
 
+def test_a_host_that_is_gone_is_forgotten() -> None:
+    struck = _strike(Blacklist(), "1-0", 0.0, room=1).forget("1-0")
+    assert not struck.forget_host("h")
+    assert struck.forget_host("g") is struck
+
+
 # ---- in the machine
 
 

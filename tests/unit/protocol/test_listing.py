@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, Announce, LaunchSlot, Publish, ReleaseSlot
-from tests.unit.protocol.driver_bench import FOUR, Bench, name
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
 
@@ -200,3 +200,16 @@ def test_r17_a_world_keeps_its_slots() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(on.SlotsWanted(0, "another fit"))
     assert not bench.all(ReleaseSlot)
+
+
+def test_r18_a_slot_that_was_told_to_end_may_live_until_its_job_is_over() -> None:
+    """The next world without survivors waits for that."""
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    bench.on(on.ConnectionLost(0, "2-0", name(2)))
+    bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
+    bench.on(on.HostsListed(0, (("h1", 1),)))
+    assert set(bench.state.slots) == {"1-0"}
+    assert set(bench.state.unsure) == {name(2)}
+    bench.on(on.SlotJobEnded(0, 2, "released"))
+    assert not bench.state.unsure

@@ -1,0 +1,85 @@
+"""Workers drained by hand and hosts listed by a function, on real processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import FixedHosts
+from spark_elastic.driver.handle import JobHandle
+from spark_elastic.errors import JobCancelled
+from spark_elastic.launch import LaunchResult, Silent, Site, supervise
+from spark_elastic.local.launcher import LocalLauncher
+from spark_elastic.local.places import Hosts
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.counting import CountingProgram
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
+
+CLOCK = SystemClock()
+
+
+class AtStep(Silent):
+    """A narrator that does something at a step, in a thread of its own."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self._step = step
+        self._act: Callable[[], object] | None = act
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        if self._act is not None and numbers["step"] >= self._step:
+            act, self._act = self._act, None
+            threading.Thread(target=act, name="act").start()
+
+
+def _run(
+    program: CountingProgram, launcher: LocalLauncher, narrator: AtStep, **settings: Any
+) -> LaunchResult:
+    discovery = FixedHosts({"a": 1, "b": 1}, CLOCK)
+    limits, config = Limits(2, 1, 2, gather_timeout=60.0), ElasticConfig(**settings)
+    result = supervise(launcher, discovery, Site(), limits, config, "test", narrator)
+    sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
+    assert sums == {program.expected()}
+    return result
+
+
+def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
+    program, handle = CountingProgram(150, 0.03), JobHandle()
+    launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
+    left: list[int] = []
+
+    def drain() -> None:
+        slots = [psutil.Process(pid) for pid in launcher.slots().values()]
+        handle.drain(rank=1, reason="its core is wanted elsewhere")
+        deadline = CLOCK.now() + 20.0
+        while sum(slot.is_running() for slot in slots) > 1 and CLOCK.now() < deadline:
+            CLOCK.sleep(0.02)
+        left.append(len(launcher.slots()))
+
+    result = _run(program, launcher, AtStep(10, drain), handle=handle)
+    assert [world.size for world in result.worlds] == [2, 1]
+    assert left == [1]
+    assert "broke" not in " ".join(result.story)
+    assert any("its core is wanted elsewhere" in line for line in result.story)
+
+
+def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:
+    program = CountingProgram(120, 0.03)
+    launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
+    listed = {"a": 1, "b": 1}
+    result = _run(program, launcher, AtStep(10, lambda: listed.pop("a")), host_discovery=lambda: dict(listed))
+    assert [world.size for world in result.worlds] == [2, 1]
+
+
+def test_a_job_is_ended_by_its_handle() -> None:
+    program, handle = CountingProgram(2000, 0.03), JobHandle()
+    launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
+    with pytest.raises(JobCancelled, match="enough is enough"):
+        _run(program, launcher, AtStep(3, lambda: handle.cancel("enough is enough")), handle=handle)

@@ -1,0 +1,31 @@
+"""What Spark gave to a slot reaches the function on its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import spark_elastic
+from spark_elastic.worker.context import Current, set_current
+from spark_elastic.worker.entry import Header
+
+
+@pytest.fixture
+def worker() -> Iterator[None]:
+    yield
+    set_current(None)
+
+
+def test_addresses_travel_in_the_header() -> None:
+    resources = {"gpu": ("0", "3"), "fpga": ("x",)}
+    header = Header(
+        1, "127.0.0.1:1", "00", 1, "1-0", "127.0.0.1", None, (), 60.0, 60.0, 10, 5, resources=resources
+    )
+    assert Header.from_json(header.to_json()).resources == resources
+
+
+def test_a_worker_sees_those_of_its_slot_and_others_see_none(worker: None) -> None:
+    assert spark_elastic.task_resources() == {}
+    set_current(Current("w", resources={"gpu": ("2",)}))
+    assert spark_elastic.task_resources() == {"gpu": ("2",)}
