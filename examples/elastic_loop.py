@@ -9,6 +9,8 @@ loss goes back to the last commit, a planned change goes on from where it is.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 EPOCHS = 3
@@ -60,6 +62,7 @@ def main() -> None:
 
     import spark_elastic
 
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = SparkSession.builder.master("local[2]").appName("elastic_loop").getOrCreate()
     try:
         print(spark_elastic.run(train, (EPOCHS,), num_workers=2, min_workers=1))
