@@ -2,8 +2,9 @@
 
     python benchmarks/allreduce.py --json benchmarks/results/allreduce.json
 
-Two processes of one machine; float32, sum. Both engines run in the same processes, alternately, round by round; the
-figure is the median over all rounds of the slower rank's time.
+Processes of one machine; float32, sum: through sockets alone, through shared memory, and of arrays that lie in shared
+memory. All run in the same processes, in turns, round by round, in rotating order; the figure is the median over all
+rounds of the slowest rank's time. Beside the table: what one copy of the array takes while all ranks copy theirs.
 """
 
 from __future__ import annotations
@@ -21,37 +22,61 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elastic_collectives import Endpoint, connect
+from elastic_collectives import Endpoint, Group, connect
 from report import Row, finish, parser
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
 KEY = b"a benchmark's key"
 
 
+WAYS = ("sockets", "shared memory", "in shared memory", "one copy")  # and torch, the peer
+
+
 def _one_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
-    with Endpoint(KEY) as endpoint:
 
-        def exchange(own: bytes) -> list[bytes]:
-            pipe.send(own)
-            blobs: list[bytes] = pipe.recv()
-            return blobs
+    def exchange(own: bytes) -> list[bytes]:
+        pipe.send(own)
+        blobs: list[bytes] = pipe.recv()
+        return blobs
 
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-        with connect(endpoint, rank, size, (1, 1), exchange) as group:
-            for count in SIZES.values():
-                array = np.zeros(count // 4, np.float32)
-                tensor = torch.from_numpy(array)
-                ours, theirs = (lambda a=array: group.allreduce(a)), (lambda t=tensor: dist.all_reduce(t))
-                repeats = max(1, min(20, (4 << 20) // count))
-                times: list[tuple[float, float]] = []
-                for turn in range(rounds + 2):  # the first two open connections and touch memory
-                    pair = [0.0, 0.0]
-                    for which in (turn % 2, 1 - turn % 2):
-                        pair[which] = _seconds((ours, theirs)[which], group.barrier, repeats)
-                    times.append((pair[0], pair[1]))
-                pipe.send(times[2:])
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    with (
+        Endpoint(KEY) as one,
+        Endpoint(KEY) as other,
+        connect(one, rank, size, (1, 1), exchange) as sockets,
+        connect(other, rank, size, (1, 1), exchange, local_ranks=range(size)) as shared,
+    ):
+        for count in SIZES.values():
+            pipe.send(_times(_contenders(sockets, shared, count), shared.barrier, count, rounds))
+    dist.destroy_process_group()
+
+
+def _contenders(sockets: Group, shared: Group, count: int) -> list[Callable[[], object]]:
+    plain, copy = np.zeros(count // 4, np.float32), np.zeros(count // 4, np.float32)
+    placed = shared.buffer(count).view(np.float32)
+    tensor = torch.from_numpy(np.zeros_like(plain))
+    return [
+        lambda: sockets.allreduce(plain),
+        lambda: shared.allreduce(plain),
+        lambda: shared.allreduce(placed),
+        lambda: np.copyto(copy, plain),
+        lambda: dist.all_reduce(tensor),
+    ]
+
+
+def _times(
+    calls: list[Callable[[], object]], barrier: Callable[[], None], count: int, rounds: int
+) -> list[list[float]]:
+    """Seconds per call, by round and contender."""
+    repeats = max(1, min(20, (4 << 20) // count))
+    times = []
+    for turn in range(rounds + 2):  # the first two open connections and touch memory
+        taken = [0.0] * len(calls)
+        for which in (*range(turn % len(calls), len(calls)), *range(turn % len(calls))):
+            taken[which] = _seconds(calls[which], barrier, repeats)
+        times.append(taken)
+    return times[2:]
 
 
 def _seconds(call: Callable[[], object], barrier: Callable[[], None], repeats: int) -> float:
@@ -63,7 +88,7 @@ def _seconds(call: Callable[[], object], barrier: Callable[[], None], repeats: i
 
 
 def measure(size: int, rounds: int) -> list[Row]:
-    """One row per size of array, in milliseconds."""
+    """A row per size of array and way, in milliseconds."""
     spawn = get_context("spawn")
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -74,31 +99,35 @@ def measure(size: int, rounds: int) -> list[Row]:
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        blobs = [pipe.recv() for pipe in pipes]
-        for pipe in pipes:
-            pipe.send(blobs)
-        rows = [_row(f"{name}, {size} ranks", [pipe.recv() for pipe in pipes]) for name in SIZES]
+        for _ in range(2):
+            blobs = [pipe.recv() for pipe in pipes]
+            for pipe in pipes:
+                pipe.send(blobs)
+        rows = [
+            row for name in SIZES for row in _rows(f"{name}, {size} ranks", [pipe.recv() for pipe in pipes])
+        ]
         for process in processes:
             process.join()
     return rows
 
 
-def _row(case: str, times: list[list[tuple[float, float]]]) -> Row:
-    slower = [
-        [max(pair) for pair in zip(*(rank[turn] for rank in times), strict=True)]
-        for turn in range(len(times[0]))
+def _rows(case: str, times: list[list[list[float]]]) -> list[Row]:
+    """times: by rank, round and contender."""
+    slowest = [
+        [max(contender) for contender in zip(*turns, strict=True)] for turns in zip(*times, strict=True)
     ]
-    ours, theirs = (1000 * statistics.median(column) for column in zip(*slower, strict=True))
-    return Row(case, ours, theirs, "ms")
+    *ours, theirs = (1000 * statistics.median(column) for column in zip(*slowest, strict=True))
+    return [Row(f"{case}, {way}", own, theirs, "ms") for way, own in zip(WAYS, ours, strict=True)]
 
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--rounds", type=int, default=21)
     chosen = arguments.parse_args()
     path: Path | None = chosen.json
-    finish("allreduce", measure(chosen.ranks, chosen.rounds), path)
+    rows = [row for ranks in chosen.ranks for row in measure(ranks, chosen.rounds)]
+    finish("allreduce", rows, path)
     return 0
 
 

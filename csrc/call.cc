@@ -13,16 +13,22 @@ bool Call::conflicts(const Call& o) const {
 
 std::string Call::text() const {
   static const char* const kinds[] = {"nothing", "allreduce",     "broadcast", "allgather",
-                                      "barrier", "reducescatter", "alltoall"};
+                                      "barrier", "reducescatter", "alltoall",  "set-up"};
   static const char* const wires[] = {"", " as float16", " as bfloat16"};
   static const char* const algorithms[] = {"", " by ring", " by bcube"};
-  std::string text = kind <= CallKind::kAlltoall ? kinds[static_cast<uint32_t>(kind)] : "something unknown";
+  std::string text = kind <= CallKind::kSettle ? kinds[static_cast<uint32_t>(kind)] : "something unknown";
   if (kind == CallKind::kBarrier) return text;
   const bool reduces = kind == CallKind::kAllreduce || kind == CallKind::kReducescatter;
   if (reduces) text += std::string(" (") + nameOf(op) + ", " + nameOf(type);
   if (reduces && wire <= Wire::kBfloat16) text += wires[static_cast<size_t>(wire)];
   if (reduces && algorithm <= Algorithm::kBcube) text += algorithms[static_cast<size_t>(algorithm)];
   return text + (reduces ? ") of " : " of ") + std::to_string(bytes) + " bytes";
+}
+
+std::string mismatchText(int rank, const Call& call, int other, const Call& theirs) {
+  return "rank " + std::to_string(rank) + " called " + call.text() + " and rank " + std::to_string(other) + " called " +
+         theirs.text() + (call.text() == theirs.text() ? " of another shape or root" : "") +
+         ": all ranks must call the same collectives in the same order with the same arguments";
 }
 
 }  // namespace elastic

@@ -8,7 +8,16 @@
 
 namespace elastic {
 
-enum class CallKind : uint32_t { kNone, kAllreduce, kBroadcast, kAllgather, kBarrier, kReducescatter, kAlltoall };
+enum class CallKind : uint32_t {
+  kNone,
+  kAllreduce,
+  kBroadcast,
+  kAllgather,
+  kBarrier,
+  kReducescatter,
+  kAlltoall,
+  kSettle
+};
 
 struct Call {
   uint64_t bytes = 0;
@@ -26,6 +35,9 @@ struct Call {
   bool conflicts(const Call& o) const;
   std::string text() const;
 };
+
+// Two ranks that disagree, as a sentence.
+std::string mismatchText(int rank, const Call& call, int other, const Call& theirs);
 
 static_assert(sizeof(Call) == 24, "wire layout");
 

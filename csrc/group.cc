@@ -1,10 +1,8 @@
 #include "group.h"
 
-#include <gloo/allgatherv.h>
-#include <gloo/allreduce.h>
-#include <gloo/barrier.h>
-#include <gloo/broadcast.h>
+#include <gloo/types.h>
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 
@@ -46,8 +44,8 @@ Call callOf(CallKind kind, size_t bytes, uint32_t signature) {
 
 }  // namespace
 
-struct Group::World : gloo::Context {
-  World(int rank, int size, const std::shared_ptr<Mesh>& mesh) : gloo::Context(rank, size) {
+struct Group::AllRanks : gloo::Context {
+  AllRanks(int rank, int size, const std::shared_ptr<Mesh>& mesh) : gloo::Context(rank, size) {
     device_ = std::make_shared<Device>();
     transportContext_ = mesh;
     timeout_ = mesh->getTimeout();
@@ -56,17 +54,57 @@ struct Group::World : gloo::Context {
 
 Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
              const GroupOptions& options)
-    : rank_(rank), size_(static_cast<int>(peers.size())), bcubeLimit_(options.bcubeLimit) {
+    : rank_(rank),
+      size_(static_cast<int>(peers.size())),
+      bcubeLimit_(options.bcubeLimit),
+      fence_(fence),
+      key_(endpoint->key()),
+      local_(options.local) {
   mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.checkSignals);
-  world_ = std::make_shared<World>(rank, size_, mesh_);
+  world_ = std::make_shared<AllRanks>(rank, size_, mesh_);
 }
 
 Group::~Group() { close(); }
 
 uint32_t Group::start(Call call) {
+  if (!settled_ && !local_.empty()) settle();
   call.number = tag_++;
   mesh_->enter(call);
+  if (!local_.empty()) call_ = call;
   return call.number;
+}
+
+// Who shares memory; the same on all ranks, as it takes collectives to find out.
+void Group::settle() {
+  settled_ = true;
+  if (size_ == 1) return;
+  const auto gather = [this](const std::vector<char>& own) {
+    const uint32_t tag = start(callOf(CallKind::kSettle, own.size(), 0u));
+    std::vector<char> all(own.size() * static_cast<size_t>(size_));
+    gatherByGloo(world_, own.data(), all.data(), std::vector<size_t>(static_cast<size_t>(size_), own.size()), tag);
+    std::vector<std::vector<char>> parts;
+    for (auto at = all.begin(); at != all.end(); at += static_cast<ptrdiff_t>(own.size())) {
+      parts.emplace_back(at, at + static_cast<ptrdiff_t>(own.size()));
+    }
+    return parts;
+  };
+  std::shared_ptr<Hosts> hosts = Hosts::settle(mesh_, key_, fence_, local_, gather);
+  std::lock_guard<std::mutex> lock(mutex_);
+  hosts_ = std::move(hosts);
+}
+
+std::shared_ptr<Hosts> Group::hosts() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return hosts_;
+}
+
+std::shared_ptr<Memory> Group::memory(size_t bytes) {
+  mesh_->check();
+  if (!settled_ && !local_.empty()) settle();
+  const auto hosts = this->hosts();
+  const size_t some = std::max<size_t>(bytes, 1);
+  auto taken = hosts ? hosts->memory(some) : nullptr;
+  return taken ? taken : std::make_shared<Memory>(some);
 }
 
 Route Group::route(uint32_t tag) { return {*mesh_, gloo::Slot::build(kOwnSlotPrefix, tag)}; }
@@ -82,34 +120,19 @@ void Group::allreduce(void* data, size_t count, const Reduction& reduction) {
 void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
   if (size_ == 1) return finish(reduction, data, count, reduction.type, 1);
   if (reduction.op == ReduceOp::kAdasum) return reduceByAdasum(data, count, reduction, tag);
+  const bool bcube = byBcube(count * widthOf(reduction.type), reduction);
+  const auto hosts = this->hosts();
+  if (hosts && (hosts->alone() || !isHalf(reduction.type))) {
+    const auto across = [&](const World& leaders) { reduceByGloo(leaders, data, count, reduction, bcube, tag); };
+    return hosts->allreduce(data, count, reduction, call_, across);
+  }
   if (isHalf(reduction.type)) return reduceDirectly(data, count, reduction, tag);
-  reduceByGloo(data, count, reduction, tag);
+  reduceByGloo(world_, data, count, reduction, bcube, tag);
+  finish(reduction, data, count, reduction.type, size_);
 }
 
-void Group::reduceByGloo(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
-  const size_t bytes = count * widthOf(reduction.type);
-  const bool small = reduction.algorithm == Algorithm::kAuto && bytes <= bcubeLimit_;
-  gloo::AllreduceOptions options(world_);
-  options.setTag(tag);
-  // Gloo needs the type for its width alone.
-  switch (widthOf(reduction.type)) {
-    case 1:
-      options.setOutput(static_cast<uint8_t*>(data), count);
-      break;
-    case 2:
-      options.setOutput(static_cast<uint16_t*>(data), count);
-      break;
-    case 4:
-      options.setOutput(static_cast<uint32_t*>(data), count);
-      break;
-    default:
-      options.setOutput(static_cast<uint64_t*>(data), count);
-  }
-  options.setReduceFunction(foldOf(reduction.type, reduction.op));
-  options.setAlgorithm(small || reduction.algorithm == Algorithm::kBcube ? gloo::AllreduceOptions::Algorithm::BCUBE
-                                                                         : gloo::AllreduceOptions::Algorithm::RING);
-  gloo::allreduce(options);
-  finish(reduction, data, count, reduction.type, size_);
+bool Group::byBcube(size_t bytes, const Reduction& reduction) const {
+  return reduction.algorithm == Algorithm::kBcube || (reduction.algorithm == Algorithm::kAuto && bytes <= bcubeLimit_);
 }
 
 // 16-bit floats: an algorithm that passes sums on would round them once at every rank.
@@ -168,22 +191,20 @@ void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* o
 void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
   const uint32_t tag = start(callOf(CallKind::kBroadcast, bytes, signature));
   if (bytes == 0) return meet(tag);
-  gloo::BroadcastOptions options(world_);
-  options.setOutput(static_cast<char*>(data), bytes);
-  options.setRoot(root);
-  options.setTag(tag);
-  gloo::broadcast(options);
+  const auto across = [&](const World& world, int from) { broadcastByGloo(world, data, bytes, from, tag); };
+  if (const auto hosts = this->hosts()) return hosts->broadcast(data, bytes, root, call_, across);
+  across(world_, root);
 }
 
 void Group::allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature) {
   const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
   const uint32_t tag = start(callOf(CallKind::kAllgather, bytes, signature));
   if (bytes == 0) return meet(tag);
-  gloo::AllgathervOptions options(world_);
-  options.setInput(static_cast<char*>(const_cast<void*>(in)), sizes[static_cast<size_t>(rank_)]);
-  options.setOutput(static_cast<char*>(out), sizes);
-  options.setTag(tag);
-  gloo::allgatherv(options);
+  const auto across = [&](const World& world, const void* from, void* to, const std::vector<size_t>& parts) {
+    gatherByGloo(world, from, to, parts, tag);
+  };
+  if (const auto hosts = this->hosts()) return hosts->gather(in, out, sizes, call_, across);
+  across(world_, in, out, sizes);
 }
 
 void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
@@ -198,14 +219,22 @@ void Group::barrier() { meet(start(callOf(CallKind::kBarrier, 0, 0u))); }
 // Returns once all ranks have come to the call `tag`.
 void Group::meet(uint32_t tag) {
   if (size_ == 1) return;
-  gloo::BarrierOptions options(world_);
-  options.setTag(tag);
-  gloo::barrier(options);
+  const auto across = [&](const World& world) { meetByGloo(world, tag); };
+  if (const auto hosts = this->hosts()) return hosts->meet(call_, across);
+  across(world_);
 }
 
 void Group::abort(const std::string& reason) { mesh_->abort(Cause::kAborted, {}, reason); }
 
-void Group::close() { mesh_->close(); }
+void Group::close() {
+  mesh_->close();
+  std::shared_ptr<Hosts> hosts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hosts.swap(hosts_);
+  }
+  if (hosts) hosts->close();  // a collective that still runs holds the memory until it has noticed
+}
 
 void Group::check() { mesh_->check(); }
 

@@ -7,11 +7,14 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "call.h"
 #include "direct.h"
+#include "gloo_calls.h"
+#include "hosts.h"
 #include "mesh.h"
 #include "reduction.h"
 
@@ -21,6 +24,9 @@ struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
   size_t bcubeLimit = size_t{1} << 20;         // bytes up to which allreduce takes bcube, above it the ring
   std::function<void()> checkSignals = [] {};  // what it throws ends a wait
+  // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks
+  // alike): none does.
+  std::vector<int> local;
 };
 
 // All collectives also take nothing at all: ranks that bring nothing while others do are told of the mismatch.
@@ -46,18 +52,24 @@ class Group {
                 uint32_t signature);
   void barrier();
 
+  // Memory that lies in the host's shared memory where that is possible: what lies in it on all ranks of the host is
+  // reduced without a copy. It lives as long as it is held. The first call is a collective unless there was one before.
+  std::shared_ptr<Memory> memory(size_t bytes);
+
   void abort(const std::string& reason);
   void close();
   void check();  // throws the failure, if there is one
 
  private:
-  struct World;
+  struct AllRanks;
 
   uint32_t start(Call call);
   void meet(uint32_t tag);
+  void settle();
+  std::shared_ptr<Hosts> hosts();  // null: everything goes through the mesh
   Route route(uint32_t tag);
+  bool byBcube(size_t bytes, const Reduction& reduction) const;
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
-  void reduceByGloo(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   Reduction pack(const float* data, size_t count, const Reduction& reduction);
   void reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag);
@@ -65,8 +77,15 @@ class Group {
 
   const int rank_, size_;
   const size_t bcubeLimit_;
+  const Fence fence_;
+  const std::string key_;
+  const std::vector<int> local_;
   std::shared_ptr<Mesh> mesh_;
-  std::shared_ptr<World> world_;
+  World world_;
+  bool settled_ = false;
+  Call call_;  // the collective that this rank is in; kept for hosts_ alone
+  std::mutex mutex_;
+  std::shared_ptr<Hosts> hosts_;  // guarded by the mutex: the group may be closed at any time
   std::atomic<uint32_t> tag_{0};  // equal on all ranks as long as they call the same collectives in the same order
   // What float32 is packed into; kept, since touching new memory costs as much as packing does.
   std::unique_ptr<uint16_t[]> packed_;

@@ -65,6 +65,7 @@ void Mesh::close() {
   // Those in the midst of a handshake may be of the next generation already.
   for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second));
   incoming_.clear();
+  guests_.clear();
   if (epoll_ >= 0) ::close(epoll_);
   if (event_ >= 0) ::close(event_);
   epoll_ = event_ = -1;
@@ -100,6 +101,7 @@ void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& r
   if (failure_) return;
   failure_ = std::make_unique<Failure>(cause, std::move(ranks), reason);
   wake();
+  if (onFailure_) onFailure_(*failure_);
   const auto until = Clock::now() + kGoodbyeWithin;
   for (auto& pair : pairs_) {
     if (pair) static_cast<Pair*>(pair.get())->sayGoodbye(*failure_, until);
@@ -149,8 +151,16 @@ void Mesh::timeOut(std::chrono::milliseconds timeout, const char* what, bool sus
 }
 
 void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout, bool late) {
+  if (turn(lock, timeout) > 0) return;
+  if (!failure_) whenIdle(late);
+  askForSignals(lock);
+}
+
+// Waits for events and deals with them; returns how many there were.
+int Mesh::turn(Lock& lock, std::chrono::milliseconds timeout) {
   epoll_event events[64];
   polling_ = true;
+  if (pulse_ != nullptr) pulse_->fetch_add(1, std::memory_order_relaxed);
   lock.unlock();
   const int ready = epoll_wait(epoll_, events, 64, static_cast<int>(timeout.count()));
   lock.lock();
@@ -158,9 +168,7 @@ void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout, bool late) {
   news_.notify_all();
   if (!failure_) acceptAgain();
   for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
-  if (ready > 0) return;
-  if (!failure_) whenIdle(late);
-  askForSignals(lock);
+  return ready;
 }
 
 void Mesh::askForSignals(Lock& lock) {
@@ -197,6 +205,9 @@ void Mesh::dispatch(int fd, uint32_t events) {
     proceed(found->second);
   } else if (auto known = byFd_.find(fd); known != byFd_.end()) {
     known->second->onEvents(events);
+  } else if (auto guest = guests_.find(fd); guest != guests_.end()) {
+    const OnEvents onEvents = guest->second;  // it may detach itself
+    if (const auto failure = onEvents(events)) abortLocked(failure->cause, failure->ranks, failure->what());
   }
 }
 

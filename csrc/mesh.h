@@ -7,6 +7,7 @@
 #include <gloo/transport/context.h>
 #include <gloo/transport/device.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -49,6 +50,20 @@ class Mesh : public gloo::transport::Context {
   // What the frames that follow belong to.
   void enter(const Call& call);
 
+  // For those who wait elsewhere too, in shared memory (mesh_guests.cc). Guests are descriptors in the same event loop;
+  // onEvents runs with the mutex held, and a failure that it returns ends the mesh.
+  using OnEvents = std::function<std::unique_ptr<Failure>(uint32_t events)>;
+  Lock hold() { return Lock(mu_); }
+  void attach(int fd, OnEvents onEvents);  // with the mutex held, as in onEvents
+  void detach(int fd);                     // likewise
+  // Called with the failure, the mutex held; at once if there is one already. `pulse` grows while somebody waits here.
+  void watchedBy(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse);
+  // One turn of the event loop without waiting. Throws the failure, if there is one. idle: now and then, to look for
+  // Ctrl-C among others; late: the caller has waited for so long that peers ought to know that it lives.
+  void attend(bool idle, bool late);
+  // Runs the event loop until done(), or until the time is up: whether it was done.
+  bool await(const std::function<bool()>& done, Clock::time_point until);
+
  private:
   friend class Pair;
   friend class Buffer;
@@ -60,6 +75,7 @@ class Mesh : public gloo::transport::Context {
   void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
   void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);
   void lead(Lock& lock, std::chrono::milliseconds timeout, bool late);
+  int turn(Lock& lock, std::chrono::milliseconds timeout);
   void askForSignals(Lock& lock);
   void whenIdle(bool late);
   void dispatch(int fd, uint32_t events);
@@ -89,6 +105,9 @@ class Mesh : public gloo::transport::Context {
   std::unique_ptr<Failure> failure_;
   std::unordered_map<int, Pair*> byFd_;
   std::unordered_map<int, Incoming> incoming_;
+  std::unordered_map<int, OnEvents> guests_;
+  std::function<void(const Failure&)> onFailure_;
+  std::atomic<uint32_t>* pulse_ = nullptr;
   Call call_;                                                 // the collective that this rank is in, or was in last
   Clock::time_point acceptAgain_ = Clock::time_point::max();  // the listening socket is not watched until then
   size_t spilled_ = 0;                                        // bytes that arrived before anybody asked for them

@@ -61,11 +61,13 @@ void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, b
 }
 
 std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers,
-                                 std::pair<uint64_t, uint64_t> fence, double timeout, size_t bcubeLimit) {
+                                 std::pair<uint64_t, uint64_t> fence, double timeout, size_t bcubeLimit,
+                                 const std::vector<int>& local) {
   GroupOptions options;
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
   options.bcubeLimit = bcubeLimit;
   options.checkSignals = checkSignals;
+  options.local = local;
   py::gil_scoped_release released;
   return std::make_unique<Group>(std::move(endpoint), rank, peers, Fence{fence.first, fence.second}, options);
 }
@@ -112,6 +114,10 @@ PYBIND11_MODULE(_engine, module) {
       .def_property_readonly("address", &Endpoint::address)
       .def("close", &Endpoint::close);
 
+  py::class_<Memory, std::shared_ptr<Memory>>(module, "Memory", py::buffer_protocol()).def_buffer([](Memory& memory) {
+    return py::buffer_info(memory.data(), static_cast<ssize_t>(memory.bytes()));
+  });
+
   py::class_<Group>(module, "Group")
       .def(py::init(&makeGroup))
       .def("allreduce",
@@ -152,6 +158,7 @@ PYBIND11_MODULE(_engine, module) {
              group.alltoall(from, inSizes, to, outSizes, signature);
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
+      .def("memory", &Group::memory, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def("check", &Group::check, py::call_guard<py::gil_scoped_release>());

@@ -122,10 +122,7 @@ void Pair::complete(const Receive& receive) {
 bool Pair::sameCall(const Call& theirs) {
   const Call& mine = mesh_.call_;
   if (!mine.conflicts(theirs)) return true;
-  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
-                    mesh_.me() + " called " + mine.text() + " and rank " + std::to_string(peer_) + " called " +
-                        theirs.text() + (mine.text() == theirs.text() ? " of another shape or root" : "") +
-                        ": all ranks must call the same collectives in the same order with the same arguments");
+  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_}, mismatchText(mesh_.rank, mine, peer_, theirs));
   return false;
 }
 

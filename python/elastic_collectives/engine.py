@@ -27,6 +27,8 @@ from elastic_collectives.operands import (
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Hands in one's own blob and returns everybody's, in rank order; may raise."""
 
+BCUBE_LIMIT = 1 << 20  # bytes up to which allreduce takes bcube, above it the ring
+
 _engine.set_raiser(raise_by_cause)
 
 
@@ -82,28 +84,32 @@ def connect(
     fence: tuple[int, int],
     exchange: Exchange,
     timeout: float = 60.0,
-    bcube_limit: int = 1 << 20,
+    local_ranks: Sequence[int] | None = None,
 ) -> Group:
     """Build the group of one generation.
 
     fence: (attempt, generation); peers of an older one are turned away, of a newer one kept waiting.
     exchange: called once with this rank's blob. timeout: seconds that one wait for a peer may last (two
     more where all of them are alive and wait in their turn), 0.001 or more.
-    bcube_limit: bytes up to which allreduce takes bcube, above it the ring.
+    local_ranks: the ranks on this rank's host, itself among them; they exchange through shared memory, if all of them
+    turn out to share it. None, for all ranks or for none: everything goes through sockets.
 
     Raises:
-        ValueError: rank, size, timeout or the number of blobs make no sense. RuntimeError: the endpoint is closed.
-        Whatever `exchange` raises.
+        ValueError: rank, size, local_ranks, timeout or the number of blobs make no sense.
+        RuntimeError: the endpoint is closed. Whatever `exchange` raises.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}); got {rank}.")
     if not 0.001 <= timeout <= 1e9:
         raise ValueError(f"timeout must be seconds within 0.001 and 1e9; got {timeout}.")
+    local = sorted(local_ranks or ())
+    if local and (rank not in local or len(set(local)) < len(local) or not 0 <= local[0] <= local[-1] < size):
+        raise ValueError(f"local_ranks must be ranks in [0, {size}), {rank} among them; got {local_ranks}.")
     blobs = exchange(endpoint.address.encode())
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
     peers = [blob.decode() for blob in blobs]
-    native = _engine.Group(endpoint.native, rank, peers, fence, timeout, bcube_limit)
+    native = _engine.Group(endpoint.native, rank, peers, fence, timeout, BCUBE_LIMIT, local)
     return EngineGroup(native, rank, size, fence)
 
 
@@ -212,6 +218,10 @@ class EngineGroup:
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
+
+    def buffer(self, nbytes: int) -> Array:
+        memory = self._native.memory(nbytes)
+        return np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
 
     def barrier(self) -> None:
         if not self._alone():

@@ -120,6 +120,11 @@ class FakeFabric:
             self.fail(PeerLost(lost[:1], f"rank {rank}: connection to rank {lost[0]}: closed by peer"))
         return not missing or self._failure is not None or rank in self._gone
 
+    def check(self, rank: int) -> None:
+        """Raise what has ended the rank or the group."""
+        with self._news:
+            self._check(rank)
+
     def _check(self, rank: int) -> None:
         error = self._gone.get(rank) or self._failure
         if error is not None:
@@ -212,6 +217,10 @@ class FakeGroup:
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
+
+    def buffer(self, nbytes: int) -> Array:
+        self._fabric.check(self.rank)
+        return np.zeros(nbytes, np.uint8)
 
     def barrier(self) -> None:
         self._meet(("barrier",), np.empty(0))

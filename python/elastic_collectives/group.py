@@ -102,6 +102,14 @@ class Group(Protocol):
         """All ranks' bytes in rank order; lengths may differ."""
         ...
 
+    def buffer(self, nbytes: int) -> Array:
+        """Zeros to keep operands in, as bytes: large ones that lie there on all ranks are reduced without a copy.
+
+        All ranks call it in the same order as collectives. The memory lives as long as the array or a view of it, but
+        belongs to this group: once that has failed or is closed, copy what is worth it and take the next group's.
+        """
+        ...
+
     def barrier(self) -> None:
         """Return once all ranks have called it."""
         ...

@@ -6,43 +6,11 @@
 #include <thread>
 
 #include "check.h"
+#include "ranks.h"
 
 using namespace elastic;
 
 namespace {
-
-struct Ranks {
-  explicit Ranks(int size, uint64_t generation = 1, int timeout = 20000) {
-    for (int r = 0; r < size; r++) endpoints.push_back(std::make_shared<Endpoint>("key", "127.0.0.1", 0, 0, ""));
-    build(generation, timeout);
-  }
-
-  void build(uint64_t generation, int timeout = 20000) {
-    std::vector<std::string> peers;
-    for (const auto& endpoint : endpoints) peers.push_back(endpoint->address());
-    groups.clear();
-    GroupOptions options;
-    options.timeout = std::chrono::milliseconds(timeout);
-    for (size_t r = 0; r < endpoints.size(); r++) {
-      groups.push_back(
-          std::make_unique<Group>(endpoints[r], static_cast<int>(r), peers, Fence{1, generation}, options));
-    }
-  }
-
-  // Runs the call for each rank in a thread of its own; returns what each of them threw.
-  std::vector<std::string> each(const std::function<void(Group&)>& call) {
-    std::vector<std::string> thrown(groups.size());
-    std::vector<std::thread> threads;
-    for (size_t r = 0; r < groups.size(); r++) {
-      threads.emplace_back([&, r] { thrown[r] = thrownBy([&] { call(*groups[r]); }); });
-    }
-    for (auto& thread : threads) thread.join();
-    return thrown;
-  }
-
-  std::vector<std::shared_ptr<Endpoint>> endpoints;
-  std::vector<std::unique_ptr<Group>> groups;
-};
 
 Reduction sumOf(DataType type, Algorithm algorithm = Algorithm::kAuto) {
   Reduction reduction;

@@ -146,12 +146,17 @@ class Pool:
                 assert rank.address
         return self.ranks[:count]
 
-    def world(self, ranks: Sequence[Rank], timeout: float = 30.0) -> tuple[int, int]:
-        """Make the next generation's group of these ranks; returns its fence."""
+    def world(
+        self, ranks: Sequence[Rank], timeout: float = 30.0, hosts: Sequence[int] = ()
+    ) -> tuple[int, int]:
+        """Make the next generation's group of these ranks; returns its fence.
+
+        hosts: how many ranks each host has that they are to take themselves to be on; none: sockets alone.
+        """
         fence = (1, next(self.generations))
         everybody = [rank.address for rank in ranks]
         for number, rank in enumerate(ranks):
-            rank.call(join, number, everybody, fence, timeout)
+            rank.call(join, number, everybody, fence, timeout, local_ranks(number, hosts))
         assert answers(ranks) == [None] * len(ranks)
         return fence
 
@@ -160,11 +165,28 @@ class Pool:
             rank.close()
 
 
-def join(member: Member, rank: int, everybody: list[str], fence: tuple[int, int], timeout: float) -> None:
+def local_ranks(rank: int, hosts: Sequence[int]) -> list[int] | None:
+    """Those on the rank's host, of hosts with that many ranks each."""
+    ends = list(itertools.accumulate(hosts))
+    return next(
+        (list(range(end - count, end)) for end, count in zip(ends, hosts, strict=True) if rank < end), None
+    )
+
+
+def join(
+    member: Member,
+    rank: int,
+    everybody: list[str],
+    fence: tuple[int, int],
+    timeout: float,
+    local: list[int] | None,
+) -> None:
     if member.group is not None:
         member.group.close()
     blobs = [address.encode() for address in everybody]
-    member.group = connect(member.endpoint, rank, len(blobs), fence, lambda own: blobs, timeout)
+    member.group = connect(
+        member.endpoint, rank, len(blobs), fence, lambda own: blobs, timeout, local_ranks=local
+    )
 
 
 def each(ranks: Sequence[Rank], function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -24,13 +24,17 @@ from elastic_collectives import (
 from elastic_collectives.arithmetic import narrowed, reduced, widened
 from elastic_collectives.fakes import FakeFabric
 from elastic_collectives.operands import DTYPES, FLOATS, OPS
+from tests.component.collectives.ranks import local_ranks
 
 SIZE = 3
 Groups = list[Group]
 Make = Callable[[float], Groups]
 
 
-@pytest.fixture(params=["engine", "fake"])
+HOSTS: dict[str, tuple[int, ...]] = {"sockets": (), "shared memory": (3,), "two hosts": (2, 1)}
+
+
+@pytest.fixture(params=[*HOSTS, "fake"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes the groups of all ranks, given a timeout in seconds."""
     with ExitStack() as stack:
@@ -38,13 +42,17 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         def engine(timeout: float) -> Groups:
             ends = [stack.enter_context(Endpoint(b"a key")) for _ in range(SIZE)]
             blobs = [end.address.encode() for end in ends]
-            groups = [connect(end, r, SIZE, (1, 1), lambda own: blobs, timeout) for r, end in enumerate(ends)]
+            hosts = HOSTS[request.param]
+            groups = [
+                connect(end, r, SIZE, (1, 1), lambda own: blobs, timeout, local_ranks=local_ranks(r, hosts))
+                for r, end in enumerate(ends)
+            ]
             return [stack.enter_context(group) for group in groups]
 
         def fake(timeout: float) -> Groups:
             return list(FakeFabric(SIZE, timeout=timeout).groups)
 
-        yield engine if request.param == "engine" else fake
+        yield fake if request.param == "fake" else engine
 
 
 def each(groups: Groups, call: Callable[[Group], Any]) -> list[Any]:

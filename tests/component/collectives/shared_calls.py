@@ -1,0 +1,126 @@
+"""What ranks that share memory are asked to do, as in calls.py."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from elastic_collectives import Group, connect
+from tests.component.collectives.ranks import Member
+
+ACTIONS = ("plain", "buffer", "small", "broadcast", "gather", "barrier")
+LIMITS = {"files": resource.RLIMIT_FSIZE, "mappings": resource.RLIMIT_AS}
+KEPT: list[Any] = []  # in the rank's process
+
+
+def reduce_in_buffers(member: Member) -> list[str]:
+    """Sums of arrays that lie in buffers, at their begin and inside, on all ranks and on some: what was wrong."""
+    group, wrong = member.live, []
+    total = group.size * (group.size + 1) // 2
+    buffer = group.buffer(3 << 20)
+    for count, start in ((5, 0), (8193, 0), (500_003, 16), (700_000, 1)):
+        for alone in (None, 0, group.size - 1):
+            array = buffer[4 * start : 4 * (start + count)].view(np.float32)
+            if group.rank == alone:
+                array = np.empty(count, np.float32)
+            array[:] = np.arange(count) % 97 + group.rank + 1
+            group.allreduce(array)
+            expected = (np.arange(count) % 97) * group.size + total
+            if not np.array_equal(array, expected):
+                wrong.append(f"sum of {count} from {start}, without {alone}")
+    for root in range(group.size):
+        buffer[:] = group.rank
+        group.broadcast(buffer, root)
+        if not (buffer == root).all():
+            wrong.append(f"broadcast from {root}")
+    return wrong
+
+
+def segments(member: Member) -> int:
+    """How many pieces of unnamed shared memory this process maps, by file."""
+    with open("/proc/self/maps") as maps:
+        return len({line.split()[4] for line in maps if "memfd:elastic-segment" in line})
+
+
+def go_on(member: Member, action: str, victim: int, number: int) -> None:
+    """The same collective again and again; meanwhile the victim sends itself a signal."""
+    group = member.live
+    call = _calls(group)[action]
+    for _ in range(3):
+        call()
+    if group.rank == victim:
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+    while True:
+        call()
+
+
+def _calls(group: Group) -> dict[str, Callable[[], Any]]:
+    plain, buffer = np.zeros(1 << 20), group.buffer(8 << 20).view(np.float64)
+    return {
+        "plain": lambda: group.allreduce(plain),
+        "buffer": lambda: group.allreduce(buffer),
+        "small": lambda: group.allreduce(plain[:100]),
+        "broadcast": lambda: group.broadcast(plain, group.size - 1),
+        "gather": lambda: group.allgather(plain[:200_000]),
+        "barrier": group.barrier,
+    }
+
+
+def refuse_memory(member: Member, limit: str) -> None:
+    """From now on this process may not make files of any size, or map anything more."""
+    member.live.close()
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    most = {"files": 1 << 16, "mappings": mapped + (1 << 20)}[limit]
+    resource.setrlimit(LIMITS[limit], (most, resource.RLIM_INFINITY))
+
+
+def allow_memory(member: Member, limit: str) -> None:
+    resource.setrlimit(LIMITS[limit], (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def keep_buffer(member: Member) -> None:
+    buffer = member.live.buffer(1 << 20)
+    buffer[:] = 7
+    KEPT.append(buffer)
+
+
+def kept_buffer_is_as_it_was(member: Member) -> bool:
+    return bool((KEPT.pop() == 7).all())
+
+
+def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: int) -> list[dict[str, int]]:
+    """That many generations, one after the other; what the process holds after a tenth and at the end."""
+    blobs = [address.encode() for address in everybody]
+    local = list(range(len(blobs)))
+    held = []
+    for turn in range(count):
+        fence = (1, first + turn)
+        with connect(
+            member.endpoint, rank, len(blobs), fence, lambda own: blobs, 30.0, local_ranks=local
+        ) as group:
+            array = group.buffer(64 << 10)
+            array[:] = 1
+            group.allreduce(array)
+            assert array[0] == len(blobs)
+        if turn in (count // 10, count - 1):
+            held.append(_held())
+    return held
+
+
+def _held() -> dict[str, int]:
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+    with open("/proc/self/maps") as maps:
+        mappings = len(maps.readlines())
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": mappings,
+        "bytes": pages * os.sysconf("SC_PAGESIZE"),
+    }

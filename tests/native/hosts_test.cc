@@ -1,0 +1,138 @@
+// Groups in shared memory and in two levels, among threads: results, ends from other threads, many generations.
+#include <atomic>
+#include <numeric>
+#include <thread>
+
+#include "check.h"
+#include "ranks.h"
+
+using namespace elastic;
+
+namespace {
+
+constexpr int kTimeout = 20000;
+
+Reduction sumOf(DataType type) {
+  Reduction reduction;
+  reduction.type = type;
+  return reduction;
+}
+
+void sumIn(Group& group, int64_t* data, size_t count) {
+  std::iota(data, data + count, group.rank());
+  group.allreduce(data, count, sumOf(DataType::kInt64));
+  const int64_t size = group.size(), offsets = size * (size - 1) / 2;
+  for (size_t i = 0; i < count; i++) CHECK(data[i] == size * static_cast<int64_t>(i) + offsets);
+}
+
+void sum(Group& group, size_t count) {
+  std::vector<int64_t> data(count);
+  sumIn(group, data.data(), count);
+}
+
+std::vector<std::string> nothing(size_t size) { return std::vector<std::string>(size); }
+
+const std::vector<std::vector<int>> kLayouts = {{0, 0}, {0, 0, 0}, {0, 1, 0, 1}, {0, 0, 1}, {0, 1, 1, 1, 1}};
+
+}  // namespace
+
+TEST(hosts, sums_of_all_sizes) {
+  for (const auto& hosts : kLayouts) {
+    Ranks ranks(static_cast<int>(hosts.size()), 1, kTimeout, hosts);
+    const auto thrown = ranks.each([](Group& group) {
+      for (size_t count : {1, 7, 4096, 4097, 300001}) sum(group, count);
+      const auto memory = group.memory(300001 * sizeof(int64_t));
+      const auto data = reinterpret_cast<int64_t*>(memory->data());
+      for (size_t count : {5, 4097, 300001}) sumIn(group, data, count);
+      // Some operands lie in shared memory and some do not.
+      if (group.rank() == 0) return sum(group, 9000);
+      sumIn(group, data + 3, 9000);
+    });
+    CHECK(thrown == nothing(hosts.size()));
+  }
+}
+
+TEST(hosts, parts_of_any_size_are_gathered) {
+  for (const auto& hosts : {std::vector<int>{0, 0, 0}, {0, 1, 0}}) {
+    Ranks ranks(3, 1, kTimeout, hosts);
+    const auto thrown = ranks.each([](Group& group) {
+      const std::vector<size_t> sizes = {0, 5, 3 << 20};
+      const std::vector<char> own(sizes[static_cast<size_t>(group.rank())] + 1, static_cast<char>('a' + group.rank()));
+      std::vector<char> all((3 << 20) + 5);
+      group.allgather(own.data(), all.data(), sizes, 0);
+      CHECK(all[0] == 'b' && all[4] == 'b' && all[5] == 'c' && all.back() == 'c');
+      for (int root = 0; root < group.size(); root++) {
+        std::vector<char> data(5000001, static_cast<char>(group.rank()));
+        group.broadcast(data.data(), data.size(), root, static_cast<uint32_t>(root));
+        CHECK(data.front() == root && data.back() == root);
+      }
+      group.barrier();
+    });
+    CHECK(thrown == nothing(3));
+  }
+}
+
+TEST(hosts, an_abort_from_another_thread_frees_everybody_with_its_reason) {
+  for (const auto& hosts : {std::vector<int>{0, 0, 0}, {0, 0, 1, 1}}) {
+    Ranks ranks(static_cast<int>(hosts.size()), 1, kTimeout, hosts);
+    std::atomic<int> turns{0};
+    std::thread other([&] {
+      while (turns < 20) std::this_thread::yield();
+      for (auto& group : ranks.groups) group->abort("enough");
+    });
+    const auto thrown = ranks.each([&](Group& group) {
+      for (;;) {
+        sum(group, 200000);
+        turns++;
+      }
+    });
+    other.join();
+    CHECK(thrown == std::vector<std::string>(hosts.size(), "enough"));
+  }
+}
+
+TEST(hosts, nobody_succeeds_after_an_abort) {
+  Ranks ranks(2, 1, kTimeout, {0, 0});
+  CHECK(ranks.each([](Group& group) { sum(group, 10); }) == nothing(2));
+  ranks.groups[1]->abort("enough");
+  CHECK(ranks.each([](Group& group) { sum(group, 10); }) == std::vector<std::string>(2, "enough"));
+}
+
+TEST(hosts, closing_under_a_running_collective_is_safe) {
+  for (uint64_t turn = 1; turn <= 20; turn++) {
+    Ranks ranks(2, 1, kTimeout, {0, 0});
+    CHECK(ranks.each([](Group& group) { group.barrier(); }) == nothing(2));
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(turn));
+      ranks.groups[0]->close();
+    });
+    const auto thrown = ranks.each([](Group& group) {
+      for (;;) sum(group, 100000);
+    });
+    other.join();
+    CHECK(thrown[0].find("closed") != std::string::npos);
+    CHECK(thrown[1].find("rank 0") != std::string::npos);
+  }
+}
+
+TEST(hosts, memory_outlives_its_group) {
+  Ranks ranks(2, 1, kTimeout, {0, 0});
+  std::vector<std::shared_ptr<Memory>> kept(2);
+  ranks.each([&](Group& group) {
+    auto& mine = kept[static_cast<size_t>(group.rank())];
+    mine = group.memory(1 << 20);
+    std::fill_n(mine->data(), mine->bytes(), static_cast<char>(7 + group.rank()));
+    group.barrier();
+  });
+  ranks.build(2);
+  CHECK(ranks.each([](Group& group) { sum(group, 200000); }) == nothing(2));
+  CHECK(kept[0]->data()[0] == 7 && kept[1]->data()[(1 << 20) - 1] == 8);
+}
+
+TEST(hosts, generations_follow_one_another) {
+  Ranks ranks(3, 1, kTimeout, {0, 0, 1});
+  for (uint64_t generation = 2; generation < 40; generation++) {
+    ranks.build(generation);
+    CHECK(ranks.each([](Group& group) { sum(group, 100); }) == nothing(3));
+  }
+}
