@@ -88,7 +88,7 @@ def drive(pipe: Connection, size: int) -> None:
         count[0] += 1
         inbox.put(event)
 
-    limits = Limits(size, size, size, gather_timeout=600, lease=120, regroup_timeout=600)
+    limits = Limits(size, size, size, gather_timeout=600, lease=3600, regroup_timeout=600)
     clock = SystemClock()
     with RendezvousServer(KEY, 1, Hooks(post, lambda lines: None), clock) as server:
         effects = Effects(server, NoLauncher(), Nobody(), lambda kept, surplus: None)

@@ -1,0 +1,29 @@
+"""Recovery by the size of the world, on real processes; the figures themselves are the benchmark's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import regroup
+
+BUDGET = 5.0  # seconds; the benchmark's figures are a twentieth of it
+
+
+@pytest.mark.scenario("G11")
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_world_of_any_size_is_back_within_the_budget(size: int, tmp_path: Path) -> None:
+    """A member is killed; the newcomer in its place costs the others no step."""
+    trial = regroup.play(tmp_path / "trial", size, [regroup.kill_one])
+    ((moment, generation),) = trial.done
+    seconds, lines = regroup.after(trial, moment, generation, "runs")
+    assert seconds < BUDGET
+    assert {line["size"] for line in lines} == {size - 1}
+    assert regroup.broken(trial, {generation}) == size - 1
+    assert regroup.broken(trial, {line["generation"] for line in trial.lines()} - {generation}) == 0
+    (up,) = regroup.scale_ups(trial)
+    assert up < BUDGET

@@ -1,0 +1,96 @@
+"""The server and the driver machine under many clients at once: everybody comes into one world, again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.loop import DriverLoop, Inbox
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
+from spark_elastic.protocol.types import Limits, Phase, Position, World
+from spark_elastic.rendezvous.board import Board, Waiters
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+
+WORKERS = 60
+ROUNDS = 3
+KEY = b"many clients' key, 32 bytes long"
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a server whose driver is the real machine in its real loop."""
+    inbox: Inbox = Inbox()
+    clock = SystemClock()
+    limits = Limits(WORKERS, WORKERS, WORKERS, gather_timeout=120, lease=120, regroup_timeout=120)
+    server = RendezvousServer(KEY, 1, Hooks(inbox.put, lambda lines: None), clock)
+
+    def carry_out(command: DriverCommand) -> None:
+        if isinstance(command, Publish):
+            server.publish(command.world)
+        elif isinstance(command, Abort):
+            server.abort(command.fence, command.reason)
+
+    loop = DriverLoop(driver_machine.initial(limits, 1), inbox, carry_out, clock, Journal())
+    with server:
+        loop.start()
+        yield server.address
+        loop.close()
+
+
+def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
+    """One slot and its worker, through all rounds."""
+    worlds: list[World] = []
+    with RendezvousClient(address, KEY, 1, SystemClock(), 60.0) as client:
+        slot, worker = client.slot(f"{job}-0"), client.worker(f"{job}-0.1", f"{job}-0")
+        slot.register(f"host-{job // 8}", job, {})
+        slot.started(f"{job}-0.1")
+        for number in range(ROUNDS):
+            together.wait(60)
+            fence = worlds[-1].fence if worlds else None
+            position = Position(0, Phase.TRAIN, number) if worlds else None
+            answer = worker.join(fence, position, planned=bool(worlds))
+            world = answer.world
+            assert world is not None, answer
+            member = world.member(f"{job}-0.1")
+            assert member is not None
+            blobs = worker.exchange(world.fence, member.rank, str(member.rank).encode(), 60.0)
+            assert blobs == tuple(str(rank).encode() for rank in range(WORKERS))
+            worker.formed(world.fence)
+            worlds.append(world)
+    return worlds
+
+
+def test_many_clients_come_into_one_world_again_and_again(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server does for an exchange grows with the ranks, not with their pairs."""
+    built: list[str] = []
+    wakes: list[str] = []
+    hand_in, wake = Board.hand_in, Waiters.wake
+
+    def counting_hand_in(self: Board, scope: str, name: str, rank: int, blob: bytes) -> bool:
+        complete = hand_in(self, scope, name, rank, blob)
+        built.extend([scope] * complete)
+        return complete
+
+    def counting_wake(self: Waiters, topic: str) -> None:
+        wakes.append(topic)
+        wake(self, topic)
+
+    monkeypatch.setattr(Board, "hand_in", counting_hand_in)
+    monkeypatch.setattr(Waiters, "wake", counting_wake)
+    together = threading.Barrier(WORKERS)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        lives = list(pool.map(lambda job: _live(address, job, together), range(1, WORKERS + 1)))
+    assert all(worlds == lives[0] for worlds in lives)
+    assert [world.fence.generation for world in lives[0]] == [1, 2, 3]
+    assert len(built) == len(set(built)) == ROUNDS
+    of_exchanges = [topic for topic in wakes if topic.startswith("generation/")]
+    assert len(of_exchanges) <= 3 * ROUNDS
