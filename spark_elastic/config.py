@@ -40,6 +40,8 @@ class ElasticConfig:
     max_runtime: after so many seconds the job ends at its next step boundary; its newest checkpoint stays. None: never.
     checkpoints_kept: so many of them, the newest.
     ledger: workers write which rows they trained in which step, and when.
+    ship: send this package (not numpy or the framework) to the executors, where only the driver has it.
+    cpus_per_worker: threads of a worker's own arithmetic (OMP_NUM_THREADS); None: `spark.task.cpus`.
     show_logs: print the workers' output, prefixed with their rank.
     journal: a file of the driver's machine to which every event and decision is added, for
         `spark_elastic.testing.replay`; None for none.
@@ -67,6 +69,8 @@ class ElasticConfig:
     checkpoints_kept: int = 3
     max_runtime: float | None = None
     ledger: bool = False
+    ship: bool = False
+    cpus_per_worker: int | None = None
     show_logs: bool = True
     journal: str | None = None
 
@@ -100,6 +104,8 @@ class ElasticConfig:
             raise InvalidInput(f"checkpoint_seconds must be above 0, or None; got {self.checkpoint_seconds}.")
         if self.max_runtime is not None and not self.max_runtime > 0:
             raise InvalidInput(f"max_runtime must be seconds above 0, or None; got {self.max_runtime}.")
+        if self.cpus_per_worker is not None and self.cpus_per_worker < 1:
+            raise InvalidInput(f"cpus_per_worker must be 1 or more, or None; got {self.cpus_per_worker}.")
         if self.checkpoints_kept < 1:
             raise InvalidInput(f"checkpoints_kept must be 1 or more; got {self.checkpoints_kept}.")
         lower, upper = self.cooldown_range

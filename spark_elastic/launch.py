@@ -175,6 +175,8 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     from spark_elastic.spark.executors import ExecutorWatch
     from spark_elastic.spark.launcher import SparkLauncher
     from spark_elastic.spark.preflight import admit, facts
+    from spark_elastic.spark.settings import warn
+    from spark_elastic.spark.shipping import ship
     from spark_elastic.spark.slot_task import SlotTask
 
     sc = spark.sparkContext
@@ -186,6 +188,9 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
         run=run,
     )
+    warn(conf)
+    if config.ship:
+        ship(sc)
     shipped = sc.broadcast(cloudpickle.dumps(program))
 
     def make_task(contact: Contact) -> SlotTask:
@@ -196,6 +201,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
             preload,
             config.collective_timeout,
             config.driver_timeout,
+            config.cpus_per_worker,
         )
 
     clock = SystemClock()

@@ -40,6 +40,7 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.materialize import materialize
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
+from spark_elastic.spark.shipping import ship
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.torch.checkpointing import CheckpointPolicy
@@ -70,6 +71,8 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
         if result is None or record is None:
             ledger = _ledger(request, store, run_id)
             payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
+            if request.config.ship:
+                ship(sc)
             preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
             record, result, worlds = _trained(df, request, store, run_id, ledger)
         model = _trained_model(request, store, result)

@@ -202,7 +202,7 @@ def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[R
                 version = spark_elastic.__version__
                 raise PreflightError(
                     f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
-                    f"spark_elastic {version} there."
+                    f"spark_elastic {version} there, or send it along with ship=True."
                 )
             reports.append(answer)
         if len({report.executor for report in reports}) >= executors or any(r.fault for r in reports):

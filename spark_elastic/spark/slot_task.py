@@ -37,6 +37,7 @@ class SlotTask:
     preload: tuple[str, ...]
     collective_timeout: float
     driver_timeout: float
+    cpus_per_worker: int | None
 
     def __call__(self, jobs: Iterable[int]) -> Iterator[str]:
         numbers = list(jobs)  # consumed, so that Spark uses the Python worker again
@@ -68,6 +69,7 @@ class SlotTask:
                 driver_timeout=self.driver_timeout,
                 payload_bytes=payload_bytes,
                 status_fd=status_fd,
+                threads=self.cpus_per_worker,
                 resources={name: tuple(held.addresses) for name, held in context.resources().items()},
             )
 

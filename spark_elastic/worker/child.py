@@ -41,20 +41,18 @@ class Child:
         status_read, status_write = os.pipe()
         self._window = Window()
         watch = self._window.activity, self._window.stacks
-        environment = dict(
-            os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p)
-        )
+        told = replace(header(status_write), watch_fds=watch)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "spark_elastic.worker.entry"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(status_write, *watch),
-            env=environment,
+            env=_environment(told.threads),
         )
         os.close(status_write)
         self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._input.put(replace(header(status_write), watch_fds=watch).to_json().encode() + b"\n")
+        self._input.put(told.to_json().encode() + b"\n")
         self._input.put(payload)
         self._threads = [
             threading.Thread(target=self._write, name="spark-elastic-child-input", daemon=True),
@@ -133,6 +131,16 @@ class Child:
         with pipe:
             for raw in pipe:
                 on_line(self, raw.decode("utf-8", errors="replace").rstrip("\n"))
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """This process's own, with its path of modules; absolute, since user code may change the directory."""
+    path = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
+    found = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
+    if threads is not None:
+        # Libraries look at it when they are loaded, some before the program is.
+        found |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return found
 
 
 def _close_quietly(pipe: IO[bytes]) -> None:

@@ -37,6 +37,7 @@ class Header:
 
     status_fd: pipe on which the child says that it is warm. watch_fds: see `stack_dump`; filled in by the `Child`.
     resources: addresses of what Spark gave to the slot, by name.
+    threads: of the arithmetic of numpy and frameworks, for the child's environment; None: as that says already.
     """
 
     parent: int
@@ -52,6 +53,7 @@ class Header:
     payload_bytes: int
     status_fd: int
     watch_fds: tuple[int, int] | None = None
+    threads: int | None = None
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> str:

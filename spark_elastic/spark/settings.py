@@ -1,0 +1,54 @@
+"""Settings by which Spark itself would end or harm a job: told at its start. Pure but for `warn`, which logs.
+
+What each of them does, and what does not matter, is in docs/spark-settings.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark import SparkConf
+
+log = logging.getLogger("spark_elastic.spark")
+
+FEW_FAILURES = 100  # lost executors that an elastic job may well live through
+YARN_DEFAULT = "spark.executor.maxNumFailures"
+YARN_OLD = "spark.yarn.max.executor.failures"
+VALIDITY = ("spark.executor.failuresValidityInterval", "spark.yarn.executor.failuresValidityInterval")
+ADDRESS_SPACE = "spark.executor.pyspark.memory"
+
+
+def warn(conf: SparkConf) -> None:
+    """Log what `remarks` finds, a line each."""
+    for remark in remarks(dict(conf.getAll())):
+        log.warning("%s", remark)
+
+
+def remarks(settings: Mapping[str, str]) -> list[str]:
+    """What Spark decides for the whole application, and what limits workers unseen; a sentence each."""
+    found = []
+    master = settings.get("spark.master", "")
+    if master == "yarn" or master.startswith("k8s://"):
+        found += _failure_count(settings)
+    if ADDRESS_SPACE in settings:
+        found.append(
+            f"{ADDRESS_SPACE}={settings[ADDRESS_SPACE]} limits the address space of each worker, not its memory, and "
+            "frameworks reserve much more than they use, CUDA most of all: use spark.executor.memoryOverhead instead."
+        )
+    return found
+
+
+def _failure_count(settings: Mapping[str, str]) -> list[str]:
+    """On YARN and Kubernetes Spark ends an application whose executors failed too often, whatever its jobs think."""
+    said = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
+    forgets = any(name in settings for name in VALIDITY)
+    if forgets or (said is not None and said.isdigit() and int(said) >= FEW_FAILURES):
+        return []
+    count = f"{said} executors" if said is not None else "few executors (twice their number by default)"
+    return [
+        f"Spark ends the whole application after the failure of {count}, and no job can prevent it: set "
+        f"{YARN_DEFAULT} to 1000, or {VALIDITY[0]} to 10m."
+    ]

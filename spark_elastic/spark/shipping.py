@@ -1,0 +1,57 @@
+"""Sends this package to executors that do not have it: `ElasticConfig(ship=True)`.
+
+Spark unpacks an archive once per executor, also on those that come later, into a folder that heads each Python
+worker's `sys.path`; so a package under its own name is importable there, compiled parts included. Runs in the caller's
+thread. Must not know what is launched.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spark_elastic.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+# cloudpickle: what the driver has pickled is best read by the same release.
+PACKAGES = ("spark_elastic", "elastic_collectives", "cloudpickle")
+LEFT_OUT = ("__pycache__",)
+SHIPPED = "_spark_elastic_shipped"  # kept by the SparkContext, which an archive can be added to once
+
+
+def ship(sc: SparkContext) -> None:
+    """Send the packages, once for each SparkContext; in local mode the driver is the executor, and has them.
+
+    numpy, and the framework that is trained with, must be there: their builds belong to the machine.
+    """
+    if str(sc.master).startswith("local") or vars(sc).get(SHIPPED):
+        return
+    folder = Path(str(sc._temp_dir))  # lives as long as the SparkContext, like its archives
+    for package in PACKAGES:
+        archive = folder / f"spark_elastic-ship-{package}.zip"
+        pack(_home(package), archive)
+        sc.addArchive(f"{archive}#{package}")
+    vars(sc)[SHIPPED] = True
+
+
+def pack(package: Path, archive: Path) -> None:
+    """Write the files of a package's folder to a zip file, with the folder as its top."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
+        for file in sorted(package.rglob("*")):
+            if file.is_file() and not set(LEFT_OUT) & set(file.parts):
+                target.write(file, file.relative_to(package))
+
+
+def _home(package: str) -> Path:
+    spec = find_spec(package)
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not places or not Path(places[0]).is_dir():
+        raise InvalidInput(
+            f"ship=True needs {package} as a folder of files, and the driver has it in {places or 'no folder'}: "
+            "install it there with pip."
+        )
+    return Path(places[0])
