@@ -190,6 +190,7 @@ def _enough(turn: Turn, count: int) -> bool:
     if count >= state.limits.min_workers:
         state.short_since = None
         return True
+    state.recall |= state.withheld > 0  # what was given back is needed now
     if state.short_since is None:
         state.short_since = turn.now
     elif turn.now - state.short_since >= state.limits.start_timeout:

@@ -57,6 +57,9 @@ def unwanted(turn: Turn, slot: SlotRecord) -> str:
     drains = state.draining_hosts.get(slot.host) or state.draining_hosts.get(slot.node)
     if drains:
         return f"host {slot.host} drains: {drains}"
+    job = state.jobs.get(slot.job)
+    if job is not None and job.withheld:
+        return f"slot {slot.slot} was asked to leave"
     if state.listed is not None and slot.slot not in _allowed(turn):
         return f"discovery does not list host {slot.host} with slot {slot.slot}"
     return ""
@@ -103,6 +106,9 @@ def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
             continue
         if worker is not None and worker.rank is not None:
             leave(turn, worker, event.reason, kind)
+            job = state.jobs.get(slot.job)
+            if kind is Leave.BY_HAND and job is not None:
+                state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
         else:
             give_back(turn, slot, f"slot {slot.slot} drains: {event.reason}", withhold=kind is Leave.BY_HAND)
 

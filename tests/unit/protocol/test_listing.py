@@ -140,6 +140,29 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
     assert len(bench.all(LaunchSlot)) == 5
 
 
+def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(on.WorkerStarted(0, "2-0", name(2, 2)))
+    bench.join(name(2, 2))
+    bench.regroup(3, name(1), name(3), name(4))
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert "2-0" in {release.slot for release in bench.all(ReleaseSlot)}
+
+
+def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
+    bench = Bench(replace(FOUR, min_workers=2, max_workers=2, num_workers=2))
+    bench.start(1, 2)
+    bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.regroup(3, name(1))
+    bench.on(on.Tick(0))
+    assert len(bench.all(LaunchSlot)) == 3
+
+
 def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() -> None:
     bench = Bench()
     for job in (1, 2, 3, 4):
