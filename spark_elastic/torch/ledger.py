@@ -1,7 +1,8 @@
 """The ledger (R2): before a rank contributes to a step it writes which rows it used, after the apply that it applied.
 
 One file of JSON lines per worker, each line flushed to the kernel before the call returns, so that it survives the
-death of the process. Judge it against the history of the final weights: per step, the highest attempt and generation that applied.
+death of the process. Judge it against the history of the final weights: per step, the highest attempt and generation
+that applied.
 """
 
 from __future__ import annotations
