@@ -174,6 +174,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     """
     from spark_elastic.spark.executors import ExecutorWatch
     from spark_elastic.spark.launcher import SparkLauncher
+    from spark_elastic.spark.memory import room_of
     from spark_elastic.spark.preflight import admit, facts
     from spark_elastic.spark.settings import warn
     from spark_elastic.spark.shipping import ship
@@ -189,6 +190,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         run=run,
     )
     warn(conf)
+    room = room_of(dict(conf.getAll()))
     if config.ship:
         ship(sc)
     shipped = sc.broadcast(cloudpickle.dumps(program))
@@ -202,6 +204,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
             config.collective_timeout,
             config.driver_timeout,
             config.cpus_per_worker,
+            room,
         )
 
     clock = SystemClock()

@@ -19,6 +19,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.spark.memory import Room
 from spark_elastic.spark.preflight import facts
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
@@ -38,6 +39,7 @@ class SlotTask:
     collective_timeout: float
     driver_timeout: float
     cpus_per_worker: int | None
+    room: Room
 
     def __call__(self, jobs: Iterable[int]) -> Iterator[str]:
         numbers = list(jobs)  # consumed, so that Spark uses the Python worker again
@@ -73,7 +75,10 @@ class SlotTask:
                 resources={name: tuple(held.addresses) for name, held in context.resources().items()},
             )
 
-        plan = SlotPlan(slot, job, executor_id(), facts(), self.program.value, header, self.driver_timeout)
+        executor, payload = executor_id(), self.program.value
+        plan = SlotPlan(
+            slot, job, executor, facts(), payload, header, self.driver_timeout, self.room.shortage
+        )
         with RendezvousClient(self.contact.address, self.contact.key, self.contact.attempt, clock) as client:
             return SlotAgent(plan, client, clock).run()
 

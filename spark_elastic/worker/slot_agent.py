@@ -41,6 +41,9 @@ class SlotPlan:
     payload: bytes
     header: Callable[[int, int], Header]  # (status descriptor, bytes of payload) -> header
     driver_timeout: float
+    shortage: Callable[[int], str | None] = lambda pid: (
+        None
+    )  # what a warm worker shows about the memory it will lack
 
 
 class SlotAgent:
@@ -124,6 +127,8 @@ class SlotAgent:
     def _warm(self, child: Child) -> str | None:
         """Only once the worker is warm does its spare get to take the processor from it."""
         child.warm = True
+        if child is self._active and self._started == 1 and (said := self._plan.shortage(child.pid)):
+            self._on_line(child, f"spark_elastic: {said}")
         if child is self._active and self._spare is None:
             self._spare = self._spawn()
         return None

@@ -1,0 +1,74 @@
+"""What workers and spares need against what there is: the manager's grant, the container, the address space."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.spark.memory import Room, cgroup_limit, judge, parse, room_of
+
+G = 1 << 30
+M = 1 << 20
+
+
+def test_sizes_as_spark_writes_them() -> None:
+    assert [parse(text) for text in ("1g", "512m", "2048", "1gb", "64k", "7b")] == [
+        G,
+        G // 2,
+        2 * G,
+        G,
+        64 << 10,
+        7,
+    ]
+
+
+def test_overhead_counts_where_a_cluster_manager_grants_it() -> None:
+    settings = {"spark.executor.memory": "8g", "spark.executor.cores": "4", "spark.task.cpus": "2"}
+    assert room_of(settings | {"spark.master": "spark://host:1"}) == Room(8 * G, None, 2)
+    assert room_of(settings | {"spark.master": "yarn"}) == Room(8 * G, int(8 * G * 0.1), 2)
+    said = {"spark.master": "k8s://x", "spark.executor.memoryOverhead": "3g"}
+    assert room_of(settings | said) == Room(8 * G, 3 * G, 2)
+
+
+def test_what_does_not_fit_names_the_setting_and_an_amount() -> None:
+    said = judge(Room(G, 384 * M, 1), 800 * M, M, None, None)
+    assert said is not None
+    assert "800m" in said
+    assert "set spark.executor.memoryOverhead to 1200m" in said
+    assert judge(Room(G, 800 * M, 1), 800 * M, M, None, None) is None
+
+
+def test_the_container_counts_too() -> None:
+    said = judge(Room(G, None, 2), 800 * M, M, None, G + 500 * M)
+    assert said is not None
+    assert "500m beside its JVM" in said
+    assert judge(Room(G, None, 2), 800 * M, M, None, 4 * G) is None
+
+
+def test_an_address_space_that_is_nearly_full_is_told() -> None:
+    said = judge(Room(G, None, 1), M, 900 * M, G, None)
+    assert said is not None
+    assert "spark.executor.pyspark.memory" in said
+    assert judge(Room(G, None, 1), M, 700 * M, G, None) is None
+
+
+def test_a_real_process_is_measured_and_one_that_ended_is_not() -> None:
+    assert Room(0, 1, 1).shortage(os.getpid()) is not None
+    assert Room(0, 1 << 50, 1).shortage(os.getpid()) is None or cgroup_limit() is not None
+    assert Room(0, 1, 1).shortage(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", "max", None),
+        ("memory.max", str(G), G),
+        ("memory/memory.limit_in_bytes", str(2**63 - 4096), None),
+    ],
+)
+def test_limits_of_containers(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text + "\n")
+    assert cgroup_limit(tmp_path) == limit
