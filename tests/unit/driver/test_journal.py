@@ -13,7 +13,14 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome
-from spark_elastic.protocol.events import CancelRequested, SlotBeat, SlotJobEnded, SlotRegistered, Tick
+from spark_elastic.protocol.events import (
+    CancelRequested,
+    DriverEvent,
+    SlotBeat,
+    SlotJobEnded,
+    SlotRegistered,
+    Tick,
+)
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 
@@ -58,7 +65,7 @@ def test_events_that_change_nothing_are_left_out_and_beats_are_not(tmp_path: Pat
     journal = Journal(str(path))
     state, commands = driver_machine.initial(Limits(1, 1, 1, lease=2.0), 1)
     journal.begin(state, commands)
-    events = [SlotRegistered(0.0, "1-0", "h", 1), *(Tick(0.05 * n) for n in range(1, 21))]
+    events: list[DriverEvent] = [SlotRegistered(0.0, "1-0", "h", 1), *(Tick(0.05 * n) for n in range(1, 21))]
     for event in (*events, SlotBeat(1.01, "1-0", "", "S")):
         state, commands = driver_machine.step(state, event)
         journal.record(event, commands, state)
