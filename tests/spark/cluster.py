@@ -99,9 +99,9 @@ class StandaloneCluster:
         daemons = [worker.process for worker in self.workers]
         return [process.pid for process in ([self._master, *daemons] if self._master else daemons)]
 
-    def start_worker(self, cores: int = 1, memory: str = "1g") -> Worker:
-        """A new host; returns once the master has it."""
-        worker = self._launch_worker(cores, memory)
+    def start_worker(self, cores: int = 1, memory: str = "1g", gpus: int = 0) -> Worker:
+        """A new host; returns once the master has it. gpus: that it says it has."""
+        worker = self._launch_worker(cores, memory, self._claim(gpus))
         await_line(worker.log, r"(Successfully registered with master)", worker.process)
         return worker
 
@@ -163,11 +163,26 @@ class StandaloneCluster:
             lambda: not any(_running(process) for process in everything), "the cluster's processes to end"
         )
 
-    def _launch_worker(self, cores: int, memory: str) -> Worker:
+    def _claim(self, gpus: int) -> tuple[str, ...]:
+        """Arguments of a worker daemon that takes devices 0, 1 ... for its own."""
+        if gpus == 0:
+            return ()
+        addresses = ", ".join(f'"{number}"' for number in range(gpus))
+        script = self._directory / f"gpus{gpus}.sh"
+        script.write_text(f'#!/bin/sh\necho \'{{"name": "gpu", "addresses": [{addresses}]}}\'\n')
+        script.chmod(0o755)
+        settings = self._directory / f"gpus{gpus}.conf"
+        name = "spark.worker.resource.gpu"
+        settings.write_text(f"{name}.amount {gpus}\n{name}.discoveryScript {script}\n")
+        return "--properties-file", str(settings)
+
+    def _launch_worker(self, cores: int, memory: str, more: tuple[str, ...] = ()) -> Worker:
         self._started += 1
         log = self._directory / f"worker{self._started}.log"
         place = str(self._directory / f"worker{self._started}")
-        process = self._spawn(log, "worker.Worker", "-c", str(cores), "-m", memory, "-d", place, self.url)
+        process = self._spawn(
+            log, "worker.Worker", "-c", str(cores), "-m", memory, "-d", place, *more, self.url
+        )
         worker = Worker(self._started, process, log)
         self.workers.append(worker)
         return worker
