@@ -1,0 +1,9 @@
+"""10,000 workers on 1,000 hosts: losses and joins by the hundred. Minutes, hence not in every build."""
+
+from __future__ import annotations
+
+from tests.simulation.test_scale import weather
+
+
+def test_a_storm_over_ten_thousand_workers() -> None:
+    weather(hosts=1000)
