@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.simulation.test_scale import weather
 
 
+@pytest.mark.faults
 def test_a_storm_over_ten_thousand_workers() -> None:
     weather(hosts=1000)
