@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import psutil
 import pytest
 
 from elastic_collectives import Group
@@ -19,7 +20,7 @@ from spark_elastic.launch import launch
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
-from tests.spark.cluster import StandaloneCluster
+from tests.spark.cluster import StandaloneCluster, await_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -98,6 +99,43 @@ def test_output_and_ports(spark: SparkSession) -> None:
     assert json.loads(result.results[0])["sum"] == program.expected()
     said = {(rank, line) for rank, line in striker.lines if line.startswith("I am")}
     assert said == {(0, "I am 0"), (1, "I am 1")}
+
+
+def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_executor(
+    spark: SparkSession, standalone: StandaloneCluster
+) -> None:
+    sc = spark.sparkContext
+    children: list[psutil.Process] = []
+    said: dict[str, set[str]] = {}
+
+    def look_and_kill() -> None:
+        store = sc._jsc.sc().statusStore()
+        slots = set(sc.statusTracker().getJobIdsForGroup("mine"))
+        listed = store.jobsList(None)
+        jobs = [listed.apply(i) for i in range(listed.size()) if listed.apply(i).jobId() in slots]
+        stages = store.activeStages()
+        said["descriptions"] = {str(job.description().get()) for job in jobs}
+        said["tagged"] = {str(job.jobTags().contains("theirs")) for job in jobs}
+        said["pools"] = {str(stages.apply(i).schedulingPool()) for i in range(stages.size())}
+        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
+        children.extend(standalone.training_children(busy[0]))
+        standalone.kill_executor(busy[0])
+
+    sc.setJobGroup("mine", "described")
+    sc.addJobTag("theirs")
+    sc.setLocalProperty("spark.scheduler.pool", "lane")
+    try:
+        striker = Striker({20: look_and_kill})
+        launch(spark, CountingProgram(120, 0.05), Limits(2, 1, 2), ElasticConfig(), "carried", (), striker)
+    finally:
+        for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):
+            sc.setLocalProperty(name, None)
+        sc.removeJobTag("theirs")
+    assert said == {"descriptions": {"described"}, "tagged": {"True"}, "pools": {"lane"}}
+    assert children
+    await_true(
+        lambda: not any(child.is_running() for child in children), "the executor's workers to end", 10.0
+    )
 
 
 def test_an_address_that_executors_cannot_reach_is_named(spark: SparkSession) -> None:
