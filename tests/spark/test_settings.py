@@ -30,6 +30,8 @@ NARROW = {
     "spark.driver.maxResultSize": "1m",
     "spark.rpc.message.maxSize": "1",
     "spark.python.worker.reuse": "false",
+    "spark.executorEnv.http_proxy": "http://127.0.0.1:9",
+    "spark.executorEnv.https_proxy": "http://127.0.0.1:9",
 }
 SPECULATIVE = {
     "spark.speculation": "true",
