@@ -1,0 +1,64 @@
+"""P7 under twenty random kills: everything dies at a moment of the seed's, and another driver ends the run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.held_run import HeldRun
+from tests.component.torch.job import (
+    RUN,
+    Follower,
+    difference,
+    launcher,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+from tests.component.torch.test_resume import DRIVER, every_row_once_by_attempt, make_job
+
+pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    job, (store, manifest) = make_job(), make_data(tmp_path)
+    whole = job.batch_size * job.workers
+    first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
+    try:
+        until = time.monotonic() + 60
+        while not Checkpoints(store, RUN).published():
+            assert first.poll() is None
+            assert time.monotonic() < until, "no checkpoint"
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 1.0))
+        first.kill()  # its slots and their workers die with it
+    finally:
+        first.wait(60)
+    assert first.returncode == -signal.SIGKILL, "it had ended before it was to be killed"
+    workers = draw.choice([1, 2, 3])
+    other = replace(job, workers=workers, batch_size=whole // workers)
+    assert other.plan(manifest) == job.plan(manifest)
+    run = HeldRun.take(store, RUN)
+    ours, result = train_elastic(
+        other,
+        store,
+        manifest,
+        str(tmp_path / "ledger"),
+        Follower(),
+        lambda task: launcher(task, room=workers),
+        run=run,
+    )
+    assert "goes on from checkpoint 000001-" in result.worlds[0].reason
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    every_row_once_by_attempt(tmp_path / "ledger", job.epochs)
