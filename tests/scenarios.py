@@ -18,8 +18,6 @@ IDS = tuple(
     for letter, last in (("E", 8), ("S", 14), ("U", 3), ("G", 19))
     for number in range(1, last + 1)
 )
-# Not written yet.
-AWAITED = frozenset(IDS)
 # Nothing goes wrong in these: happy runs, units without a process, versions, sizes.
 FAULTLESS = frozenset({"S1", "U1", "U2", "U3", "G10", "G11", "G16", "G17", "G19"})
 
