@@ -171,6 +171,7 @@ verb_sim() { run_tests tests/simulation "$@"; } # the elastic protocol under see
 verb_component() { run_tests tests/component "$@"; } # real sockets and processes, no Java
 verb_spark() { run_tests tests/spark "$@"; } # real Spark on a standalone cluster
 verb_faults() { run_tests -m faults "$@"; } # the long fault plans
+verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faults "$@"; } # scenarios whose faults do not happen: each must fail
 
 verb_native() { # the engine's own tests
     setup
