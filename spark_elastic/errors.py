@@ -9,7 +9,7 @@ ElasticError                      everything below
 │   ├── OutOfMemory               workers were killed again and again because memory ran out
 │   ├── TimeLimitReached          `max_runtime` is over; the newest checkpoint stays
 │   └── FailureBudgetExceeded     too many failures inside the window
-├── JobCancelled                  the user or Spark cancelled the job
+├── JobCancelled                  the user or Spark cancelled the job, or another driver took its run over
 ├── DriverUnreachable             the rendezvous server does not answer; names host:port
 ├── Unauthorized                  a request without the job's key
 ├── StaleGeneration               a message of a world that is over
@@ -58,7 +58,7 @@ class FailureBudgetExceeded(JobFailed):
 
 
 class JobCancelled(ElasticError):
-    """The user or Spark cancelled the job."""
+    """The user or Spark cancelled the job, or another driver took its run over."""
 
 
 class DriverUnreachable(ElasticError):

@@ -119,6 +119,7 @@ def _trained(
         trained["history"],
         manifest.rows,
     )
+    run.check()
     result.save(store, run_id)
     store.remove_tree(f"runs/{run_id}/checkpoints")
     return record, result, launched.worlds

@@ -59,3 +59,5 @@ class CheckpointWriter:
                 self._tell(self._checkpoints.write(fence, position, parts()))
             except ElasticError as error:
                 log.warning("checkpoint at %s not written: %s", position, error)
+            except Exception:  # of whatever made the bytes; the next checkpoint may fare better
+                log.exception("checkpoint at %s not written", position)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
@@ -43,6 +43,15 @@ class HeldRun:
         attempt = attempts.take(store, run_id)
         return cls(store, run_id, attempt, Checkpoints(store, run_id).published())
 
+    def check(self) -> None:
+        """Raises JobCancelled where another driver holds the run."""
+        holder = attempts.highest(self.store, self.run_id)
+        if holder != self.attempt:
+            raise JobCancelled(
+                f"run {self.run_id!r} was taken over by another driver (attempt {holder}; this one is attempt "
+                f"{self.attempt})"
+            )
+
     def start(self, lost: Callable[[str], None]) -> None:
         """lost: called with a sentence, once, when another driver holds the run."""
         self._thread = threading.Thread(
@@ -62,15 +71,12 @@ class HeldRun:
     def _run(self, lost: Callable[[str], None]) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                holder = attempts.highest(self.store, self.run_id)
-                if holder != self.attempt:
-                    lost(
-                        f"run {self.run_id!r} was taken over by another driver (attempt {holder}; this one is attempt "
-                        f"{self.attempt})"
-                    )
-                    return
+                self.check()
                 self._carry_out(*order)
-            except StoreError as error:
+            except JobCancelled as taken:
+                lost(str(taken))
+                return
+            except Exception as error:  # of whatever file system; the next order may fare better
                 log.warning("a checkpoint could not be published: %s", error)
 
     def _carry_out(self, kept: Several, surplus: Several) -> None:

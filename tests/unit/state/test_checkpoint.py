@@ -134,6 +134,26 @@ def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:
     assert [checkpoint.position.step for checkpoint in told] == [1, 3]
 
 
+def test_a_checkpoint_that_cannot_be_made_costs_that_one_alone(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Checkpoint] = []
+    failed = threading.Event()
+
+    def broken() -> dict[str, bytes]:
+        failed.set()
+        raise MemoryError("no room for the bytes")
+
+    writer = CheckpointWriter(Checkpoints(store, "r"), told.append)
+    with caplog.at_level(logging.ERROR, "spark_elastic"):
+        writer.offer(Fence(1, 2), at(1), broken)
+        assert failed.wait(20.0)
+        writer.offer(Fence(1, 2), at(2), lambda: {"a": b"2"})
+        writer.close()
+    assert [checkpoint.position.step for checkpoint in told] == [2]
+    assert "no room for the bytes" in caplog.text
+
+
 def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "runs").write_text("a file where a folder should be")
     writer = CheckpointWriter(Checkpoints(Store.open(str(tmp_path)), "r"), lambda checkpoint: None)
