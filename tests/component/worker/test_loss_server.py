@@ -77,9 +77,9 @@ class HeldUp(Job):
 
 
 def test_r12_a_server_that_is_held_up_for_longer_than_a_lease_loses_nobody(fault: Fault) -> None:
-    job = HeldUp(CountingProgram(180, 0.03))
-    job.at_step(10, lambda: fault(job.hold_up, 5.0))
-    result = job.run(lease=2.5)
+    job = HeldUp(CountingProgram(300, 0.03))  # goes on for long enough after it to be heard again
+    job.at_step(10, lambda: fault(job.hold_up, 4.0))
+    result = job.run(lease=2.0)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
     assert leap > 40, "steps went on while nobody served"
