@@ -41,6 +41,7 @@ from spark_elastic.spark.materialize import materialize
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
 from spark_elastic.spark.shipping import ship
+from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.torch.checkpointing import CheckpointPolicy
@@ -155,6 +156,7 @@ def _data(df: DataFrame, request: Request, store: Store, run: HeldRun) -> Iterat
             record = RunRecord.of(request, own, manifest, _plan(request, manifest))
         except BaseException:
             _forget_rows(store, own)
+            attempts.forget(store, run.run_id, run.attempt)
             raise
         record.save(store, run.run_id)
     try:
@@ -165,6 +167,7 @@ def _data(df: DataFrame, request: Request, store: Store, run: HeldRun) -> Iterat
         else:
             _forget_rows(store, record.data)
             store.delete(f"runs/{run.run_id}/run.json")
+            attempts.forget(store, run.run_id, run.attempt)
         raise
     _forget_rows(store, record.data)
 

@@ -36,5 +36,11 @@ def highest(store: Store, run_id: str) -> int:
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
+def forget(store: Store, run_id: str, attempt: int) -> None:
+    """Of a run that came to nothing; not where another driver holds it by now."""
+    if highest(store, run_id) == attempt:
+        store.remove_tree(_folder(run_id))
+
+
 def _folder(run_id: str) -> str:
     return f"runs/{run_id}/attempts"

@@ -83,6 +83,15 @@ def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     assert attempts.highest(store, "another") == 0
 
 
+def test_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: Store) -> None:
+    for _ in range(2):
+        attempts.take(store, "r")
+    attempts.forget(store, "r", 1)
+    assert attempts.highest(store, "r") == 2
+    attempts.forget(store, "r", 2)
+    assert attempts.highest(store, "r") == 0
+
+
 def test_an_object_is_created_once(store: Store) -> None:
     assert store.create_exclusive("x/y", b"mine")
     assert not store.create_exclusive("x/y", b"theirs")
