@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -23,7 +23,7 @@ from spark_elastic.launch import LaunchResult, launch
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
 from tests.scenarios import Fault
-from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.cluster import StandaloneCluster, Worker, await_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -149,7 +149,9 @@ def test_hosts_that_nobody_needs_come_and_go_unnoticed(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
     all_executors(spark)
-    lost: list[int] = []
+    lost: list[Worker] = []
+    brought: list[Worker] = []
+    over = Event()
 
     def lose_one_and_bring_one() -> None:
         idle = [
@@ -157,19 +159,26 @@ def test_hosts_that_nobody_needs_come_and_go_unnoticed(
             for w in standalone.workers
             if not any(map(standalone.training_children, children(standalone, w)))
         ]
-        lost.append(idle[0].number)
+        lost.append(idle[0])
         standalone.kill_worker(idle[0])
-        standalone.start_worker()
+        brought.append(standalone.start_worker())
+        over.wait(60.0)  # a worker dies with the thread that started it
 
     story = Story((20, None, lambda: fault(lose_one_and_bring_one)))
     program = CountingProgram(300, PACE)
-    result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "unused", (), story)
+    try:
+        result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "unused", (), story)
+        await_true(lambda: not lost or bool(brought), "the new host")
+    finally:
+        for worker in brought:
+            standalone.kill_worker(worker)
+        over.set()
     assert lost, "no host was idle"
     assert story.sizes == [2]
     assert exact(result, program)
 
 
-def children(cluster: StandaloneCluster, worker: Any) -> list[int]:
+def children(cluster: StandaloneCluster, worker: Worker) -> list[int]:
     """The executors of a host."""
     import psutil
 
