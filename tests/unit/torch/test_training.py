@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -282,6 +282,15 @@ def test_r06_ranks_at_different_positions_do_not_step() -> None:
     in_a_world(2, work)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises; a shell starts what it puts into the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
     assert threading.current_thread() is threading.main_thread()
     through = False
