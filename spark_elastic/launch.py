@@ -267,6 +267,13 @@ def supervise(
     return LaunchResult(_results(end), tuple(audience.worlds), tuple(journal.story()))
 
 
+def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
+    """The limits of a job: the numbers of its workers, and every setting that has the name of a limit."""
+    names = Limits.__dataclass_fields__.keys() & ElasticConfig.__dataclass_fields__.keys()
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return Limits(num_workers, min_workers, max_workers, **settings)
+
+
 def _unpublished(kept: tuple[Checkpoint, ...], surplus: tuple[Checkpoint, ...]) -> None:
     """A job without a run has nowhere to write, and writes nothing."""
 

@@ -34,7 +34,7 @@ from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch import LaunchResult, WorldSpan, launch
+from spark_elastic.launch import LaunchResult, WorldSpan, bounds, launch
 from spark_elastic.observe.progress import Progress
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.materialize import materialize
@@ -187,16 +187,8 @@ def _goes_on(request: Request, store: Store, run_id: str) -> bool:
 
 
 def _limits(request: Request, global_batch: int) -> Limits:
-    """What bounds the job; a setting of the config has the name that it has here."""
-    bounds = {field.name for field in dataclasses.fields(Limits)}
-    settings = {name: value for name, value in vars(request.config).items() if name in bounds}
-    return Limits(
-        request.num_workers,
-        request.min_workers,
-        request.max_workers,
-        max_global_batch=global_batch,
-        **settings,
-    )
+    limits = bounds(request.config, request.num_workers, request.min_workers, request.max_workers)
+    return dataclasses.replace(limits, max_global_batch=global_batch)
 
 
 def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:

@@ -19,7 +19,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch import LaunchResult, Site, launch, supervise
+from spark_elastic.launch import LaunchResult, Site, bounds, launch, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.running.output import Output
@@ -166,13 +166,6 @@ def prepare(
 def results(launched: LaunchResult) -> list[Any]:
     """By rank. None also stands for a worker that was lost after rank 0 had ended."""
     return [decode(text) for text in launched.results]
-
-
-def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
-    """The limits of a job: the numbers of its workers, and every setting that has the name of a limit."""
-    names = Limits.__dataclass_fields__.keys() & ElasticConfig.__dataclass_fields__.keys()
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
-    return Limits(num_workers, min_workers, max_workers, **settings)
 
 
 def _positional(

@@ -10,8 +10,8 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
+from spark_elastic.launch import bounds
 from spark_elastic.protocol.types import Limits
-from spark_elastic.running.call import bounds
 from spark_elastic.running.options import ALIASES, REFUSED, parse
 
 # What Horovod's `spark.run_elastic`, `spark.run` and `run` take beside function and arguments.
