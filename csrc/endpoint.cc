@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -57,6 +58,16 @@ Endpoint::Endpoint(std::string key, const std::string& host, int first, int last
 
 Endpoint::~Endpoint() { close(); }
 
+void Endpoint::enroll(int event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  events_.push_back(event);
+}
+
+void Endpoint::dismiss(int event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  events_.erase(std::remove(events_.begin(), events_.end(), event), events_.end());
+}
+
 void Endpoint::park(int fd, const Hello& hello) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
@@ -65,6 +76,10 @@ void Endpoint::park(int fd, const Hello& hello) {
     return;
   }
   parked_.push_back({fd, hello, std::chrono::steady_clock::now()});
+  const uint64_t one = 1;
+  for (const int event : events_) {
+    if (write(event, &one, sizeof one) < 0) continue;  // full: it is awake already
+  }
 }
 
 std::vector<std::pair<int, Hello>> Endpoint::takeParked(const Fence& fence) {

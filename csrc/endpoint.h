@@ -33,7 +33,11 @@ class Endpoint {
   const std::string& address() const { return address_; }  // as peers dial it
   int fd() const { return fd_; }
 
-  // A proven connection of a newer world waits for its group; bounded in number and time. Takes the descriptor.
+  // The eventfds of meshes that are to look for parked connections when one comes.
+  void enroll(int event);
+  void dismiss(int event);
+  // A proven connection of a newer world, or of another channel, waits for its group; bounded in number and time. Takes
+  // the descriptor.
   void park(int fd, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<int, Hello>> takeParked(const Fence& fence);
@@ -55,6 +59,7 @@ class Endpoint {
   std::atomic<int> fd_{-1};
   std::mutex mutex_;  // guards what follows
   bool closed_ = false;
+  std::vector<int> events_;
   std::vector<Parked> parked_;
   std::vector<Incoming> unproven_;
 };

@@ -15,11 +15,15 @@
 
 namespace elastic {
 
+// channel: tells the groups of one generation apart; none of them is older than another.
 struct Fence {
   uint64_t attempt = 0;
   uint64_t generation = 0;
+  uint64_t channel = 0;
 
-  bool operator==(const Fence& o) const { return attempt == o.attempt && generation == o.generation; }
+  bool operator==(const Fence& o) const {
+    return attempt == o.attempt && generation == o.generation && channel == o.channel;
+  }
   bool operator<(const Fence& o) const {
     return attempt != o.attempt ? attempt < o.attempt : generation < o.generation;
   }
@@ -27,7 +31,7 @@ struct Fence {
 
 using Nonce = std::array<uint8_t, 16>;
 
-constexpr uint64_t kMagic = 0x31676e6972736c65;  // "elsring1"
+constexpr uint64_t kMagic = 0x32676e6972736c65;  // "elsring2"
 
 struct Hello {
   uint64_t magic = kMagic;
@@ -46,7 +50,7 @@ struct Proof {
   Digest mac{};
 };
 
-static_assert(sizeof(Hello) == 48 && sizeof(Challenge) == 48 && sizeof(Proof) == 32, "wire layout");
+static_assert(sizeof(Hello) == 56 && sizeof(Challenge) == 48 && sizeof(Proof) == 32, "wire layout");
 
 Nonce freshNonce();
 Digest macOf(const std::string& key, const char* side, const Hello& hello, const Nonce& nonce);

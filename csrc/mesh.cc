@@ -46,6 +46,7 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
   }
   watch(event_, EPOLLIN, true);
   watch(endpoint_->fd(), EPOLLIN, true);
+  endpoint_->enroll(event_);
   adoptLeftOver();
 }
 
@@ -66,6 +67,7 @@ void Mesh::close() {
   for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second));
   incoming_.clear();
   guests_.clear();
+  if (event_ >= 0) endpoint_->dismiss(event_);
   if (epoll_ >= 0) ::close(epoll_);
   if (event_ >= 0) ::close(event_);
   epoll_ = event_ = -1;
@@ -199,6 +201,7 @@ void Mesh::dispatch(int fd, uint32_t events) {
   if (fd == event_) {
     uint64_t count;
     if (read(event_, &count, sizeof count) < 0) return;  // somebody else has taken it
+    adoptLeftOver();
   } else if (fd == endpoint_->fd()) {
     acceptAll();
   } else if (auto found = incoming_.find(fd); found != incoming_.end()) {
@@ -271,7 +274,7 @@ void Mesh::adopt(Incoming& incoming) {
   const Digest expected = macOf(endpoint_->key(), "dial", hello, incoming.nonce);
   if (!equalInConstantTime(proof.mac, expected)) return forget(fd, true);
   forget(fd, false);
-  if (fence_ < hello.fence) return endpoint_->park(fd, hello);
+  if (!(fence_ == hello.fence)) return endpoint_->park(fd, hello);
   adoptProven(fd, hello);
 }
 

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <numeric>
 
@@ -61,7 +62,7 @@ void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, b
 }
 
 std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers,
-                                 std::pair<uint64_t, uint64_t> fence, double timeout, size_t bcubeLimit,
+                                 std::array<uint64_t, 3> fence, double timeout, size_t bcubeLimit,
                                  const std::vector<int>& local) {
   GroupOptions options;
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
@@ -69,7 +70,7 @@ std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, c
   options.checkSignals = checkSignals;
   options.local = local;
   py::gil_scoped_release released;
-  return std::make_unique<Group>(std::move(endpoint), rank, peers, Fence{fence.first, fence.second}, options);
+  return std::make_unique<Group>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options);
 }
 
 }  // namespace

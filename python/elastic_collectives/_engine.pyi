@@ -33,7 +33,7 @@ class Group:
         endpoint: Endpoint,
         rank: int,
         peers: Sequence[str],
-        fence: tuple[int, int],
+        fence: tuple[int, int, int],
         timeout: float,
         bcube_limit: int,
         local: Sequence[int],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +18,7 @@ from elastic_collectives.operands import (
     as_array,
     as_reduction,
     as_rows,
+    checked_members,
     checked_root,
     checked_splits,
     even_parts,
@@ -109,18 +112,45 @@ def connect(
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
     peers = [blob.decode() for blob in blobs]
-    native = _engine.Group(endpoint.native, rank, peers, fence, timeout, BCUBE_LIMIT, local)
-    return EngineGroup(native, rank, size, fence)
+    return EngineGroup(_Origin(endpoint, peers, fence, timeout, local), rank)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a group was made of, and its subgroups are."""
+
+    endpoint: Endpoint
+    peers: list[str]
+    fence: tuple[int, int]
+    timeout: float
+    local: list[int]
+    channel: int = 0
+
+    def native(self, rank: int) -> _engine.Group:
+        fence = (*self.fence, self.channel)
+        return _engine.Group(
+            self.endpoint.native, rank, self.peers, fence, self.timeout, BCUBE_LIMIT, self.local
+        )
+
+    def among(self, ranks: Sequence[int], channel: int) -> _Origin:
+        local = [place for place, rank in enumerate(ranks) if rank in self.local]
+        peers = [self.peers[rank] for rank in ranks]
+        return replace(self, peers=peers, local=local, channel=channel)
 
 
 class EngineGroup:
     """`Group` over the native engine. A lone rank needs no sockets: its collectives are the identity."""
 
-    def __init__(self, native: _engine.Group, rank: int, size: int, fence: tuple[int, int]) -> None:
-        self._native = native
+    def __init__(self, origin: _Origin, rank: int) -> None:
+        self._origin = origin
+        self._native = origin.native(rank)
+        self._subgroups: list[EngineGroup] = []
+        self._ended: str | None = None
+        self._lock = threading.Lock()  # owns the two
         self.rank = rank
-        self.size = size
-        self.fence = fence
+        self.size = len(origin.peers)
+        self.fence = origin.fence
+        self.timeout = origin.timeout
 
     def allreduce(
         self,
@@ -227,11 +257,30 @@ class EngineGroup:
         if not self._alone():
             self._native.barrier()
 
+    def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> EngineGroup:
+        members = checked_members(channel, ranks, self.rank, self.size)
+        group = EngineGroup(self._origin.among(members, channel), members.index(self.rank))
+        with self._lock:
+            self._subgroups.append(group)
+            ended = self._ended
+        if ended is not None:
+            group.abort(ended)
+        return group
+
     def abort(self, reason: str) -> None:
         self._native.abort(reason)
+        for group in self._end(reason):
+            group.abort(reason)
 
     def close(self) -> None:
+        for group in self._end(f"rank {self.rank}: the group is closed"):
+            group.close()
         self._native.close()
+
+    def _end(self, reason: str) -> list[EngineGroup]:
+        with self._lock:
+            self._ended = self._ended or reason
+            return list(self._subgroups)
 
     def __enter__(self) -> EngineGroup:
         return self

@@ -30,6 +30,7 @@ from elastic_collectives.operands import (
     as_array,
     as_reduction,
     as_rows,
+    checked_members,
     checked_root,
     checked_splits,
     even_parts,
@@ -58,6 +59,7 @@ class FakeFabric:
         self._failure: CollectiveError | None = None
         self._gone: dict[int, CollectiveError] = {}  # closed or killed ranks; what their own calls raise
         self._planned: dict[tuple[int, int], Callable[[], None]] = {}
+        self._beside: dict[int, tuple[list[int], FakeFabric]] = {}
         self._groups = [FakeGroup(self, rank) for rank in range(size)]
 
     @property
@@ -84,12 +86,33 @@ class FakeFabric:
         with self._news:
             self._failure = self._failure or error
             self._news.notify_all()
+            beside = list(self._beside.values())
+        for _, fabric in beside:
+            fabric.fail(error)
 
     def leave(self, rank: int, own: CollectiveError) -> None:
         """The rank takes part no more; `own` is what its calls raise from now on."""
         with self._news:
             self._gone.setdefault(rank, own)
             self._news.notify_all()
+            beside = list(self._beside.values())
+        for members, fabric in beside:
+            if rank in members:
+                fabric.leave(members.index(rank), own)
+
+    def beside(self, channel: int, members: list[int]) -> FakeFabric:
+        """The fabric of a subgroup; made by the first of its ranks that asks."""
+        with self._news:
+            known = self._beside.get(channel)
+            if known is None:
+                fabric = FakeFabric(len(members), self.fence, self.timeout)
+                self._beside[channel] = members, fabric
+                fabric._failure = self._failure
+                fabric._gone = {members.index(r): why for r, why in self._gone.items() if r in members}
+                return fabric
+        if known[0] != members:
+            raise ValueError(f"channel {channel} is one of ranks {known[0]}, and not of {members}.")
+        return known[1]
 
     def meet(self, rank: int, nth: int, call: tuple[Any, ...], part: Array) -> list[Array]:
         """Bring `part` to the rank's n-th collective and return all parts in rank order."""
@@ -149,6 +172,7 @@ class FakeGroup:
         self.rank = rank
         self.size = fabric.size
         self.fence = fabric.fence
+        self.timeout = fabric.timeout
 
     def allreduce(
         self,
@@ -224,6 +248,10 @@ class FakeGroup:
 
     def barrier(self) -> None:
         self._meet(("barrier",), np.empty(0))
+
+    def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> FakeGroup:
+        members = checked_members(channel, ranks, self.rank, self.size)
+        return self._fabric.beside(channel, members).group(members.index(self.rank))
 
     def abort(self, reason: str) -> None:
         self._fabric.fail(GroupAborted((), reason))

@@ -114,6 +114,20 @@ class Group(Protocol):
         """Return once all ranks have called it."""
         ...
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that one wait for a peer may last."""
+        ...
+
+    def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> Group:
+        """A group beside this one, of the same generation, with collectives in an order of its own.
+
+        channel: tells it from others, 1 or more; the same on all its ranks, and used once per generation and rank.
+        ranks: those of this group that are in it, ascending; None: all. Nothing is exchanged before its first
+        collective. Whatever ends this group ends it; it does not end this group. Any thread.
+        """
+        ...
+
     def abort(self, reason: str) -> None:
         """Fail the group at once, here and at the peers that can be told; any thread, any number of times."""
         ...

@@ -158,6 +158,22 @@ def checked_root(root: int, size: int) -> None:
         raise ValueError(f"root must be in [0, {size}); got {root}.")
 
 
+def checked_members(channel: int, ranks: Sequence[int] | None, rank: int, size: int) -> list[int]:
+    """The ranks of a subgroup, in order; all, where None are given.
+
+    Raises:
+        ValueError: they make no group of which `rank` is a member, or the channel is the whole group's.
+    """
+    members = list(range(size)) if ranks is None else list(ranks)
+    if sorted(set(members)) != members or not members or members[0] < 0 or members[-1] >= size:
+        raise ValueError(f"ranks of a subgroup must be in [0, {size}), ascending; got {members}.")
+    if rank not in members:
+        raise ValueError(f"rank {rank} is not among the ranks {members} of the subgroup.")
+    if not 0 < channel < 1 << 63:
+        raise ValueError(f"channel must be a number above 0, and the whole group has 0; got {channel}.")
+    return members
+
+
 def checked_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
     """How many of `rows` go to each of `size` ranks.
 

@@ -137,7 +137,7 @@ class WatchedAsks:
 class _WatchedGroup:
     """A group whose every collective is marked as waiting."""
 
-    _SILENT = frozenset({"rank", "size", "fence", "abort", "close"})
+    _SILENT = frozenset({"rank", "size", "fence", "abort", "close", "subgroup"})
 
     def __init__(self, group: Group, sampler: Sampler) -> None:
         self._group = group

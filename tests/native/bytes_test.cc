@@ -117,6 +117,13 @@ TEST(bytes, an_endpoint_gives_parked_connections_to_their_world_alone) {
   CHECK(taken.size() == 1 && taken[0].first == own);
   CHECK(!isOpen(old) && isOpen(own) && isOpen(next));
   close(own);
+  Hello other = newer;
+  other.fence.channel = 3;
+  const int beside = descriptor();
+  endpoint.park(beside, other);
+  CHECK(endpoint.takeParked({2, 1, 4}).empty() && isOpen(next) && isOpen(beside));
+  CHECK(endpoint.takeParked({2, 1, 3}).size() == 1);
+  close(beside);
   endpoint.close();
   CHECK(!isOpen(next));
   const int late = descriptor();
