@@ -93,7 +93,7 @@ def _mind_running(turn: Turn, over_time: str) -> None:
 
 
 def _announce(turn: Turn, over_time: str) -> None:
-    """A planned change, once it is wanted for `debounce` and would change the world; or the job's end."""
+    """A planned change that would change the world, once no other is about to join it; or the job's end."""
     state = turn.state
     if state.announced or state.results:
         return
@@ -102,7 +102,8 @@ def _announce(turn: Turn, over_time: str) -> None:
         return
     if state.change_since is None:
         state.change_since = turn.now
-    if turn.now - state.change_since < state.limits.debounce:
+    more_may_come = state.starting or state.draining or state.listed is not None or over_time
+    if more_may_come and turn.now - state.change_since < state.limits.debounce:
         return  # what the next world would be is worth working out once, not at each of a thousand joins
     why = over_time or _change_wanted(turn)
     if not why:

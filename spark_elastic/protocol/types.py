@@ -134,7 +134,7 @@ class Limits:
     alone may stay broken. same_moment: connections that break within it are judged together.
     driver_timeout: a worker that has not heard the driver for so long has ended itself.
     regroup_timeout: how long survivors wait for a member that lives but does not come.
-    debounce: how long a planned change waits for others to join it.
+    debounce: how long a planned change waits for others to join it, where some may.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).
     reset_limit: plain count of new worlds after the first, as Horovod counts; None: unlimited.
     cooldown_range: for how long a slot or host is not used after its first failure, and at most after many.

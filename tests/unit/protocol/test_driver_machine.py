@@ -208,14 +208,23 @@ def test_reset_limit_counts_new_worlds() -> None:
 # ---- planned changes
 
 
-def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
+def test_a_newcomer_is_announced_at_once_where_nobody_else_starts() -> None:
     bench = Bench()
     bench.start(1, 2)
     bench.warm(3)
+    assert [announce.version for announce in bench.all(Announce)] == [1]
+
+
+def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    bench.slot(3)
+    bench.slot(4)
+    bench.join(name(3))
     bench.on(on.Tick(0))
     assert not bench.all(Announce)
-    bench.wait(0.5, beating=[1, 2, 3])
-    bench.warm(4)
+    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.join(name(4))
     bench.wait(0.5, beating=[1, 2, 3, 4])
     assert [announce.version for announce in bench.all(Announce)] == [1]
     bench.stop_planned(6, name(2), name(1))
