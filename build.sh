@@ -146,7 +146,21 @@ verb_demo() { # train on real digits while an executor is killed
 verb_test() { # everything but the long fault plans and the benchmarks
     setup
     native_programs
-    python -m pytest -m "not faults or ci" "$@"
+    if (($#)); then python -m pytest -m "not faults or ci" "$@"; else two_streams -m "not faults or ci"; fi
+}
+
+# Tests on Spark mostly wait and the others mostly compute, so both run at once; the others' output comes at the end.
+two_streams() {
+    local log=$NATIVE/tests.log on_spark=0 others=0
+    set -m # a process group for the one behind, in which Ctrl-C is not ignored
+    python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults >"$log" 2>&1 &
+    trap "kill -INT -- -$! 2>/dev/null; exit 130" INT TERM
+    python -m pytest "$@" tests/spark tests/faults || on_spark=$?
+    wait $! || others=$?
+    trap - INT TERM
+    say "the tests without Spark"
+    cat "$log"
+    ((on_spark == 0 && others == 0))
 }
 
 verb_build() { # the virtual environment and the engine
