@@ -1,16 +1,15 @@
 """Gradients of one step, summed over the world while backward still runs.
 
-Gradients are views of flat buckets, so that nothing is copied in or out. Hooks tell which gradients are there; one
-engine thread, started with the first bucket that has peers, reduces them strictly in the layout's order (R7). The
-training thread owns everything else and waits in `finish`. A failed exchange leaves no parameter touched: only bucket
+Gradients are views of flat buckets, so that nothing is copied in or out. Hooks tell which gradients are there; the
+engine's thread reduces them strictly in the layout's order (R7). The training thread owns everything else and waits in
+`finish`. A failed exchange leaves no parameter touched: only bucket
 memory is void. A step given up half-way is drained before the next one begins.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from types import TracebackType
 
 import numpy as np
@@ -20,58 +19,9 @@ import torch
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.buckets import Bucket, Spec, layout, layout_hash
+from spark_elastic.worker.engine_thread import EngineThread
 
 BUCKET_BYTES = 25 << 20
-
-
-class _Engine:
-    """One thread that does what it is handed, in order, until something raises. The error stays until `clear`."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._open = 0
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._open += 1
-        self._work.put(work)
-
-    def drain(self) -> None:
-        """Until nothing is under way, broken or not. The group's own timeout bounds the wait."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._open == 0)
-
-    def clear(self) -> None:
-        self._error = None
-
-    def wait(self) -> None:
-        """Until all is done; raises what broke."""
-        self.drain()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                if self._error is None:
-                    work()
-            except BaseException as error:  # raised again in the training thread by `wait`
-                self._error = error
-            with self._changed:
-                self._open -= 1
-                self._changed.notify_all()
 
 
 class GradientExchange:
@@ -87,9 +37,11 @@ class GradientExchange:
         bucket_bytes: int = BUCKET_BYTES,
         prescale: float = 1.0,
         opener: Callable[[], None] | None = None,
+        engine: Callable[[], EngineThread | None] = lambda: None,
     ) -> None:
         """prescale: factor on a bucket before it goes out. opener: called at a gradient that comes while no step is
-        open, to `open` one; for loops that call nothing before backward."""
+        open, to `open` one; for loops that call nothing before backward. engine: the thread that serves the group at
+        a step's opening; None: one of its own."""
         self._names, self._parameters, self._frozen = _trainable(named_parameters)
         specs = [
             Spec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
@@ -111,7 +63,10 @@ class GradientExchange:
         self._open = False
         self._group: Group | None = None
         self._agreed: Group | None = None
-        self._engine = _Engine()
+        self._own = EngineThread()
+        self._engine_now = engine
+        self._engine = self._own  # of the open step
+        self._sent: Future[None] | None = None  # what the open step handed over last
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda tensor, index=i: self._arrived(index))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self._parameters)
@@ -169,6 +124,7 @@ class GradientExchange:
                     f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
                 )
         self._group, self._passes, self._launched, self._open = group, passes, 0, True
+        self._engine, self._sent = self._engine_now() or self._own, None
         self._arrivals = [0] * len(self._parameters)
         self._waiting = [len(bucket.slices) * passes for bucket in self._buckets]
 
@@ -191,20 +147,21 @@ class GradientExchange:
                 self._adopt(index)
         while self._launched < len(self._buckets):
             self._launch()
-        self._engine.wait()
+        if self._sent is not None:
+            self._sent.result()
         self._open = False
 
     def drain(self) -> None:
         """Until the buckets that have gone out are back, or broke."""
-        self._engine.drain()
+        if self._sent is not None:
+            self._sent.exception()
 
     def abandon(self) -> None:
         """Give up the open step, if any: nothing of it is under way when this returns. Its group is of no more use
         once buckets have gone out, since the peers wait for the rest."""
         if self.under_way and self._group is not None:
             self._group.abort("a step was given up in the middle of its exchange")
-        self._engine.drain()
-        self._engine.clear()
+        self.drain()
         self._open = False
 
     def scale(self, factor: float) -> None:
@@ -219,7 +176,7 @@ class GradientExchange:
 
     def close(self) -> None:
         self.abandon()
-        self._engine.close()
+        self._own.close()
         for hook in self._hooks:
             hook.remove()
         self.drop_absent(np.zeros(len(self._parameters), np.bool_))
@@ -278,11 +235,22 @@ class GradientExchange:
         if group is None or group.size == 1:
             return
         if group is not self._agreed:
-            self._engine.submit(lambda: self._agree(group))
+            self._submit(lambda: self._agree(group))
             self._agreed = group
         if self._prescale != 1.0:
             flat.mul_(self._prescale)
-        self._engine.submit(lambda: group.allreduce(array))
+        self._submit(lambda: group.allreduce(array))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        """To the engine's thread. What the step sent before has broken: raises that instead."""
+        before = self._sent
+
+        def next_one() -> None:
+            if before is not None:
+                before.result()
+            work()
+
+        self._sent = self._engine.submit(next_one)
 
 
 def _trainable(

@@ -22,7 +22,7 @@ from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.trailer import Trailer, exchange
 from spark_elastic.worker.context import current
-from spark_elastic.worker.seat import group_of
+from spark_elastic.worker.seat import engine_of_process, group_of
 
 Plain = TypeVar("Plain", bound=torch.optim.Optimizer)
 
@@ -96,7 +96,9 @@ class _Rounds:
         self._op = op
         self._passes = passes
         self._predivide = predivide
-        self.exchange = GradientExchange(named, prescale=1.0 / predivide, opener=self._open)
+        self.exchange = GradientExchange(
+            named, prescale=1.0 / predivide, opener=self._open, engine=engine_of_process
+        )
         self._cleared = False  # zero_grad came: a gradient that does not arrive is None
         self.done = False  # the gradients that there are have been exchanged
 
@@ -109,9 +111,6 @@ class _Rounds:
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
         self.exchange.open(_current_group(), self._passes)
-        worker = current()
-        if worker is not None:
-            worker.floor.keep(self, self.exchange.drain)
         self.done = False
 
     def set_passes(self, passes: int) -> None:

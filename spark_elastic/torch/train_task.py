@@ -37,6 +37,7 @@ from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.trailer import Verdict
 from spark_elastic.torch.training import Clipping, StepTaker
 from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+from spark_elastic.worker.seat import engine_of_process
 
 CHANGE = "the membership changes"
 
@@ -101,7 +102,7 @@ class TorchTrainTask:
             sizes=[],
             warned=False,
         )
-        self._exchange = GradientExchange(self._model.named_parameters())
+        self._exchange = GradientExchange(self._model.named_parameters(), engine=engine_of_process)
         self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
         self._taker = StepTaker(
             self._state,

@@ -6,21 +6,26 @@ thread; readers in other threads see the last complete value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position, WorkerId, World
+from spark_elastic.worker.engine_thread import EngineThread
 from spark_elastic.worker.program import Session
 
 
 class Floor:
-    """What the façades of a process share about one group. Main thread only."""
+    """What the façades of a process share about one group. Main thread only, but for `engine`.
+
+    engine: the one thread that calls the group's collectives beside the main thread. Whoever hands it work puts it in
+    the same order on all ranks; the main thread calls collectives once it is `clear`, or through `engine.run`.
+    """
 
     def __init__(self) -> None:
+        self.engine = EngineThread()
         self._agreed: int | None = None
-        self._drains: dict[object, Callable[[], None]] = {}
 
     def agree(self, version: int) -> None:
         """An exchange brought every rank the same newest version of the membership (R6)."""
@@ -31,14 +36,9 @@ class Floor:
         agreed, self._agreed = self._agreed, None
         return agreed
 
-    def keep(self, who: object, drain: Callable[[], None]) -> None:
-        """`who` may use the group from a thread of its own; `drain` returns once it does not."""
-        self._drains[who] = drain
-
     def clear(self) -> None:
         """Before a collective of the main thread: one at a time."""
-        for drain in self._drains.values():
-            drain()
+        self.engine.drain()
 
 
 @dataclass(frozen=True)

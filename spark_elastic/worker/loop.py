@@ -59,6 +59,7 @@ class WorkerLoop:
         self._state, _ = worker_machine.initial(me.worker, me.slot)
         self._group: Group | None = None
         self._world: World | None = None
+        self._floor = Floor()
         self._aborted: Fence | None = None
         self.membership_version: Callable[[], int] = lambda: 0
         self.report: Callable[..., None] = lambda numbers: None
@@ -172,6 +173,7 @@ class WorkerLoop:
                 (world.fence.attempt, world.fence.generation),
                 lambda blob: self._driver.exchange(world.fence, member.rank, blob, self._timeout),
                 timeout=self._timeout,
+                local_ranks=[peer.rank for peer in world.members if peer.host == member.host],
             )
         except (CollectiveError, StaleGeneration, PeersMissing) as error:
             return self._broke(world.fence, error)
@@ -185,9 +187,9 @@ class WorkerLoop:
             self._driver.formed(world.fence)
         except StaleGeneration as error:
             return self._broke(world.fence, error)
-        set_current(
-            replace(self._nobody, world=world, group=group, position=self._program.position(), floor=Floor())
-        )
+        self._floor = Floor()
+        position = self._program.position()
+        set_current(replace(self._nobody, world=world, group=group, position=position, floor=self._floor))
         return on.Formed(self._clock.now(), world.fence)
 
     def _guarded(self, turn: do.Sync | do.Run) -> on.WorkerEvent:
@@ -242,7 +244,8 @@ class WorkerLoop:
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
-            group.close()
+            group.close()  # frees the engine's thread, if a collective holds it
+            self._floor.engine.close()
 
 
 def fingerprint(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.worker.context import Current, current
+from spark_elastic.worker.engine_thread import EngineThread
 from spark_elastic.worker.program import Session
 from spark_elastic.worker.surroundings import surround
 
@@ -56,6 +57,12 @@ def seat_of_process() -> WorkerSeat | None:
     """None in a process that is no worker."""
     here = current()
     return None if here is None or here.session is None else WorkerSeat(here.session)
+
+
+def engine_of_process() -> EngineThread | None:
+    """What calls the current world's collectives beside the main thread; None in a process that is no worker."""
+    here = current()
+    return None if here is None else here.floor.engine
 
 
 def group_of(here: Current) -> Group:

@@ -14,7 +14,8 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import Average, DistributedOptimizer, Sum, optimizer
-from spark_elastic.worker.context import Current
+from spark_elastic.worker import seat
+from spark_elastic.worker.context import Current, Floor
 from tests.unit.torch.worlds import in_a_world
 
 X = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -50,20 +51,29 @@ class Here(threading.local):
     """The current worker of each thread, as each process has one of its own."""
 
     group: Group | None = None
+    floor: Floor
     is_worker = False
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    made = Here()
-    monkeypatch.setattr(
-        optimizer, "current", lambda: Current("w", group=made.group) if made.is_worker else None
-    )
-    return made
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    made, floors = Here(), list[Floor]()
+
+    def current() -> Current | None:
+        if not made.is_worker:
+            return None
+        floors.append(made.floor)
+        return Current("w", group=made.group, floor=made.floor)
+
+    monkeypatch.setattr(optimizer, "current", current)
+    monkeypatch.setattr(seat, "current", current)
+    yield made
+    for floor in floors:
+        floor.engine.close()
 
 
 def enter(here: Here, group: Group | None) -> None:
-    here.group, here.is_worker = group, True
+    here.group, here.floor, here.is_worker = group, Floor(), True
 
 
 @pytest.fixture
