@@ -14,6 +14,7 @@ ROWS = (
     ("testing",),
     ("launch", "running", "cli", "estimators"),
     ("spark", "local", "torch", "tensorflow", "keras"),
+    ("ops",),
     ("driver", "worker", "observe"),
     ("state",),
     ("rendezvous", "data"),
@@ -51,8 +52,8 @@ FOREIGN = {
     "fsspec": ("data", "state"),
     "click": ("cli",),
     "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
-    "numpy": ("data", "state", "worker", "torch", "tensorflow", "keras", "estimators", "testing"),
-    "elastic_collectives": ("worker", "state", "torch", "tensorflow", "keras", "testing"),
+    "numpy": ("data", "state", "worker", "ops", "torch", "tensorflow", "keras", "estimators", "testing"),
+    "elastic_collectives": ("worker", "ops", "state", "torch", "tensorflow", "keras", "testing"),
 }
 
 

@@ -6,18 +6,22 @@ thread; readers in other threads see the last complete value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position, WorkerId, World
 from spark_elastic.worker.engine_thread import EngineThread
 from spark_elastic.worker.program import Session
 
+T = TypeVar("T")
+
 
 class Floor:
-    """What the façades of a process share about one group. Main thread only, but for `engine`.
+    """What the façades of a process share about one group. Main thread only, but for `engine` and `shared`.
 
     engine: the one thread that calls the group's collectives beside the main thread. Whoever hands it work puts it in
     the same order on all ranks; the main thread calls collectives once it is `clear`, or through `engine.run`.
@@ -25,7 +29,17 @@ class Floor:
 
     def __init__(self) -> None:
         self.engine = EngineThread()
+        self._lock = threading.Lock()
+        self._shared: dict[str, Any] = {}
         self._agreed: int | None = None
+
+    def shared(self, key: str, make: Callable[[], T]) -> T:
+        """What was made under that key for this group; made now, if nothing was. Any thread."""
+        with self._lock:
+            if key not in self._shared:
+                self._shared[key] = make()
+            found: T = self._shared[key]
+            return found
 
     def agree(self, version: int) -> None:
         """An exchange brought every rank the same newest version of the membership (R6)."""
@@ -46,6 +60,7 @@ class Current:
     """The worker that this process is. `group` is None between worlds; `position` is the step being taken.
 
     resources: addresses of what Spark gave to the slot, by name ("gpu"). address: of this worker for its peers.
+    waiting: entered around a wait for other workers that is no collective of `group`; any thread.
     """
 
     worker: WorkerId
@@ -56,10 +71,12 @@ class Current:
     floor: Floor = field(default_factory=Floor)
     address: str = "127.0.0.1"
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class _Holder:
     value: Current | None = None
+    own = Floor()
     handlers: list[tuple[type, Any]] | None = None
     initialized = False
 
@@ -67,6 +84,11 @@ class _Holder:
 def current() -> Current | None:
     """The worker of this process, or None in a process that is none."""
     return _Holder.value
+
+
+def floor_of_process() -> Floor:
+    """What the façades share whatever the world is, or in a process that is no worker."""
+    return _Holder.own
 
 
 def set_current(value: Current | None) -> None:

@@ -121,7 +121,7 @@ def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, s
     clock = SystemClock()
     with Endpoint(bytes.fromhex(header.key), host=header.bind, port_range=header.port_range) as endpoint:
         loop = WorkerLoop(me, program, driver, endpoint, clock, header.collective_timeout)
-        loop.watched = sampler.watched
+        loop.watched, loop.waiting = sampler.watched, sampler.waiting
         control = Control(me, loop, driver, clock, header.driver_timeout)
         control.start()
         try:

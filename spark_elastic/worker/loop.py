@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +65,7 @@ class WorkerLoop:
         self.membership_version: Callable[[], int] = lambda: 0
         self.report: Callable[..., None] = lambda numbers: None
         self.watched: Callable[[Group], Group] = lambda group: group
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         self._session = Session(
             self._version,
             self._tell,
@@ -189,7 +191,8 @@ class WorkerLoop:
             return self._broke(world.fence, error)
         self._floor = Floor()
         position = self._program.position()
-        set_current(replace(self._nobody, world=world, group=group, position=position, floor=self._floor))
+        now = replace(self._nobody, world=world, group=group, position=position, floor=self._floor)
+        set_current(replace(now, waiting=self.waiting))
         return on.Formed(self._clock.now(), world.fence)
 
     def _guarded(self, turn: do.Sync | do.Run) -> on.WorkerEvent:

@@ -1,0 +1,1 @@
+"""Named operations: collectives that ranks may ask for in different orders, on numpy arrays; below every framework."""

@@ -1,0 +1,233 @@
+"""Named operations over one group: a thread that learns what all ranks have asked for, and carries it out.
+
+A round is one small exchange, in which each rank says what is new. A rank that was asked for something begins one, and
+waits inside it for those that were not; where nobody was, the ranks meet now and then.
+`submit`, `join` and handles are for any thread. The group is this thread's alone; once it broke, so did the channel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_collectives import CollectiveError, Group
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.execution import Task, batches, carry_out, check
+from spark_elastic.ops.negotiation import Due, Negotiation, Round
+from spark_elastic.ops.operation import Desk, Operation
+from spark_elastic.ops.request import Request
+from spark_elastic.ops.stall import StallWatch
+from spark_elastic.ops.timeline import Timeline
+from spark_elastic.ops.vocabulary import Word
+
+HEAD = 256  # bytes of the exchange that each round begins with
+_LENGTH = 4  # of them, how long the message is; the next one says whether the rank is stuck
+IDLE = 0.5  # seconds between rounds of ranks that were asked for nothing
+BACK_OFF = (0.001, 0.05)  # seconds, while each rank has asked for something and none of it is due
+JOIN = Request("join")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """fusion_threshold: bytes of reductions that travel as one. warn_after: seconds until rank 0 says which ranks have
+    not asked for an operation. wait_at_most: seconds until a handle gives up; None: the group's timeout. stuck_after:
+    until ranks that all wait for different operations are told so."""
+
+    fusion_threshold: int = 64 << 20
+    warn_after: float = 10.0
+    wait_at_most: float | None = None
+    stuck_after: float = 3.0
+
+
+class Channel:
+    """The named operations of one group, from the first one on."""
+
+    def __init__(
+        self, group: Group, desk: Desk, limits: Limits, name: str = "", timeline: Timeline | None = None
+    ) -> None:
+        """name: of the process set, for messages; "" for the whole world."""
+        self.group = group
+        self.timeline = timeline
+        self._desk = desk
+        self._clock = desk.clock
+        self._limits = limits
+        self._longest = group.timeout if limits.wait_at_most is None else limits.wait_at_most
+        self._stall = StallWatch(name, limits.warn_after)
+        self._negotiation = Negotiation(group.rank, group.size)
+        self._news = desk.news  # owns the rest
+        self._new: list[Operation] = []
+        self._announcing: list[Operation] = []  # in this round
+        self._live: dict[str, Operation] = {}  # announced, not due
+        self._named: dict[str, Operation] = {}  # the newest of each name
+        self._join: Operation | None = None
+        self._error: CollectiveError | None = None
+        self._thread: threading.Thread | None = None
+        self._quiet_since = desk.clock.now()
+        self._back_off = BACK_OFF[0]
+
+    def submit(
+        self, request: Request, arrays: Sequence[Array] = (), splits: list[int] | None = None
+    ) -> Operation:
+        """Ask for an operation; its arrays belong to the channel until the handle is done.
+
+        Raises:
+            InvalidInput: it makes no sense, or one of that name is under way. CollectiveError: the group broke.
+        """
+        operation = Operation(request, arrays, self._desk, splits)
+        check(operation, self.group.size)
+        with self._news:
+            self._check()
+            former = self._named.get(request.name or "")
+            if former is not None and not former.done:
+                raise InvalidInput(
+                    f"an operation {request.name!r} is under way: wait for it, or give this one another name."
+                )
+            if self.group.size == 1:
+                carry_out(self.group, [Task(operation.label, request, operation)])
+                return operation
+            if request.name is not None:
+                self._named[request.name] = operation
+            self._add(operation)
+        return operation
+
+    def join(self) -> Operation:
+        """Take part in reductions with nothing to add, until all ranks do; outputs: the rank that was last to join."""
+        operation = Operation(JOIN, (), self._desk)
+        with self._news:
+            self._check()
+            if self._join is not None:
+                raise InvalidInput("this rank has joined: wait for that handle.")
+            if self.group.size == 1:
+                operation.settle((np.zeros(1, np.int64),))
+                return operation
+            self._join = operation
+            self._add(operation)
+        return operation
+
+    def close(self) -> None:
+        """End the thread and the group; what is under way fails."""
+        self.group.close()
+        with self._news:
+            self._error = self._error or CollectiveError((), "the channel is closed")
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(self._error.ranks, self._error.reason)
+
+    def _add(self, operation: Operation) -> None:
+        self._new.append(operation)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
+            self._thread.start()
+        self._news.notify_all()
+
+    # ---- the channel's thread
+
+    def _run(self) -> None:
+        try:
+            while self._error is None:
+                self._turn(self._next_words())
+        except CollectiveError as error:
+            self._break(error)
+        except Exception as error:  # peers must not wait for this rank until their timeout
+            reason = f"rank {self.group.rank} cannot go on: {type(error).__name__}: {error}"
+            self.group.abort(reason)
+            self._break(CollectiveError((self.group.rank,), reason))
+
+    def _break(self, error: CollectiveError) -> None:
+        with self._news:
+            self._error = error
+            open_ones = [*self._new, *self._announcing, *self._live.values()]
+        for operation in [*open_ones, self._join] if self._join else open_ones:
+            operation.settle(error=error)
+
+    def _next_words(self) -> list[Word]:
+        """Waits until a round is worth while; what this rank says in it."""
+        with self._news:
+            self._news.wait_for(lambda: self._new or self._error, self._pause())
+            new, self._new = self._new, []
+        if new:
+            self._quiet_since = self._clock.now()
+        words = [Word() if operation.request is JOIN else Word(operation.request) for operation in new]
+        now = self._clock.now()
+        words += [
+            Word(expired=label)
+            for label, operation in self._live.items()
+            if operation.waited(now) > self._longest
+        ]
+        self._announcing = [operation for operation in new if operation.request is not JOIN]
+        return words
+
+    def _pause(self) -> float:
+        if not self._live and self._join is None:
+            return IDLE
+        return self._back_off if self._negotiation.everybody_waits else 0.0
+
+    def _turn(self, words: list[Word]) -> None:
+        begin = self._clock.now()
+        said, stuck = self._exchange(self._negotiation.write(words))
+        came = self._negotiation.hear(said, stuck)
+        for label, operation in zip(came.mine, self._announcing, strict=True):
+            operation.label, operation.announced = label, begin
+            self._live[label] = operation
+        self._announcing = []
+        if came.due or came.last_joined is not None:
+            self._quiet_since, self._back_off = self._clock.now(), BACK_OFF[0]
+        elif self._negotiation.everybody_waits:
+            self._back_off = min(2 * self._back_off, BACK_OFF[1])
+        if self.timeline is not None:
+            self.timeline.cycle(begin)
+        self._carry_out(came)
+        if self.group.rank == 0:
+            self._stall.look(self._negotiation.undecided, self._clock.now())
+
+    def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
+        """What all ranks say, and whether all of them have been waiting for long."""
+        head = np.zeros(HEAD, np.uint8)
+        head[:_LENGTH] = np.frombuffer(len(message).to_bytes(_LENGTH, "little"), np.uint8)
+        head[_LENGTH] = self._is_stuck()
+        first = message[: HEAD - _LENGTH - 1]
+        head[_LENGTH + 1 : _LENGTH + 1 + len(first)] = np.frombuffer(first, np.uint8)
+        heads = self.group.allgather(head)
+        lengths = [int.from_bytes(row[:_LENGTH].tobytes(), "little") for row in heads]
+        stuck = bool(heads[:, _LENGTH].all())
+        if max(lengths) > HEAD - _LENGTH - 1:
+            return self.group.allgather_bytes(message), stuck
+        texts = [
+            row[_LENGTH + 1 : _LENGTH + 1 + length].tobytes()
+            for row, length in zip(heads, lengths, strict=True)
+        ]
+        return texts, stuck
+
+    def _is_stuck(self) -> bool:
+        now = self._clock.now()
+        waits = self._join is not None or any(operation.waited(now) > 0 for operation in self._live.values())
+        return waits and not self._new and now - self._quiet_since > self._limits.stuck_after
+
+    def _carry_out(self, came: Round) -> None:
+        due = [Task(one.label, one.request, self._live.get(one.label)) for one in came.due if not one.error]
+        for one in came.due:
+            if one.error is not None:
+                self._fail(one)
+        for batch in batches(due, self._limits.fusion_threshold):
+            begin = self._clock.now()
+            carry_out(self.group, batch)
+            for task in batch:
+                self._live.pop(task.label, None)
+                if self.timeline is not None and task.own is not None:
+                    self.timeline.operation(task.own, begin, self._clock.now())
+        if came.last_joined is not None and self._join is not None:
+            joined, self._join = self._join, None
+            joined.settle((np.array([came.last_joined], np.int64),))
+
+    def _fail(self, due: Due) -> None:
+        own = self._live.pop(due.label, None)
+        if own is not None:
+            own.settle(error=due.error)

@@ -1,0 +1,100 @@
+"""Operations in the current world: what frameworks' façades call. Makes the channels of a world as they are asked for.
+
+A channel lives as long as the world's group; its subgroup ends with that. Any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+
+from elastic_collectives import Group
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.channel import Channel, Limits
+from spark_elastic.ops.operation import Desk
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.timeline import Timeline
+from spark_elastic.ops.world import world
+from spark_elastic.worker.context import current, floor_of_process
+
+
+class Channels:
+    """Of one world: by the ranks that take part."""
+
+    def __init__(self, group: Group, desk: Callable[[], Desk], limits: Limits) -> None:
+        self._group = group
+        self._desk = desk
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[int, ...], Channel] = {}
+
+    def among(self, ranks: tuple[int, ...], name: str = "", timeline: Timeline | None = None) -> Channel:
+        """The channel of these ranks, the current one among them."""
+        with self._lock:
+            if ranks not in self._channels:
+                group = self._group
+                if group.size > 1:
+                    group = group.subgroup(_number(ranks), ranks)
+                self._channels[ranks] = Channel(group, self._desk(), self._limits, name)
+            channel = self._channels[ranks]
+        channel.timeline = timeline
+        return channel
+
+
+def _number(ranks: tuple[int, ...]) -> int:
+    """The same on all members, whatever order they added their sets in."""
+    return 1 + int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "little")
+
+
+def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
+    """Where operations of that set are submitted in the current world.
+
+    Raises:
+        InvalidInput: the set was not added, or this rank is not in it. CollectiveError: there is no world at present.
+    """
+    if process_set.process_set_id is None:
+        raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
+    here = current()
+    floor = floor_of_process() if here is None else here.floor
+    group, ranks = world(), tuple(process_set.ranks)
+    if group.rank not in ranks:
+        raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
+    channels = floor.shared("channels", lambda: Channels(group, _desk, Limits()))
+    name = "" if process_set is global_process_set else repr(process_set)
+    return channels.among(ranks, name, _trace().timeline)
+
+
+def _desk() -> Desk:
+    here = current()
+    return Desk(SystemClock()) if here is None else Desk(SystemClock(), here.waiting)
+
+
+class _Trace:
+    timeline: Timeline | None = None
+
+
+def _trace() -> _Trace:
+    return floor_of_process().shared("timeline", _Trace)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin a Chrome trace of all operations, on rank 0; other ranks write none.
+
+    Raises:
+        InvalidInput: one is being written already, or the file cannot be.
+    """
+    trace = _trace()
+    if trace.timeline is not None:
+        raise InvalidInput("a timeline is being written: stop_timeline() first.")
+    if world().rank == 0:
+        trace.timeline = Timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the trace."""
+    trace = _trace()
+    if trace.timeline is not None:
+        trace.timeline.close()
+        trace.timeline = None

@@ -1,0 +1,79 @@
+"""One operation of one rank: its arrays, and the handle by which its result is waited for.
+
+The channel's thread settles it, any other may wait. Nothing here knows how it is carried out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from elastic_collectives import CollectiveError
+from elastic_collectives.group import Array
+from spark_elastic.clock import Clock
+from spark_elastic.ops.request import Request
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the handles of a channel share. waiting: entered around a wait for other processes."""
+
+    clock: Clock
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    news: threading.Condition = field(default_factory=threading.Condition)
+
+
+class Operation:
+    """A handle. `outputs` once done: for allreduce and broadcast the arrays themselves, changed in place; allgather and
+    reducescatter one new array for each; alltoall the rows received, and how many came from each rank."""
+
+    def __init__(
+        self,
+        request: Request,
+        arrays: Sequence[Array],
+        desk: Desk,
+        splits: list[int] | None = None,
+    ) -> None:
+        self.request = request
+        self.arrays = tuple(arrays)
+        self.splits = splits
+        self.label = request.name or f"unnamed {request.kind}"
+        self.asked = desk.clock.now()
+        self.announced = self.asked
+        self.outputs: tuple[Array, ...] = ()
+        self._desk = desk
+        self._waited_from: float | None = None
+        self._done = False
+        self._error: CollectiveError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns or raises at once."""
+        return self._done
+
+    def wait(self) -> tuple[Array, ...]:
+        """Until it is done; the channel's deadlines bound it.
+
+        Raises:
+            CollectiveError: it failed, or the world broke.
+        """
+        if not self._done:
+            with self._desk.waiting(), self._desk.news:
+                self._waited_from = self._waited_from or self._desk.clock.now()
+                self._desk.news.wait_for(lambda: self._done)
+        if self._error is not None:
+            raise type(self._error)(self._error.ranks, self._error.reason)
+        return self.outputs
+
+    def waited(self, now: float) -> float:
+        """Seconds since somebody began to wait for it; 0 while nobody does."""
+        return 0.0 if self._waited_from is None else now - self._waited_from
+
+    def settle(self, outputs: tuple[Array, ...] = (), error: CollectiveError | None = None) -> None:
+        """For the channel."""
+        with self._desk.news:
+            if not self._done:
+                self.outputs, self._error, self._done = outputs, error, True
+                self._desk.news.notify_all()

@@ -1,0 +1,144 @@
+"""Process sets: some of the world's ranks, with operations of their own, under Horovod's names. Any thread.
+
+A set is a rule by ranks: in each world it has those of its ranks that the world has. Ranks that come back are in it
+again, whoever holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.world import world
+from spark_elastic.worker.context import floor_of_process
+
+
+class ProcessSet:
+    """ranks_or_comm: the ranks, in any order. Usable once it was added; `process_set_id` is None until then."""
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if not isinstance(ranks_or_comm, Iterable):
+            raise InvalidInput(f"a ProcessSet takes ranks and no MPI communicator; got {ranks_or_comm!r}.")
+        given = [int(rank) for rank in ranks_or_comm]
+        self.process_set_id: int | None = None
+        self._ranks = tuple(sorted(set(given)))
+        if len(self._ranks) < len(given) or (self._ranks and self._ranks[0] < 0):
+            raise InvalidInput(f"the ranks of a ProcessSet must be different and not below 0; got {given}.")
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that the current world has."""
+        size = world().size
+        return [rank for rank in self._ranks if rank < size]
+
+    def included(self) -> bool:
+        """Whether this process is in it."""
+        return world().rank in self.ranks
+
+    def rank(self) -> int:
+        """Of this process within the set.
+
+        Raises:
+            InvalidInput: it is not in it.
+        """
+        if not self.included():
+            raise InvalidInput(f"rank {world().rank} is not in {self}.")
+        return self.ranks.index(world().rank)
+
+    def size(self) -> int:
+        """0 where the world has none of its ranks."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={list(self._ranks)})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(self._ranks)
+
+
+class _Everybody(ProcessSet):
+    def __init__(self) -> None:
+        super().__init__(())
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(world().size))
+
+    def __repr__(self) -> str:
+        return "ProcessSet(process_set_id=0, all ranks)"
+
+
+global_process_set = _Everybody()
+
+
+@dataclass
+class _Registry:
+    added: dict[int, ProcessSet] = field(default_factory=dict)
+    newest: int = 0
+
+
+def _registry() -> _Registry:
+    return floor_of_process().shared("process sets", _Registry)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set, on all ranks of the world in the same order. Nothing is exchanged before its first operation.
+
+    Raises:
+        InvalidInput: it is there already, or names ranks that the world has not.
+    """
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    registry = _registry()
+    if made.process_set_id is not None or any(
+        other._ranks == made._ranks for other in registry.added.values()
+    ):
+        raise InvalidInput(f"{made} was added already.")
+    if made.size() < len(made._ranks):
+        raise InvalidInput(f"{made} names ranks that a world of {world().size} has not.")
+    registry.newest += 1
+    made.process_set_id = registry.newest
+    registry.added[made.process_set_id] = made
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a set out; False where it is not there, and for the global one."""
+    number = process_set.process_set_id
+    if number is None or _registry().added.pop(number, None) is None:
+        return False
+    process_set.process_set_id = None
+    return True
+
+
+def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) -> None:
+    """Only these, from now on."""
+    registry = _registry()
+    for former in list(registry.added.values()):
+        remove_process_set(former)
+    registry.newest = 0
+    for process_set in process_sets:
+        if process_set is not global_process_set:
+            add_process_set(process_set)
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """All sets, the global one (0) included, each with the ranks that the current world has."""
+    everything = {0: global_process_set, **_registry().added}
+    return {number: process_set.ranks for number, process_set in everything.items()}
+
+
+def is_process_set_included(process_set_id: int) -> bool:
+    """Whether this process is in the set of that id.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    ranks = get_process_set_ids_and_ranks().get(process_set_id)
+    if ranks is None:
+        raise InvalidInput(f"there is no process set {process_set_id}: add it first.")
+    return world().rank in ranks

@@ -1,0 +1,76 @@
+"""When each operation was asked for, agreed on and carried out, as a Chrome trace (chrome://tracing, Perfetto).
+
+One row per name: QUEUE until the round that announced it, NEGOTIATE_x until all ranks had asked for it, then x itself.
+Channels write from their threads; a lock guards the file. What is there can be read after a crash: the format lets the
+closing bracket be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.operation import Operation
+
+
+class Timeline:
+    """An open trace file. mark_cycles: each round is marked, too."""
+
+    def __init__(self, path: str, mark_cycles: bool = False) -> None:
+        try:
+            self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
+        except OSError as error:
+            raise InvalidInput(f"the timeline {path!r} cannot be written: {error}.") from error
+        self._mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._file.write("[")
+
+    def operation(self, operation: Operation, begin: float, end: float) -> None:
+        """One that was carried out between `begin` and `end`, seconds by the clock that its handle has."""
+        kind = operation.request.kind.upper()
+        with self._lock:
+            row = self._row(operation.label)
+            spans = (
+                ("QUEUE", operation.asked, operation.announced),
+                (f"NEGOTIATE_{kind}", operation.announced, begin),
+                (kind, begin, end),
+            )
+            for name, first, last in spans:
+                self._write(
+                    {
+                        "name": name,
+                        "ph": "X",
+                        "ts": first * 1e6,
+                        "dur": max(0.0, last - first) * 1e6,
+                        "pid": row,
+                    }
+                )
+
+    def cycle(self, now: float) -> None:
+        """A round began."""
+        if self._mark_cycles:
+            with self._lock:
+                self._write({"name": "CYCLE_START", "ph": "i", "ts": now * 1e6, "pid": 0, "s": "g"})
+
+    def close(self) -> None:
+        """Complete the file; what comes later is dropped."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("{}]\n")
+                self._file.close()
+
+    def _row(self, label: str) -> int:
+        if label not in self._rows:
+            self._rows[label] = len(self._rows) + 1
+            self._write(
+                {"name": "process_name", "ph": "M", "pid": self._rows[label], "args": {"name": label}}
+            )
+        return self._rows[label]
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        if not self._file.closed:
+            self._file.write(json.dumps(event) + ",\n")

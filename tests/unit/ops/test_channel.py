@@ -1,0 +1,202 @@
+"""Channels over fake groups, one thread a rank: handles, errors, joins and the end of a world."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channel import Channel, Limits
+from spark_elastic.ops.operation import Desk, Operation
+from spark_elastic.ops.request import Request
+
+CLOCK = SystemClock()
+
+
+def summed(channel: Channel, name: str | None, array: np.ndarray[Any, Any], op: str = "sum") -> Operation:
+    return channel.submit(Request(kinds.ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
+
+
+def on_ranks(size: int, work: Callable[[Channel], Any], limits: Limits | None = None) -> list[Any]:
+    """`work` on every rank; what it returned, or the CollectiveError that it raised."""
+    fabric = FakeFabric(size, timeout=20.0)
+    channels = [Channel(group, Desk(CLOCK), limits or Limits()) for group in fabric.groups]
+    all_done = threading.Barrier(size)
+
+    def be(channel: Channel) -> Any:
+        try:
+            return work(channel)
+        except CollectiveError as error:
+            return error
+        finally:
+            all_done.wait(20)
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(be, channels))
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
+    names = [f"t{number}" for number in range(25)]
+
+    def work(channel: Channel) -> dict[str, float]:
+        chance = random.Random(seed * 100 + channel.group.rank)
+        arrays: dict[str, np.ndarray[Any, Any]] = {}
+        for _ in range(3):
+            order = chance.sample(names, len(names))
+            arrays = {name: np.full(int(name[1:]) + 1, channel.group.rank + 1.0) for name in order}
+            handles = [summed(channel, name, arrays[name]) for name in order]
+            for handle in chance.sample(handles, len(handles)):
+                handle.wait()
+        return {name: float(array.sum()) for name, array in arrays.items()}
+
+    expected = {name: 10.0 * (int(name[1:]) + 1) for name in names}
+    assert on_ranks(4, work) == [expected] * 4
+
+
+def test_every_kind() -> None:
+    def work(channel: Channel) -> list[Any]:
+        rank = channel.group.rank
+        rows = np.full((rank + 1, 2), rank)
+        gathered = channel.submit(Request(kinds.ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
+        sent = channel.submit(Request(kinds.BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
+        own, splits = np.arange(3) + 10 * rank, [2 - rank, 1 + rank]
+        split = channel.submit(Request(kinds.ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
+        scattered = Request(kinds.REDUCESCATTER, None, ("int64",), ((3,),), "sum")
+        part = channel.submit(scattered, [np.arange(3) * (rank + 1)])
+        channel.submit(Request(kinds.BARRIER)).wait()
+        return [
+            gathered.wait()[0].tolist(),
+            sent.wait()[0].tolist(),
+            [part.tolist() for part in split.wait()],
+            part.wait()[0].tolist(),
+        ]
+
+    assert on_ranks(2, work) == [
+        [[[0, 0], [1, 1], [1, 1]], [1], [[0, 1, 10], [2, 1]], [0, 3]],
+        [[[0, 0], [1, 1], [1, 1]], [1], [[2, 11, 12], [1, 2]], [6]],
+    ]
+
+
+def test_a_mismatch_is_an_error_on_every_rank_and_the_channel_goes_on() -> None:
+    def work(channel: Channel) -> float:
+        with pytest.raises(MismatchError, match=r"'x': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
+            summed(channel, "x", np.ones(2 + channel.group.rank)).wait()
+        return float(summed(channel, "x", np.ones(2)).wait()[0][0])
+
+    assert on_ranks(2, work) == [2.0, 2.0]
+
+
+def test_ranks_that_wait_for_different_operations_are_told_soon() -> None:
+    def work(channel: Channel) -> None:
+        with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
+            summed(channel, f"of {channel.group.rank}", np.ones(1)).wait()
+
+    assert on_ranks(2, work, Limits(stuck_after=0.1)) == [None, None]
+
+
+def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    def work(channel: Channel) -> None:
+        summed(channel, "first", np.ones(1)).wait()
+        if channel.group.rank != 1:
+            summed(channel, "late", np.ones(1)).wait()
+
+    with caplog.at_level(logging.WARNING):
+        results = on_ranks(3, work, Limits(warn_after=0.05, wait_at_most=0.8))
+    assert results[1] is None
+    for error in (results[0], results[2]):
+        assert isinstance(error, CollectiveTimeout)
+        assert error.ranks == (1,)
+    assert "operation 'late' has been waiting" in caplog.text
+    assert "for rank(s) 1, which did not ask for it" in caplog.text
+
+
+def test_a_name_is_under_way_once() -> None:
+    def work(channel: Channel) -> None:
+        if channel.group.rank == 0:
+            handle = summed(channel, "x", np.ones(1))
+            with pytest.raises(InvalidInput, match="'x' is under way"):
+                summed(channel, "x", np.ones(1))
+            summed(channel, "go", np.ones(1)).wait()
+            handle.wait()
+        else:
+            summed(channel, "go", np.ones(1)).wait()
+            summed(channel, "x", np.ones(1)).wait()
+
+    assert on_ranks(2, work) == [None, None]
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("average", 1.0), ("min", 1.0), ("product", 2.0)])
+def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: float) -> None:
+    def work(channel: Channel) -> tuple[list[float], int]:
+        results = []
+        for _ in range(channel.group.rank):
+            array = np.full(3, float(channel.group.rank))
+            results.append(float(summed(channel, None, array, op).wait()[0][0]))
+        last = int(channel.join().wait()[0][0])
+        assert summed(channel, None, np.ones(1)).wait()[0][0] == 3.0
+        return results, last
+
+    none, first, second = on_ranks(3, work)
+    assert none == ([], 2)
+    assert first == ([expected], 2)
+    assert (second[0][0], second[1]) == (expected, 2)
+
+
+@pytest.mark.parametrize("end", ["kill", "abort"])
+def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
+    fabric = FakeFabric(3)
+    channels = [Channel(group, Desk(CLOCK), Limits()) for group in fabric.groups]
+    handles = [summed(channels[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
+    if end == "kill":
+        fabric.kill(2)
+    else:
+        fabric.group(0).abort("enough")
+    began = CLOCK.now()
+    for handle in handles:
+        with pytest.raises(CollectiveError):
+            handle.wait()
+    assert CLOCK.now() - began < 5
+    with pytest.raises(CollectiveError):
+        summed(channels[0], "later", np.ones(1))
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "array", "says"),
+    [
+        (Request(kinds.ALLREDUCE, "x", ("float64",), ((2,),), "sum"), np.arange(2), "'x': dtype 'float64'"),
+        (Request(kinds.ALLREDUCE, "x", ("bool",), ((2,),), "average"), np.ones(2, bool), "neither averages"),
+        (Request(kinds.ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
+        (Request(kinds.BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
+    ],
+)
+def test_what_makes_no_sense_is_told_before_peers_hear_of_it(
+    request_: Request, array: np.ndarray[Any, Any], says: str
+) -> None:
+    channel = Channel(FakeFabric(2).group(0), Desk(CLOCK), Limits())
+    with pytest.raises(InvalidInput, match=says):
+        channel.submit(request_, [array])
+
+
+def test_alone_everything_is_done_at_once() -> None:
+    channel = Channel(FakeFabric(1).group(0), Desk(CLOCK), Limits())
+    assert summed(channel, "x", np.ones(2)).done
+    assert channel.join().wait()[0].tolist() == [0]
+    assert not [thread for thread in threading.enumerate() if "operations" in thread.name]

@@ -1,0 +1,64 @@
+"""What travels together, what a joined rank adds, and what a world of one computes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import pytest
+
+from elastic_collectives import Group
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.clock import SystemClock
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.alone import Alone
+from spark_elastic.ops.channel import Channel, Limits
+from spark_elastic.ops.execution import Task, batches, neutral
+from spark_elastic.ops.operation import Desk
+from spark_elastic.ops.request import Request
+
+DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+def reduction(name: str, length: int = 1, dtype: str = "float32", op: str = "sum") -> Request:
+    return Request(kinds.ALLREDUCE, name, (dtype,), ((length,),), op)
+
+
+def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
+    requests = [
+        reduction("a", 10), reduction("wide", 10, "float64"), reduction("b", 10), reduction("big", 1 << 20),
+        reduction("c", 10), reduction("max", 1, op="max"), reduction("s1", 1, op="adasum"),
+        reduction("s2", 1, op="adasum"), Request(kinds.BARRIER, "barrier"),
+    ]  # fmt: skip
+    tasks = [Task(request.name or "", request, None) for request in requests]
+    told = [[task.label for task in batch] for batch in batches(tasks, 100)]
+    assert sorted(told) == [
+        ["a", "b"], ["barrier"], ["big"], ["c"], ["max"], ["s1"], ["s2"], ["wide"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
+def test_what_a_joined_rank_adds_changes_nothing(op: str, dtype: str) -> None:
+    group = cast(Group, FakeFabric(1).group(0))
+    (added,) = neutral(reduction("x", 3, dtype, op))
+    values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])
+    own = values.astype("uint16" if dtype == "bfloat16" else dtype)
+    assert added.dtype == own.dtype
+    from elastic_collectives.arithmetic import reduced
+
+    assert reduced([own, added], dtype, op, 1.0).tolist() == own.tolist()
+    group.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
+    kind = "uint16" if dtype == "bfloat16" else dtype
+    request = Request(kinds.ALLREDUCE, "x", (dtype,), ((2,),), "average", (2.0, 0.5))
+    results = []
+    for group in (cast(Group, Alone()), FakeFabric(1).group(0)):
+        array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)
+        results.append(
+            Channel(group, Desk(SystemClock()), Limits()).submit(request, [array]).wait()[0].tolist()
+        )
+    assert results[0] == results[1]

@@ -1,0 +1,144 @@
+"""The order of operations: the same on all ranks whatever order each asks in, and errors that name ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies
+
+from elastic_collectives import CollectiveTimeout, MismatchError
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.negotiation import Negotiation, Round
+from spark_elastic.ops.request import Request
+from spark_elastic.ops.vocabulary import Word
+
+
+def reduction(name: str | None, length: int = 4, op: str = "sum") -> Request:
+    return Request(kinds.ALLREDUCE, name, ("float32",), ((length,),), op)
+
+
+class Ranks:
+    """All ranks' machines, fed with the same words."""
+
+    def __init__(self, size: int) -> None:
+        self.machines = [Negotiation(rank, size) for rank in range(size)]
+        self.sent: list[int] = []  # bytes that rank 0 said in each round
+
+    def say(self, *words: Sequence[Word | Request], stuck: bool = False) -> Round:
+        texts = [
+            machine.write([word if isinstance(word, Word) else Word(word) for word in said])
+            for machine, said in zip(self.machines, words, strict=True)
+        ]
+        self.sent.append(len(texts[0]))
+        rounds = [machine.hear(texts, stuck) for machine in self.machines]
+        told = [([(d.label, d.request, str(d.error)) for d in came.due], came.last_joined) for came in rounds]
+        assert told == [told[0]] * len(told)
+        assert len({frozenset(machine.undecided.items()) for machine in self.machines}) == 1
+        return rounds[0]
+
+
+@given(strategies.integers(1, 5), strategies.integers(1, 12), strategies.integers(0, 1 << 30))
+def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
+    size: int, count: int, seed: int
+) -> None:
+    """Named ones in any order, unnamed ones in their own, spread over rounds in any way."""
+    chance = random.Random(seed)
+    ranks, done = Ranks(size), []
+    queues: list[list[Request]] = []
+    for _ in range(size):
+        queue = [reduction(f"t{number}", number + 1) for number in range(count)]
+        chance.shuffle(queue)
+        for place, number in zip(
+            sorted(chance.choices(range(count), k=3), reverse=True), (2, 1, 0), strict=True
+        ):
+            queue.insert(place, reduction(None, number))
+        queues.append(queue)
+    while any(queues):
+        words = []
+        for queue in queues:
+            cut = chance.randrange(len(queue) + 1)
+            words.append(queue[:cut])
+            del queue[:cut]
+        came = ranks.say(*words)
+        assert not any(due.error for due in came.due)
+        done += [due.label for due in came.due]
+    expected = [f"t{number}" for number in range(count)] + [f"allreduce.noname.{n}" for n in (1, 2, 3)]
+    assert sorted(done) == sorted(expected)
+
+
+def test_what_was_said_before_costs_two_bytes_each() -> None:
+    ranks = Ranks(3)
+    step = [reduction(f"layer {number}", 1000) for number in range(40)]
+    for _ in range(5):
+        assert len(ranks.say(step, step, step[::-1]).due) == 40
+    assert ranks.sent[0] > 40 * 20
+    assert set(ranks.sent[1:]) == {80}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (reduction("x", 5), r"'x': rank 0 has shapes \(4,\), rank 1 \(5,\)"),
+        (reduction("x", op="max"), "rank 0 has op sum, rank 1 max"),
+        (replace(reduction("x"), dtypes=("float64",)), "has dtypes float32, rank 1 float64"),
+        (replace(reduction("x"), kind=kinds.BROADCAST), "has kind allreduce, rank 1 broadcast"),
+        (replace(reduction("x"), root=1), "has root 0, rank 1 1"),
+        (replace(reduction("x"), scale=(1.0, 0.5)), "has scale"),
+        (replace(reduction("x"), compression="fp16"), "has compression None, rank 1 fp16"),
+    ],
+)
+def test_a_mismatch_names_the_tensor_and_the_ranks(other: Request, says: str) -> None:
+    ranks = Ranks(3)
+    (due,) = ranks.say([reduction("x")], [other], [reduction("x")]).due
+    assert isinstance(due.error, MismatchError)
+    assert due.error.ranks == (1,)
+    with pytest.raises(MismatchError, match=says):
+        raise due.error
+    assert ranks.say([reduction("x")], [reduction("x")], [reduction("x")]).due[0].error is None
+
+
+def test_one_that_waited_too_long_fails_everywhere_and_names_who_did_not_come() -> None:
+    ranks = Ranks(3)
+    assert not ranks.say([reduction("x")], [], [reduction("x")]).due
+    (due,) = ranks.say([Word(expired="x")], [], []).due
+    assert isinstance(due.error, CollectiveTimeout)
+    assert due.error.ranks == (1,)
+    assert not ranks.machines[0].undecided
+
+
+def test_ranks_that_all_wait_for_different_operations_are_told() -> None:
+    ranks = Ranks(2)
+    assert not ranks.say([reduction("x")], [reduction("y")]).due
+    assert ranks.machines[0].everybody_waits
+    first, second = ranks.say([], [], stuck=True).due
+    assert (first.label, second.label) == ("x", "y")
+    assert "'x' for rank(s) 1; 'y' for rank(s) 0" in str(first.error)
+
+
+def test_joined_ranks_are_not_waited_for_and_the_last_one_is_told() -> None:
+    ranks = Ranks(3)
+    assert ranks.say([], [Word()], []).last_joined is None
+    (due,) = ranks.say([reduction(None)], [], [reduction(None)]).due
+    assert (due.label, due.error) == ("allreduce.noname.1", None)
+    assert ranks.say([Word()], [], []).last_joined is None
+    assert ranks.say([], [], [Word()]).last_joined == 2
+    assert ranks.say([reduction(None)], [reduction(None)], [reduction(None)]).due[0].label == due.label
+
+
+def test_what_a_joined_rank_cannot_take_part_in_fails() -> None:
+    ranks = Ranks(2)
+    ranks.say([Word()], [])
+    (due,) = ranks.say([], [Request(kinds.ALLGATHER, "g", ("float32",), ((-1,),))]).due
+    assert "no allgather while rank(s) 0 have joined" in str(due.error)
+
+
+def test_all_ranks_forget_together() -> None:
+    ranks = Ranks(2)
+    for machine in ranks.machines:
+        machine._words._capacity = 10
+    for number in range(30):
+        step = [reduction(f"{number % 7}.{part}") for part in range(4)]
+        assert len(ranks.say(step, step[::-1]).due) == 4

@@ -1,0 +1,52 @@
+"""The trace: one row a name, its phases in order, readable whether closed or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elastic_collectives import Group
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of, start_timeline, stop_timeline
+from spark_elastic.ops.request import Request
+from tests.unit.ops.workers import among_fakes, become, per_thread
+
+
+def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> None:
+        start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
+        for name in ("a", "b", "a"):
+            request = Request(kinds.ALLREDUCE, name, ("float64",), ((1,),), "sum")
+            channel_of().submit(request, [np.ones(1)]).wait()
+        channel_of().submit(Request(kinds.BARRIER)).wait()
+        stop_timeline()
+
+    among_fakes(2, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+    events = [event for event in json.loads((tmp_path / "0.json").read_text()) if event]
+    rows = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
+    assert {"a", "b"} <= rows.keys()
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == rows["a"]]
+    assert [span["name"] for span in spans] == ["QUEUE", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 2
+    assert all(span["dur"] >= 0 for span in spans)
+    assert [span["ts"] for span in spans] == sorted(span["ts"] for span in spans)
+    assert any(event["name"] == "CYCLE_START" for event in events)
+
+
+def test_one_at_a_time_and_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    per_thread(monkeypatch)
+    become(FakeFabric(1).group(0))
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        start_timeline(str(tmp_path / "nowhere" / "trace.json"))
+    start_timeline(str(tmp_path / "trace.json"))
+    with pytest.raises(InvalidInput, match="stop_timeline"):
+        start_timeline(str(tmp_path / "second.json"))
+    stop_timeline()
+    stop_timeline()
