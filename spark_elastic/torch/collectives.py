@@ -13,7 +13,7 @@ import torch
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.optimizer import Average, ReduceOp, Sum
+from spark_elastic.torch.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.torch.topology import free_group
 
 _EXCHANGED = {torch.float32, torch.float64, torch.int32, torch.int64}

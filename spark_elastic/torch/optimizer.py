@@ -6,7 +6,6 @@ change between worlds; a process that is no worker trains alone. Training thread
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,22 +19,12 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.torch.trailer import Trailer, exchange
 from spark_elastic.worker.context import current
 from spark_elastic.worker.seat import engine_of_process, group_of
 
 Plain = TypeVar("Plain", bound=torch.optim.Optimizer)
-
-
-class ReduceOp(enum.Enum):
-    """What becomes of the ranks' gradients."""
-
-    AVERAGE = "average"
-    SUM = "sum"
-
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
 
 
 def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
