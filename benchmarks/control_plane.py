@@ -35,13 +35,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
 from report import Row, finish, parser  # noqa: E402
 from spark_elastic.clock import SystemClock  # noqa: E402
 from spark_elastic.driver.effects import Effects  # noqa: E402
+from spark_elastic.driver.inbox import Inbox  # noqa: E402
 from spark_elastic.driver.journal import Journal  # noqa: E402
-from spark_elastic.driver.loop import DriverLoop, Inbox  # noqa: E402
+from spark_elastic.driver.loop import DriverLoop  # noqa: E402
 from spark_elastic.driver.ports import Contact, Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
+from spark_elastic.protocol.pace import beat_every  # noqa: E402
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World  # noqa: E402
 from spark_elastic.rendezvous.client import RendezvousClient  # noqa: E402
+from spark_elastic.rendezvous.descriptors import make_room  # noqa: E402
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer  # noqa: E402
 
 SIZES = (2, 8, 32, 128, 512, 2000)
@@ -52,6 +55,7 @@ BLOB = 120  # bytes that a rank hands in
 MESHES = 3
 CLIENT_TIMEOUT = 300.0
 STEADY = 5.0  # seconds
+LEASE = 5.0  # seconds; the default, which bounds how rarely slots beat
 CONTEXT = mp.get_context("spawn")
 
 
@@ -90,7 +94,10 @@ def drive(pipe: Connection, size: int) -> None:
 
     limits = Limits(size, size, size, gather_timeout=600, lease=3600, regroup_timeout=600)
     clock = SystemClock()
-    with RendezvousServer(KEY, 1, Hooks(post, lambda lines: None), clock) as server:
+    make_room(size)
+    with RendezvousServer(
+        KEY, 1, Hooks(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
+    ) as server:
         effects = Effects(server, NoLauncher(), Nobody(), lambda kept, surplus: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())
         loop.start()
@@ -141,8 +148,9 @@ class Worker:
         self.fence = world.fence
         return time.monotonic()
 
-    def beat(self, _: object = None) -> None:
-        self.slot.beat(f"{self.job}-0.1", "S", True, 0.1, "")
+    def beat(self) -> float:
+        """Seconds until the next one is due, as the server says."""
+        return self.slot.beat(f"{self.job}-0.1", "S", True, 0.1, "").beat_every
 
     def mesh(self, size: int, meshes: int) -> float:
         """One GET per pair of ranks over HTTP, in each of several meshes."""
@@ -195,19 +203,19 @@ def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -
     os._exit(0)  # long polls that are still open must not be waited for
 
 
-def beats(pool: ThreadPoolExecutor, workers: list[Worker], seconds: float, every: float) -> int:
-    """How many beats `seconds` brought; each slot sends one `every` seconds (0: as fast as it can)."""
+def beats(pool: ThreadPoolExecutor, workers: list[Worker], seconds: float, paced: bool) -> int:
+    """How many beats `seconds` brought, as often as slots are told to send them, or as fast as they can."""
     end = time.monotonic() + seconds
 
     def one(numbered: tuple[int, Worker]) -> int:
         number, worker = numbered
         sent = 0
-        due = time.monotonic() + every * number / len(workers)
+        due = time.monotonic() + paced * number / len(workers)
         while due < end:
             time.sleep(max(0.0, due - time.monotonic()))
-            worker.beat()
+            every = worker.beat()
             sent += 1
-            due = max(due + every, time.monotonic())
+            due = max(due + every * paced, time.monotonic())
         return sent
 
     return sum(pool.map(one, enumerate(workers)))
@@ -283,8 +291,8 @@ def measure(size: int, mesh_until: int, store_until: int) -> Measured:
             answers, begun, cpu, _ = cluster.order("rendezvous")
             walls.append(max(answers) - begun)
             cpus.append(cpu)
-        _, _, _, flat = cluster.order("beat", (STEADY, 0.0))
-        _, _, steady_cpu, steady = cluster.order("beat", (STEADY, 1.0))
+        _, _, _, flat = cluster.order("beat", (STEADY, False))
+        _, _, steady_cpu, steady = cluster.order("beat", (STEADY, True))
         mesh = None
         if size <= mesh_until:
             answers, begun, _, _ = cluster.order("mesh", MESHES)
@@ -359,7 +367,9 @@ def rows(found: dict[int, Measured]) -> list[Row]:
             Row(f"{size} workers: driver's CPU of a rendezvous, per worker", m.cpu / size * 1e3, unit="ms")
         )
         made.append(Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"))
-        made.append(Row(f"{size} workers: beats that arrive, one a worker and second", m.steady, unit="1/s"))
+        made.append(
+            Row(f"{size} workers: beats that arrive at the pace that slots are told", m.steady, unit="1/s")
+        )
         made.append(
             Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s")
         )

@@ -20,8 +20,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together, steered
 from spark_elastic.driver.effects import Effects
 from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop, Inbox
+from spark_elastic.driver.loop import DriverLoop
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
 from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.errors import (
@@ -36,7 +37,9 @@ from spark_elastic.errors import (
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
+from spark_elastic.protocol.pace import beat_every
 from spark_elastic.protocol.types import Checkpoint, Limits, World
+from spark_elastic.rendezvous.descriptors import make_room
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
@@ -49,7 +52,6 @@ log = logging.getLogger("spark_elastic")
 
 STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
 FIRST_ATTEMPT = 1
-BEATS_PER_LEASE = 5
 
 
 class Narrator(Protocol):
@@ -235,12 +237,12 @@ def supervise(
     discovery = steered(discovery, config.host_discovery, config.handle, clock)
     narrator = narrate or Silent()
     inbox: Inbox = Inbox()
-    stalls = StallWatch(inbox.put, clock, config.stall_after)
+    pace = partial(beat_every, limits.lease)
+    stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     audience = _Audience(narrator, clock, clock.now(), stalls)
     journal = Journal(config.journal)
     key = secrets.token_bytes(32)
-    beat_every = min(1.0, limits.lease / BEATS_PER_LEASE)
-    hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, beat_every)
+    hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise)
     run = site.run
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
@@ -248,6 +250,7 @@ def supervise(
     effects = Effects(server, launcher, audience, run.publish if run is not None else _unpublished)
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
+    make_room(limits.max_workers)
     server.start()
     with (
         ExitStack() as closing

@@ -9,9 +9,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
 
 from spark_elastic.clock import Clock
+from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, Outcome
@@ -19,7 +19,6 @@ from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick
 
 log = logging.getLogger("spark_elastic.driver")
 
-Inbox: TypeAlias = queue.SimpleQueue[DriverEvent | None]  # any thread puts events; None ends the loop
 TICK = 0.05  # seconds; deadlines are met within it
 END_WAIT = 5.0  # seconds for the command that is being carried out when the loop is closed
 

@@ -21,12 +21,22 @@ SPARE_BEATS = 100  # of slots that are in no world now
 
 
 class StallWatch:
-    """after: seconds that others have to wait for a member before it is named, once per world."""
+    """after: seconds that others have to wait for a member before it is named, once per world.
 
-    def __init__(self, post: Callable[[DriverEvent], None], clock: Clock, after: float) -> None:
+    beat_every: seconds between two beats of each of so many slots.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[DriverEvent], None],
+        clock: Clock,
+        after: float,
+        beat_every: Callable[[int], float],
+    ) -> None:
         self._forward = post
         self._clock = clock
         self._after = after
+        self._beat_every = beat_every
         self._world: tuple[World, float] | None = None
         self._beats: dict[SlotId, SlotBeat] = {}
         self._named: set[tuple[int, WorkerId]] = set()
@@ -50,7 +60,8 @@ class StallWatch:
         if len(self._beats) > 2 * world.size + SPARE_BEATS:  # slots come and go for as long as a job lasts
             members = {member.slot for member in world.members}
             self._beats = {slot: beat for slot, beat in self._beats.items() if slot in members}
-        for stall in stalls(world, self._beats, now, self._after, since):
+        every = self._beat_every(len(self._beats))
+        for stall in stalls(world, self._beats, now, self._after, since, every):
             once = world.fence.generation, stall.member.worker
             if once not in self._named:
                 self._named.add(once)

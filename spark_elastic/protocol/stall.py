@@ -14,7 +14,7 @@ from spark_elastic.protocol.events import SlotBeat, WorkerStalled
 from spark_elastic.protocol.evidence import STOPPED
 from spark_elastic.protocol.types import Member, SlotId, World
 
-SILENT_AFTER = 2.5  # seconds without a beat of a slot, which sends one each second
+SILENT_BEATS = 2.5  # that have not come from a slot
 STATES = {
     "R": "runs (R)",
     "S": "sleeps (S)",
@@ -31,19 +31,21 @@ class Stall:
 
 
 def stalls(
-    world: World, beats: Mapping[SlotId, SlotBeat], now: float, after: float, since: float
+    world: World, beats: Mapping[SlotId, SlotBeat], now: float, after: float, since: float, beat_every: float
 ) -> tuple[Stall, ...]:
     """The members that have kept another waiting for `after` seconds or more; `since`: when the world began.
 
-    beats: the newest of each slot.
+    beats: the newest of each slot. beat_every: seconds between two of them.
     """
-    longest = min(now - since, max(_waited(member, beats, now) for member in world.members))
+    silent = SILENT_BEATS * max(1.0, beat_every)
+    fresh = {slot: beat for slot, beat in beats.items() if now - beat.now <= silent}
+    longest = min(now - since, max(_waited(member, fresh.get(member.slot)) for member in world.members))
     if longest < after:
         return ()
     found = []
     for member in world.members:
         beat = beats.get(member.slot)
-        if beat is None or now - beat.now > SILENT_AFTER:
+        if beat is None or member.slot not in fresh:
             how = f"its slot has been silent for {now - (beat.now if beat is not None else since):.1f} s"
         elif beat.worker == member.worker and beat.state in STOPPED:
             how = f"its process {STATES.get(beat.state, beat.state)}"
@@ -55,10 +57,9 @@ def stalls(
     return tuple(found)
 
 
-def _waited(member: Member, beats: Mapping[SlotId, SlotBeat], now: float) -> float:
+def _waited(member: Member, beat: SlotBeat | None) -> float:
     """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
-    beat = beats.get(member.slot)
-    if beat is None or beat.worker != member.worker or now - beat.now > SILENT_AFTER:
+    if beat is None or beat.worker != member.worker:
         return 0.0
     return beat.seconds if beat.waits and beat.state not in STOPPED else 0.0
 

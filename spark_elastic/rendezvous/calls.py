@@ -40,7 +40,7 @@ class SlotCalls:
         waits: bool = False,
         seconds: float = 0.0,
         stack: str = "",
-    ) -> m.Acknowledged:
+    ) -> m.Pace:
         return self._client.ask(m.Beat(self._slot, worker, state, waits, seconds, stack))
 
     def started(self, worker: WorkerId) -> m.Acknowledged:

@@ -199,7 +199,7 @@ class RendezvousClient:
         status, body = response.status_code, response.content
         if not auth.reply_is_genuine(self._key, credentials, status, body, signature):
             raise Unauthorized(f"Whatever answers at {self._address} does not hold this job's key.")
-        answer: dict[str, Any] = json.loads(body)
+        answer: dict[str, Any] = json.loads(codec.unpacked(body))
         return answer
 
     def _refused(self, status: int, size: int) -> NoReturn:

@@ -1,4 +1,5 @@
-"""One accepted connection: uvicorn's HTTP/1.1 protocol with a deadline for request heads and TCP keep-alive.
+"""One accepted connection: uvicorn's HTTP/1.1 protocol with a deadline for request heads, TCP keep-alive, and answers
+that leave in one piece.
 
 uvicorn itself waits for ever for a head that does not come; a stranger could hold descriptors with it. Runs in the
 server's event loop thread.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -24,6 +25,32 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+class _Whole:
+    """A transport that sends head and body of an answer by one system call: the call is a third of its cost."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._loop.call_soon(self._send)
+        self._held.append(data)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _send(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._transport.write(b"".join(held))
+
+
 class Connection(H11Protocol):
     """Closes itself when the head of a request is not there `head_seconds` after its first byte (or the connect)."""
 
@@ -34,7 +61,7 @@ class Connection(H11Protocol):
         self._head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Whole(transport, self.loop)))
         keep_alive(transport.get_extra_info("socket"))
         self._await_head()
 

@@ -158,7 +158,7 @@ class Gate:
         """The same reply to many (a new world to its members) is put into words once."""
         last, text = self._last.get(type(reply), (None, b""))
         if reply is not last:
-            text = _text("reply", reply)
+            text = codec.packed(_text("reply", reply))
             self._last[type(reply)] = reply, text
         return text
 

@@ -44,6 +44,14 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """The answer to a beat. beat_every: seconds until the next is due. stop: as in `Acknowledged`."""
+
+    beat_every: float = 1.0
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
 class RegisterSlot(Request[Admission]):
     """facts: what the host runs (versions, pids, boot id, hostname): JSON values by name."""
 
@@ -56,11 +64,11 @@ class RegisterSlot(Request[Admission]):
 
 
 @dataclass(frozen=True)
-class Beat(Request[Acknowledged]):
+class Beat(Request[Pace]):
     """The slot is alive. Fields as in `protocol.events.SlotBeat`."""
 
     path = "/v1/slot/beat"
-    reply = Acknowledged
+    reply = Pace
     slot: SlotId
     worker: WorkerId = ""
     state: str = ""

@@ -27,6 +27,7 @@ class Presence:
     def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
         self._post, self._clock = post, clock
         self._open: Counter[Peer] = Counter()
+        self.slots = 0  # that have a long poll open
         self._lost: set[Peer] = set()
 
     def heard(self, peer: Peer) -> None:
@@ -36,7 +37,7 @@ class Presence:
 
     @contextmanager
     def waiting(self, peer: Peer) -> Iterator[None]:
-        self._open[peer] += 1
+        self._count(peer, 1)
         broken = False
         try:
             yield
@@ -44,9 +45,16 @@ class Presence:
             broken = True
             raise
         finally:
-            self._open[peer] -= 1
-            if not self._open[peer]:
-                del self._open[peer]
-                if broken:
-                    self._lost.add(peer)
-                    self._post(events.ConnectionLost(self._clock.now(), *peer))
+            if not self._count(peer, -1) and broken:
+                self._lost.add(peer)
+                self._post(events.ConnectionLost(self._clock.now(), *peer))
+
+    def _count(self, peer: Peer, change: int) -> int:
+        """How many long polls the peer has open now."""
+        before = self._open[peer]
+        now = self._open[peer] = before + change
+        if not now:
+            del self._open[peer]
+        if peer[1] is None:
+            self.slots += bool(now) - bool(before)
+        return now

@@ -28,7 +28,7 @@ class Routes:
     """Handlers of all requests over one board.
 
     admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output; on_report:
-    their progress. No callable may block. beat_every: seconds between two beats that slots are told to keep.
+    their progress. No callable may block. beat_every: seconds between two beats of each of so many slots.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Routes:
         on_logs: Callable[[m.LogLines], None],
         admit: Callable[[dict[str, Any]], str | None],
         on_report: Callable[[m.Report], None],
-        beat_every: float = 1.0,
+        beat_every: Callable[[int], float],
     ) -> None:
         self._board = board
         self._post = post
@@ -49,6 +49,7 @@ class Routes:
         self._on_report = on_report
         self._beat_every = beat_every
         self._presence = Presence(post, clock)
+        self._pace = m.Pace()  # the newest answer to a beat
 
     def handlers(self) -> Mapping[type[m.Request[Any]], Handler]:
         return {
@@ -79,9 +80,9 @@ class Routes:
         self._presence.heard((request.slot, None))
         node = str(request.facts.get("host", ""))
         self._post(events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job, node))
-        return m.Admission(True, beat_every=self._beat_every)
+        return m.Admission(True, beat_every=self._beat_every(self._presence.slots))
 
-    def _beat(self, request: m.Beat) -> m.Acknowledged:
+    def _beat(self, request: m.Beat) -> m.Pace:
         self._presence.heard((request.slot, None))
         self._post(
             events.SlotBeat(
@@ -89,7 +90,10 @@ class Routes:
                 request.waits, request.seconds, request.stack,
             )
         )  # fmt: skip
-        return m.Acknowledged(self._board.ended)
+        pace = m.Pace(self._beat_every(self._presence.slots), self._board.ended)
+        if pace != self._pace:
+            self._pace = pace
+        return self._pace  # one object, so that it is encoded once
 
     def _started(self, request: m.Started) -> m.Acknowledged:
         self._board.place(request.worker, request.slot)

@@ -29,6 +29,10 @@ def _unread(report: Report) -> None:
     """Progress that nobody follows."""
 
 
+def _each_second(slots: int) -> float:
+    return 1.0
+
+
 def _everyone(facts: dict[str, Any]) -> str | None:
     return None
 
@@ -39,14 +43,14 @@ class Hooks:
 
     post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
     called in the event loop and must not block; on_report, which takes workers' progress, too. on_logs: takes workers'
-    output, in a thread of its own. beat_every: seconds between two beats of a slot; several fit into a lease.
+    output, in a thread of its own. beat_every: seconds between two beats of each of so many slots.
     """
 
     post: Callable[[DriverEvent], None]
     on_logs: Callable[[LogLines], None]
     admit: Callable[[dict[str, Any]], str | None] = _everyone
     on_report: Callable[[Report], None] = _unread
-    beat_every: float = 1.0
+    beat_every: Callable[[int], float] = _each_second
 
 
 class RendezvousServer:

@@ -13,6 +13,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.invariants import Violation
+from spark_elastic.protocol.pace import beat_every
 from spark_elastic.protocol.types import Position, World
 from spark_elastic.testing.fault_plan import Moment
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from spark_elastic.testing.simulated_group import SimGroup
     from spark_elastic.testing.simulation import Simulation
 
-BEATS_PER_LEASE = 4
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 DRIVER_TIMEOUT = 10.0  # R12
 REPEAT = 3.0  # seconds after which an unanswered question is asked again
@@ -58,8 +58,10 @@ class SimSlot:
         host.living += 1
         sim.desk.registers(self)
         sim.at(0.005, self.start_worker)
-        self._every = min(1.0, sim.plan.limits.lease / BEATS_PER_LEASE)
-        sim.at(self._every, self.beat)
+        sim.at(self._beat_every(), self.beat)
+
+    def _beat_every(self) -> float:
+        return beat_every(self.sim.plan.limits.lease, len(self.sim.desk.state.slots))
 
     def start_worker(self) -> None:
         if not self.alive or self.sim.desk.over:
@@ -73,7 +75,7 @@ class SimSlot:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
             self.sim.desk.beats(self, worker.name if worker is not None else "", state)
-            self.sim.at(self._every, self.beat)
+            self.sim.at(self._beat_every(), self.beat)
 
     def exited(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, promote the spare."""

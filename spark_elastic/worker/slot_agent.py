@@ -202,7 +202,8 @@ class SlotAgent:
             state, seen = child.state(), child.look(self._clock.now())
             told = seen.stack if state in STOPPED or (not seen.waits and seen.seconds > STACK_AFTER) else ""
             try:
-                self._driver.beat(child.worker, state, seen.waits, seen.seconds, told)
+                pace = self._driver.beat(child.worker, state, seen.waits, seen.seconds, told)
+                self._beat_every = pace.beat_every
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
 

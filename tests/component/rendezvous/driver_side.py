@@ -120,7 +120,7 @@ def start_driver(
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
     reports: queue.Queue[Report] = queue.Queue()
-    hooks = Hooks(events.put, logs.put, admit, reports.put, BEAT_EVERY)
+    hooks = Hooks(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
     server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind)
     server.start()
     return Driver(server, events, logs, reports)

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop, Inbox
+from spark_elastic.driver.loop import DriverLoop
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
 from spark_elastic.protocol.types import Limits, Phase, Position, World
@@ -18,7 +19,7 @@ from spark_elastic.rendezvous.board import Board, Waiters
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 
-WORKERS = 60
+WORKERS = 200
 ROUNDS = 3
 KEY = b"many clients' key, 32 bytes long"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spark_elastic.protocol import events
-from spark_elastic.rendezvous.messages import Acknowledged, Admission, SlotOrders, WorkerStop
+from spark_elastic.rendezvous.messages import Acknowledged, Admission, Pace, SlotOrders, WorkerStop
 from tests.component.rendezvous.driver_side import BEAT_EVERY, PATIENCE, Driver, start_driver
 
 
@@ -11,7 +11,7 @@ def test_each_message_becomes_its_event(driver: Driver) -> None:
     slot = driver.client().slot("3-0")
     assert slot.register("host-a", 3, {"python": "3.11", "pid": 1}) == Admission(True, beat_every=BEAT_EVERY)
     assert slot.started("3-0.1") == Acknowledged()
-    assert slot.beat("3-0.1", "R") == Acknowledged()
+    assert slot.beat("3-0.1", "R") == Pace(BEAT_EVERY)
     assert slot.exited("3-0.1", -9, "killed") == Acknowledged()
     registered = driver.heard(events.SlotRegistered)
     assert (registered.slot, registered.host, registered.job) == ("3-0", "host-a", 3)
@@ -72,5 +72,5 @@ def test_after_the_end_everyone_is_told_to_stop(driver: Driver) -> None:
     driver.server.end("the job is done")
     assert waiting.result(PATIENCE).release == "the job is done"
     assert slot.watch(0).release == "the job is done"
-    assert slot.beat() == Acknowledged("the job is done")
+    assert slot.beat().stop == "the job is done"
     assert slot.register("host-a", 1, {}) == Admission(False, "the job is done")

@@ -21,7 +21,7 @@ class Stage:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.handed_on: list[DriverEvent] = []
-        self.watch = StallWatch(self.handed_on.append, self.clock, 3.0)
+        self.watch = StallWatch(self.handed_on.append, self.clock, 3.0, lambda slots: 1.0)
 
     def beat(self, rank: int, waits: bool, seconds: float) -> None:
         now = self.clock.now()

@@ -27,7 +27,7 @@ def find(*signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5) -> tupl
         for rank, sign in enumerate(signs)
         if sign is not None
     }
-    return stalls(WORLD, beats, NOW, AFTER, began)
+    return stalls(WORLD, beats, NOW, AFTER, began, 1.0)
 
 
 def ranks(found: tuple[Stall, ...]) -> list[int]:
@@ -83,4 +83,4 @@ def test_a_silent_slot_cannot_say_that_it_waits() -> None:
 def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
     beats = {f"{rank}-0": SlotBeat(NOW, f"{rank}-0", f"{rank}-0.1", *WAITING) for rank in range(3)}
     beats["1-0"] = SlotBeat(NOW, "1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)")
-    assert not stalls(WORLD, beats, NOW, AFTER, 0.0)
+    assert not stalls(WORLD, beats, NOW, AFTER, 0.0, 1.0)

@@ -133,3 +133,13 @@ def test_a_tuple_of_fixed_form_has_each_part_checked() -> None:
         codec.read_as(hint, [["a", "b"]], "hosts")
     with pytest.raises(codec.Garbled, match="hosts must be a list of 2"):
         codec.read_as(hint, [["a", 1, 2]], "hosts")
+
+
+def test_what_is_large_travels_packed() -> None:
+    small, large = b'{"v":1}', b'{"v":"' + b"x" * 10_000 + b'"}'
+    assert codec.packed(small) == small
+    assert len(codec.packed(large)) < 1000
+    for text in (small, large):
+        assert codec.unpacked(codec.packed(text)) == text
+    with pytest.raises(codec.Garbled):
+        codec.unpacked(b"neither")

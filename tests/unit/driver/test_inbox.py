@@ -1,0 +1,48 @@
+"""Beats wait for the next other event or the reader's patience; nothing overtakes anything."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from spark_elastic.driver.inbox import Inbox
+from spark_elastic.protocol.events import CancelRequested, SlotBeat
+
+BEAT = SlotBeat(1.0, "1-0", "", "")
+CANCEL = CancelRequested(2.0, "enough")
+
+
+def test_events_keep_their_order() -> None:
+    inbox = Inbox()
+    for event in (BEAT, CANCEL, BEAT, None):
+        inbox.put(event)
+    assert [inbox.get(5.0) for _ in range(4)] == [BEAT, CANCEL, BEAT, None]
+    with pytest.raises(queue.Empty):
+        inbox.get(0.0)
+
+
+@pytest.mark.parametrize(("event", "woken"), [(BEAT, False), (CANCEL, True), (None, True)])
+def test_a_beat_wakes_nobody(event: SlotBeat | CancelRequested | None, woken: bool) -> None:
+    inbox = Inbox()
+    taken = threading.Event()
+
+    def take() -> None:
+        inbox.get(30.0)
+        taken.set()
+
+    reader = threading.Thread(target=take)
+    reader.start()
+    inbox.put(event)
+    assert taken.wait(0.2 if not woken else 10.0) is woken
+    inbox.put(CANCEL)
+    reader.join()
+
+
+def test_a_beat_is_taken_when_patience_ends() -> None:
+    inbox = Inbox()
+    reader = threading.Timer(0.05, inbox.put, (BEAT,))
+    reader.start()
+    assert inbox.get(0.5) is BEAT
+    reader.join()

@@ -1,0 +1,32 @@
+"""Beats of a slot grow rarer with the number of slots, and never so rare that the lease is in danger."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.protocol.pace import beat_every
+
+
+@pytest.mark.parametrize(
+    ("lease", "slots", "seconds"),
+    [
+        (5.0, 1, 1.0),
+        (5.0, 250, 1.0),
+        (5.0, 400, 1.6),
+        (5.0, 2000, 2.0),  # the lease bounds it
+        (20.0, 2000, 8.0),
+        (60.0, 2000, 8.0),
+        (1.0, 1, 0.2),
+        (1.0, 2000, 0.4),
+    ],
+)
+def test_seconds_between_two_beats(lease: float, slots: int, seconds: float) -> None:
+    assert beat_every(lease, slots) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("lease", [1.0, 5.0, 30.0])
+def test_r12_half_a_lease_is_never_without_a_beat(lease: float) -> None:
+    """The driver takes itself for deaf then; and one lost beat is no lost worker."""
+    for slots in (1, 10, 300, 3000, 10**6):
+        assert beat_every(lease, slots) < lease / 2
+        assert 2 * beat_every(lease, slots) < lease

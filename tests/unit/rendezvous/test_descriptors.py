@@ -1,0 +1,44 @@
+"""The limit of open files is raised as far as the workers need it, or refused in a sentence."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.rendezvous import descriptors
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What is set; the process's own limits stay. The last one is what holds."""
+    held = [(1024, 20_000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: held[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: held.append(pair))
+    return held
+
+
+def test_the_soft_limit_is_raised_where_it_is_too_low(limits: list[tuple[int, int]]) -> None:
+    descriptors.make_room(20)
+    assert limits == [(1024, 20_000)]
+    descriptors.make_room(2000)
+    soft, hard = limits[-1]
+    assert 12_000 < soft < 13_000
+    assert hard == 20_000
+
+
+def test_no_limit_is_enough(limits: list[tuple[int, int]]) -> None:
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    descriptors.make_room(10**6)
+    assert len(limits) == 2
+
+
+def test_a_hard_limit_that_is_too_low_is_said_with_what_would_fit(limits: list[tuple[int, int]]) -> None:
+    with pytest.raises(InvalidInput, match=r"for 5000 workers.*ulimit -Hn.*max_workers to (\d+)") as raised:
+        descriptors.make_room(5000)
+    fits = int(str(raised.value).rsplit("max_workers to ", 1)[1].split()[0])
+    assert 3000 < fits < 3300
+    descriptors.make_room(fits - 5)
+    with pytest.raises(InvalidInput):
+        descriptors.make_room(fits + 5)
