@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from elastic_collectives import Group
+from collections.abc import Sequence
+from typing import Any, cast
+
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.process_sets import ProcessSet, reset_process_sets
 from spark_elastic.protocol.types import Member
 from spark_elastic.worker.context import Current, current, initialized, set_initialized
 from spark_elastic.worker.seat import group_of
 
 
-def init(comm: object = None, process_sets: object = None) -> None:
-    """Begin to use this interface. A worker was placed in its world before its function was called."""
-    for name, value in (("comm", comm), ("process_sets", process_sets)):
-        if value is not None:
-            raise InvalidInput(f"init() does not support {name} yet: leave it out.")
+def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+    """Begin to use this interface. A worker was placed in its world before its function was called.
+
+    comm: only None; there is no MPI. process_sets: to be added, in this order; "dynamic" adds none, and sets can be
+    added later in any case.
+    """
+    if comm is not None:
+        raise InvalidInput(
+            "init() takes no communicator: leave comm out, and use process sets for some of the ranks."
+        )
+    reset_process_sets([] if process_sets in (None, "dynamic") else cast(Any, process_sets))
     set_initialized(True)
 
 
@@ -63,17 +72,66 @@ def cross_rank() -> int:
     return 0 if me is None else me.cross_rank
 
 
-def free_group() -> Group | None:
-    """The world's group for a collective of the main thread: gradients on their way have arrived. None: alone.
-
-    Raises:
-        CollectiveError: between two worlds there is none.
-    """
+def is_homogeneous() -> bool:
+    """Whether every host has as many workers."""
     here = current()
-    if here is None:
-        return None
-    here.floor.clear()
-    return group_of(here)
+    return (
+        here is None or here.world is None or len({member.local_size for member in here.world.members}) == 1
+    )
+
+
+def mpi_threads_supported() -> bool:
+    """False, as there is no MPI."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False, as there is no MPI."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False, as there is no MPI."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: Gloo's algorithms work between hosts."""
+    return True
+
+
+def gloo_built() -> bool:
+    """True: Gloo's algorithms work between hosts."""
+    return True
+
+
+def nccl_built() -> int:
+    """0: tensors of GPUs are exchanged through the host."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """False: the engine knows no GPU; tensors of GPUs are exchanged through the host."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False: the engine knows no GPU; tensors of GPUs are exchanged through the host."""
+    return False
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: object) -> None:
+    """Nothing to check: no part of this interface is built for one framework."""
 
 
 def _me() -> Member | None:

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
 from elastic_collectives import Group, MismatchError
-from spark_elastic.torch import topology
-from spark_elastic.worker.context import Current
+from tests.unit.ops.workers import become, per_thread
 from tests.unit.torch.worlds import in_a_world
 
-T = TypeVar("T")
+World = Callable[[int, Callable[[Group], Any]], list[Any]]
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Group], Any]], list[Any]]:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Runs a function on every rank of a world, each thread being a worker."""
-    here = threading.local()
-    monkeypatch.setattr(topology, "current", lambda: getattr(here, "worker", None))
+    per_thread(monkeypatch)
 
-    def run(size: int, work: Callable[[Group], T]) -> list[T]:
-        def be(group: Group) -> T:
-            here.worker = Current("w", group=group)
+    def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
+        def be(group: Group) -> Any:
+            become(group)
             return work(group)
 
         return in_a_world(size, be)
 
     return run
-
-
-World = Callable[[int, Callable[[Group], Any]], list[Any]]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +54,7 @@ def test_ranks_gather_different_lengths(world: World) -> None:
 
 def test_shapes_that_do_not_fit_name_the_ranks(world: World) -> None:
     def work(group: Group) -> None:
-        with pytest.raises(MismatchError, match="rank 1") as error:
+        with pytest.raises(MismatchError, match=r"rank 0 has shapes \(-1, 2\), rank 1 \(-1, 3\)") as error:
             hvd.allgather(torch.ones(2, 2 + group.rank))
         assert error.value.ranks == (1,)
 

@@ -1,0 +1,233 @@
+"""`allreduce` in all its forms, under Horovod's names. All are to be called by all ranks of the process set.
+
+Names identify operations: ranks may ask for them in different orders. Those without one go in the order in which each
+rank asks for its unnamed ones. An average of integers is cut towards zero; 16-bit floats are accumulated as float32; a
+bool's sum is "or". All raise `CollectiveError` where ranks disagree or the world broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.request import Request
+from spark_elastic.torch.compression import Compression, Compressor, checked_compression
+from spark_elastic.torch.handles import Handle
+from spark_elastic.torch.reduce_op import Adasum, Average, ReduceOp, Sum
+from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back
+
+
+@dataclass(frozen=True)
+class How:
+    """The arguments that say how to reduce."""
+
+    op: ReduceOp
+    scale: tuple[float, float]
+    compression: type[Compressor]
+    process_set: ProcessSet
+
+
+def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The average (default), or what `op` says, of all ranks' tensors, of equal shapes. Differentiable."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set, compression)
+    return _AllReduce.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `allreduce`; not differentiable."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    return _single(start([tensor], name, how, in_place=False))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `allreduce`, into `tensor`."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    return start([tensor], name, how, in_place=True)()[0]  # type: ignore[no-any-return]
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `allreduce_`; the tensor is the operation's until its handle is done."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    return _single(start([tensor], name, how, in_place=True))
+
+
+def grouped_allreduce(  # noqa: PLR0913
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors as one operation. Differentiable."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set, compression)
+    return list(_AllReduce.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `grouped_allreduce`; not differentiable."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    return start(tensors, name, how, in_place=False)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As `grouped_allreduce`, into `tensors`."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    return start(tensors, name, how, in_place=True)()  # type: ignore[no-any-return]
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `grouped_allreduce_`."""
+    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    return start(tensors, name, how, in_place=True)
+
+
+def start(tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool) -> Handle:
+    """The handle brings a list of tensors."""
+    if not tensors:
+        raise InvalidInput("a grouped operation takes at least one tensor.")
+    working = [on_host(tensor) if in_place else host_copy(tensor) for tensor in tensors]
+    wire, back = _compressed(working, how)
+    request = Request(
+        kinds.ALLREDUCE,
+        None if name is None else f"allreduce.{name}",
+        tuple(name_of(each.dtype) for each in working),
+        tuple(tuple(each.shape) for each in working),
+        how.op.value,
+        how.scale,
+        wire,
+    )
+    operation = channel_of(how.process_set).submit(request, [array_of(each) for each in working])
+
+    def finish(_: object) -> list[torch.Tensor]:
+        results = back(working)
+        if in_place:
+            return [put_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
+        return [result.to(tensor.device) for tensor, result in zip(tensors, results, strict=True)]
+
+    return Handle(operation, finish)
+
+
+def _compressed(
+    working: list[torch.Tensor], how: How
+) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
+    """(the engine's wire format, what undoes the compression); `working` is what is to be exchanged from here on."""
+    if (
+        how.compression.wire is not None
+        and how.op is not Adasum
+        and all(t.dtype == torch.float32 for t in working)
+    ):
+        return how.compression.wire, lambda results: results
+    squeezed = [how.compression.compress(tensor) for tensor in working]
+    working[:] = [tensor for tensor, _ in squeezed]
+
+    def back(results: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            how.compression.decompress(result, ctx)
+            for result, (_, ctx) in zip(results, squeezed, strict=True)
+        ]
+
+    return None, back
+
+
+def _single(handle: Handle) -> Handle:
+    return Handle(handle.operation, lambda outputs: handle()[0])
+
+
+def _how(
+    average: bool | None,
+    op: ReduceOp | None,
+    before: float,
+    after: float,
+    process_set: ProcessSet,
+    compression: Any = Compression.none,
+) -> How:
+    return How(
+        chosen(average, op), (float(before), float(after)), checked_compression(compression), process_set
+    )
+
+
+def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """The reduction that the two arguments stand for."""
+    if average is not None and op is not None:
+        raise InvalidInput("take either average or op; op is the newer one: leave average out.")
+    if op is not None and not isinstance(op, ReduceOp):
+        raise InvalidInput(f"op must be Average, Sum, Adasum, Min, Max or Product; got {op!r}.")
+    return op if op is not None else (Sum if average is False else Average)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: How, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how = how
+        return tuple(start(tensors, name, how, in_place=False)())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *start(gradients, None, ctx.how, in_place=False)()

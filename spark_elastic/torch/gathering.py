@@ -1,0 +1,167 @@
+"""Allgather and broadcast under Horovod's names: as in `allreduce` of names, orders and errors.
+
+Gradients are those of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.request import Request
+from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
+from spark_elastic.torch.handles import Handle
+from spark_elastic.torch.reduce_op import Sum
+from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back, tensor_of
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """All ranks' tensors, one after the other along dimension 0, in which they may differ. Differentiable."""
+    return _AllGather.apply(name, process_set, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As `allgather`; not differentiable."""
+    handle = grouped_allgather_async([tensor], name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0])
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors as one operation. Differentiable."""
+    return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As `grouped_allgather`; not differentiable."""
+    if not tensors:
+        raise InvalidInput("a grouped operation takes at least one tensor.")
+    # Peers read the caller's memory until the handle is done, as with all operations.
+    hosts = [on_host(tensor) for tensor in tensors]
+    rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
+    request = Request(
+        kinds.ALLGATHER,
+        None if name is None else f"allgather.{name}",
+        tuple(name_of(each.dtype) for each in rows),
+        tuple((-1, *each.shape[1:]) for each in rows),
+    )
+    operation = channel_of(process_set).submit(request, [array_of(each) for each in rows])
+    return Handle(
+        operation,
+        lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
+    )
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The tensor of rank `root_rank` (of the world), on all ranks. Differentiable."""
+    return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `broadcast`; not differentiable."""
+    copy = host_copy(tensor)
+    handle = broadcast_all([copy], root_rank, name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0].to(tensor.device))
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `broadcast`, into `tensor`."""
+    return broadcast_all([tensor], root_rank, name, process_set)()[0]  # type: ignore[no-any-return]
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `broadcast_`; the tensor is the operation's until its handle is done."""
+    handle = broadcast_all([tensor], root_rank, name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0])
+
+
+def broadcast_all(
+    tensors: Sequence[torch.Tensor], root_rank: int, name: str | None, process_set: ProcessSet
+) -> Handle:
+    """Several tensors, in place, as one operation."""
+    if root_rank not in process_set.ranks:
+        raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
+    working = [on_host(tensor) for tensor in tensors]
+    request = Request(
+        kinds.BROADCAST,
+        None if name is None else f"broadcast.{name}",
+        tuple(name_of(each.dtype) for each in working),
+        tuple(tuple(each.shape) for each in working),
+        root=process_set.ranks.index(root_rank),
+    )
+    operation = channel_of(process_set).submit(request, [array_of(each) for each in working])
+    return Handle(
+        operation, lambda _: [put_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
+    )
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.process_set = process_set
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tuple(grouped_allgather_async(tensors, name, process_set)())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        process_set = ctx.process_set
+        rows = [shape[0] if shape else 1 for shape in ctx.shapes]
+        lengths = allgather(torch.tensor([rows]), process_set=process_set)
+        firsts = lengths[: process_set.rank()].sum(0).tolist()
+        summed = grouped_allreduce(gradients, op=Sum, process_set=process_set)
+        shares = [
+            whole[first : first + count].reshape(shape)
+            for whole, first, count, shape in zip(summed, firsts, rows, ctx.shapes, strict=True)
+        ]
+        return None, None, *shares
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
+        ctx.process_set = process_set
+        result: torch.Tensor = broadcast_async(tensor, root, name, process_set)()
+        ctx.is_root = process_set.ranks[process_set.rank()] == root
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        summed = allreduce(gradients[0], op=Sum, process_set=ctx.process_set)
+        return (summed if ctx.is_root else torch.zeros_like(summed)), None, None, None

@@ -1,0 +1,187 @@
+"""Alltoall and reducescatter under Horovod's names: as in `allreduce` of names, orders and errors.
+
+Gradients are those of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.request import Request
+from spark_elastic.torch.allreduce import How
+from spark_elastic.torch.compression import Compression, checked_compression
+from spark_elastic.torch.gathering import grouped_allgather
+from spark_elastic.torch.handles import Handle
+from spark_elastic.torch.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp
+from spark_elastic.torch.tensors import array_of, name_of, on_host, tensor_of
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rank r gets the r-th part of every rank's tensor, cut along dimension 0, in rank order. Differentiable.
+
+    splits: rows for each rank; then the result is (tensor, rows received from each). None: equal parts, and the tensor
+    alone.
+    """
+    received, came = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return received if splits is None else (received, came)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `alltoall`; not differentiable."""
+    handle = _alltoall(tensor, splits, name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0] if splits is None else handle())
+
+
+def _alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Handle:
+    if tensor.dim() == 0:
+        raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
+    working = on_host(tensor)
+    sent = None if splits is None else [int(rows) for rows in splits]
+    request = Request(
+        kinds.ALLTOALL,
+        None if name is None else f"alltoall.{name}",
+        (name_of(working.dtype),),
+        ((-1, *working.shape[1:]),),
+    )
+    operation = channel_of(process_set).submit(request, [array_of(working)], sent)
+    return Handle(
+        operation,
+        lambda outputs: (tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)),
+    )
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This rank's part of what `allreduce` gives, cut along dimension 0; the first ranks have a row more where it does
+    not divide. Differentiable for Average and Sum."""
+    how = How(op, (prescale_factor, postscale_factor), checked_compression(compression), process_set)
+    return _ReduceScatter.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """As `reducescatter`; not differentiable."""
+    handle = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    return Handle(handle.operation, lambda outputs: handle()[0])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
+    how = How(op, (prescale_factor, postscale_factor), checked_compression(compression), process_set)
+    return list(_ReduceScatter.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """As `grouped_reducescatter`; not differentiable."""
+    return _start(
+        tensors, name, How(op, (prescale_factor, postscale_factor), checked_compression(None), process_set)
+    )
+
+
+def _start(tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Handle:
+    if not tensors or how.op is Adasum or not isinstance(how.op, ReduceOp):
+        raise InvalidInput(
+            f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {how.op!r}."
+        )
+    squeezed = [how.compression.compress(on_host(tensor)) for tensor in tensors]
+    working = [tensor for tensor, _ in squeezed]
+    request = Request(
+        kinds.REDUCESCATTER,
+        None if name is None else f"reducescatter.{name}",
+        tuple(name_of(each.dtype) for each in working),
+        tuple(tuple(each.shape) for each in working),
+        how.op.value,
+        (float(how.scale[0]), float(how.scale[1])),
+    )
+    operation = channel_of(how.process_set).submit(request, [array_of(each) for each in working])
+
+    def finish(outputs: Any) -> list[torch.Tensor]:
+        parts = [tensor_of(array, like) for array, like in zip(outputs, working, strict=True)]
+        return [
+            how.compression.decompress(part, ctx).to(tensor.device)
+            for part, (_, ctx), tensor in zip(parts, squeezed, tensors, strict=True)
+        ]
+
+    return Handle(operation, finish)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        received, came = _alltoall(tensor, splits, name, process_set)()
+        ctx.came, ctx.process_set = came.tolist(), process_set
+        ctx.mark_non_differentiable(came)
+        return received, came
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back, _ = _alltoall(gradients[0], ctx.came, None, ctx.process_set)()
+        return back, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: How, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how = how
+        return tuple(_start(tensors, name, how)())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        how: How = ctx.how
+        if how.op in (Min, Max, Product):
+            raise InvalidInput(f"reducescatter has no gradient for {how.op}: use Average or Sum.")
+        factor = how.scale[0] * how.scale[1] / (how.process_set.size() if how.op is Average else 1)
+        wholes = grouped_allgather(gradients, process_set=how.process_set)
+        return None, None, *(whole * factor for whole in wholes)

@@ -1,0 +1,60 @@
+"""Tensors as the numpy arrays that operations take, and back. Training thread only.
+
+A contiguous tensor on the CPU is its own array. Any other goes through a host copy, which for CUDA is pinned memory:
+GPUs of one host exchange through the host as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As numpy and the engine call it: float32, bfloat16, bool ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where it is contiguous on the CPU, a copy like that of any other."""
+    dense = tensor.detach()
+    return dense if dense.device.type == "cpu" and dense.is_contiguous() else host_copy(tensor)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, on the CPU, shared with nobody."""
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(f"this takes dense tensors; got {tensor.layout}: see sparse_allreduce_async.")
+    dense = tensor.detach()
+    copy = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=dense.device.type == "cuda")
+    return copy.copy_(dense)
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """The memory of a contiguous tensor on the CPU. bfloat16 looks like uint16."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view("uint16")
+    try:
+        found: Array = tensor.resolve_conj().resolve_neg().numpy()
+    except TypeError as error:
+        raise InvalidInput(f"tensors of {tensor.dtype} cannot be exchanged: {error}.") from error
+    return found
+
+
+def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
+    """The array's memory as a tensor of the dtype of `like`; on its device, a copy where that is not the CPU."""
+    if like.dtype is torch.bfloat16:
+        made = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    else:
+        made = torch.from_numpy(array)
+    return made.to(like.device)
+
+
+def put_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """`result` into `tensor`, unless it is the same memory."""
+    if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
+        with torch.no_grad():
+            tensor.copy_(result)
+    return tensor

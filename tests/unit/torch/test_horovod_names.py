@@ -1,0 +1,164 @@
+"""Every public name of Horovod's torch interface is here, takes the same arguments in the same order, with the same
+defaults. What differs beyond that is in docs/moving-from-horovod.md, which must name each of them, too."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from elastic_collectives import CollectiveError
+from tests.sources import ROOT
+
+_REDUCE = "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=all"
+_SQUEEZED = _REDUCE.replace("op=None", "compression=none, op=None")
+_SCATTER = (
+    "name=None, compression=none, op=Average, process_set=all, prescale_factor=1.0, postscale_factor=1.0"
+)
+_SCATTER_ASYNC = "name=None, op=Average, process_set=all, prescale_factor=1.0, postscale_factor=1.0"
+
+SIGNATURES = {
+    "init": "comm=None, process_sets=None",
+    "shutdown": "",
+    "is_initialized": "",
+    "start_timeline": "file_path, mark_cycles=False",
+    "stop_timeline": "",
+    **dict.fromkeys(
+        ["size", "local_size", "cross_size", "rank", "local_rank", "cross_rank", "is_homogeneous"], ""
+    ),
+    **dict.fromkeys(["mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built"], ""),
+    **dict.fromkeys(["nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"], ""),
+    "allreduce": f"tensor, {_SQUEEZED}",
+    "allreduce_async": f"tensor, {_REDUCE}",
+    "allreduce_": f"tensor, {_REDUCE}",
+    "allreduce_async_": f"tensor, {_REDUCE}",
+    "grouped_allreduce": f"tensors, {_SQUEEZED}",
+    "grouped_allreduce_async": f"tensors, {_REDUCE}",
+    "grouped_allreduce_": f"tensors, {_REDUCE}",
+    "grouped_allreduce_async_": f"tensors, {_REDUCE}",
+    "sparse_allreduce_async": "tensor, name, op, process_set=all",
+    "allgather": "tensor, name=None, process_set=all",
+    "allgather_async": "tensor, name=None, process_set=all",
+    "grouped_allgather": "tensors, name=None, process_set=all",
+    "grouped_allgather_async": "tensors, name=None, process_set=all",
+    "broadcast": "tensor, root_rank, name=None, process_set=all",
+    "broadcast_async": "tensor, root_rank, name=None, process_set=all",
+    "broadcast_": "tensor, root_rank, name=None, process_set=all",
+    "broadcast_async_": "tensor, root_rank, name=None, process_set=all",
+    "alltoall": "tensor, splits=None, name=None, process_set=all",
+    "alltoall_async": "tensor, splits=None, name=None, process_set=all",
+    "reducescatter": f"tensor, {_SCATTER}",
+    "reducescatter_async": f"tensor, {_SCATTER_ASYNC}",
+    "grouped_reducescatter": f"tensors, {_SCATTER}",
+    "grouped_reducescatter_async": f"tensors, {_SCATTER_ASYNC}",
+    "poll": "handle",
+    "synchronize": "handle",
+    "barrier": "process_set=all",
+    "join": "device=-1",
+    "DistributedOptimizer": (
+        "optimizer, named_parameters=None, compression=none, backward_passes_per_step=1, op=Average, "
+        "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=all"
+    ),
+    "SyncBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True",
+    "broadcast_parameters": "params, root_rank",
+    "broadcast_optimizer_state": "optimizer, root_rank, model=None",
+    "broadcast_object": "obj, root_rank=0, name=None, process_set=all",
+    "allgather_object": "obj, name=None",
+    "ProcessSet": "ranks_or_comm",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "get_process_set_ids_and_ranks": "",
+    "is_process_set_included": "process_set_id",
+    "check_extension": "ext_name, ext_env_var, pkg_path, *args",
+    "elastic.run": "func",
+    "elastic.TorchState": "model=None, optimizer=None, **kwargs",
+    "elastic.ObjectState": "bcast_object, get_rank, **kwargs",
+    "elastic.State": "bcast_object, get_rank",
+    "elastic.ElasticSampler": "dataset, shuffle=True, seed=0",
+    "elastic.get_handler_registry": "",
+    "elastic.set_handler_registry": "registry",
+}
+VALUES = [
+    "Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression", "HorovodInternalError", "global_process_set",
+    "elastic.StateHandler", "elastic.ModelStateHandler", "elastic.OptimizerStateHandler", "elastic.SamplerStateHandler",
+]  # fmt: skip
+# What ours may have instead of Horovod's default: None stands for it.
+_DEFAULTS: dict[str, Any] = {
+    "none": hvd.Compression.none,
+    "all": hvd.global_process_set,
+    "Average": hvd.Average,
+}
+
+
+def found(name: str) -> Any:
+    here: Any = hvd
+    for part in name.split("."):
+        here = getattr(here, part)
+    return here
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_horovods(name: str) -> None:
+    ours = list(inspect.signature(found(name)).parameters.values())
+    theirs = [part.strip() for part in SIGNATURES[name].split(",") if part.strip()]
+    for place, told in enumerate(theirs):
+        wanted, equals, default = told.partition("=")
+        mine = ours[place]
+        if wanted.startswith("*"):
+            assert mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
+            continue
+        assert mine.name == wanted, name
+        if equals:
+            expected = _DEFAULTS[default] if default in _DEFAULTS else eval(default)
+            assert mine.default == expected or (mine.default is None and default in ("none", "all")), (
+                name,
+                wanted,
+            )
+    for more in ours[len(theirs) :]:
+        assert more.default is not inspect.Parameter.empty or more.kind in (
+            more.VAR_KEYWORD,
+            more.VAR_POSITIONAL,
+        )
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *VALUES])
+def test_the_page_for_movers_has_the_name(name: str) -> None:
+    found(name)
+    page = (ROOT / "docs" / "moving-from-horovod.md").read_text()
+    assert f"`{name}`" in page, "add a line to the table of docs/moving-from-horovod.md"
+
+
+def test_what_is_exported_exists() -> None:
+    assert all(hasattr(hvd, name) for name in hvd.__all__)
+    assert {name.split(".")[0] for name in (*SIGNATURES, *VALUES)} <= set(hvd.__all__)
+
+
+def test_build_questions() -> None:
+    assert hvd.HorovodInternalError is CollectiveError
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    no = (
+        hvd.mpi_built,
+        hvd.mpi_enabled,
+        hvd.mpi_threads_supported,
+        hvd.nccl_built,
+        hvd.ddl_built,
+        hvd.ccl_built,
+    )
+    assert not any(ask() for ask in (*no, hvd.cuda_built, hvd.rocm_built))
+    assert hvd.is_homogeneous()
+    hvd.check_extension("spark_elastic.torch", "HOROVOD_WITH_PYTORCH", __file__, "x")
+
+
+def test_compressors_work_by_themselves() -> None:
+    for compressor, dtype in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
+        squeezed, ctx = compressor.compress(torch.ones(2, dtype=torch.float64))
+        assert squeezed.dtype == dtype
+        assert compressor.decompress(squeezed, ctx).dtype == torch.float64
+        whole, ctx = compressor.compress(torch.ones(2, dtype=torch.int32))
+        assert compressor.decompress(whole, ctx).dtype == torch.int32
+    same = torch.ones(1)
+    assert hvd.Compression.none.decompress(*hvd.Compression.none.compress(same)) is same

@@ -1,0 +1,248 @@
+"""Horovod's operations on tensors of every kind: dtypes, layouts, groups, process sets, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.compression import Compressor
+from tests.unit.ops.workers import among_fakes, become, per_thread
+from tests.unit.torch.worlds import in_a_world
+
+World = Callable[[int, Callable[[Group], Any]], list[Any]]
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    per_thread(monkeypatch)
+    return among_fakes
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> World:
+    per_thread(monkeypatch)
+
+    def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
+        def be(group: Group) -> Any:
+            become(group)
+            return work(group)
+
+        return in_a_world(size, be)
+
+    return run
+
+
+@pytest.mark.native
+def test_every_operation_with_every_dtype(engine: World) -> None:
+    def work(group: Group) -> None:
+        rank = group.rank
+        for dtype in DTYPES:
+            mine = torch.tensor([[rank, 1], [1, 0], [1, 1]]).to(dtype)
+            one = torch.ones(3, 2).to(dtype)
+            for op in (hvd.Sum, hvd.Max, hvd.Min, hvd.Product):
+                reduced = hvd.allreduce(mine, op=op, name=f"{op} {dtype}")
+                assert reduced.dtype == dtype
+                assert reduced[0, 0] == (op in (hvd.Sum, hvd.Max)), (dtype, op, reduced)
+            assert (
+                hvd.allgather(mine[: rank + 1]).tolist()
+                == torch.cat([torch.tensor([[0, 1]]), torch.tensor([[1, 1], [1, 0]])]).to(dtype).tolist()
+            )
+            assert hvd.broadcast(mine, 1)[0, 0] == 1
+            assert hvd.alltoall(one[:2]).dtype == dtype
+            part = hvd.reducescatter(mine, op=hvd.Max)
+            assert part.shape == (2 - rank, 2)
+            assert part.dtype == dtype
+
+    engine(2, work)
+
+
+def test_layouts_and_sizes(world: World) -> None:
+    def work(group: Group) -> None:
+        wide = torch.arange(6.0).reshape(2, 3).t()
+        assert hvd.allreduce(wide, op=hvd.Sum).tolist() == (2 * wide).tolist()
+        strided = torch.arange(6.0)[::2]
+        assert hvd.allreduce_(strided, op=hvd.Sum) is strided
+        assert strided.tolist() == [0, 4, 8]
+        assert hvd.allreduce(torch.tensor(2.0 * group.rank)).item() == 1.0
+        assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
+        assert hvd.allgather(torch.empty(0, 3)).shape == (0, 3)
+        assert hvd.allgather(torch.tensor(group.rank)).tolist() == [0, 1]
+        empty, came = hvd.alltoall(torch.empty(0, 2), torch.tensor([0, 0]))
+        assert (empty.shape, came.tolist(), came.dtype) == ((0, 2), [0, 0], torch.int32)
+        kept = torch.nn.Parameter(torch.full((2,), float(group.rank)))
+        hvd.broadcast_(kept.data, 1)
+        assert kept.tolist() == [1, 1]
+
+    world(2, work)
+
+
+def test_handles_and_groups(world: World) -> None:
+    def work(group: Group) -> None:
+        mine = torch.full((3,), float(group.rank + 1))
+        handles = [
+            hvd.allreduce_async(mine, name="a", op=hvd.Sum),
+            hvd.allgather_async(mine[:1], name="a"),
+            hvd.broadcast_async(mine, 1, name="a"),
+            hvd.alltoall_async(mine[:2], name="a"),
+            hvd.reducescatter_async(mine, name="a", op=hvd.Sum),
+            hvd.grouped_allreduce_async([mine, mine.double()], name="g", op=hvd.Sum),
+            hvd.grouped_allgather_async([mine[:1], mine.long()[:1]], name="g"),
+            hvd.grouped_reducescatter_async([mine, mine], name="g", op=hvd.Sum),
+        ]
+        order = handles if group.rank else handles[::-1]
+        results = {id(handle): hvd.synchronize(handle) for handle in order}
+        told = [results[id(handle)] for handle in handles]
+        assert all(hvd.poll(handle) for handle in handles)
+        assert told[0].tolist() == [3, 3, 3]
+        assert told[1].tolist() == [1, 2]
+        assert told[2].tolist() == [2, 2, 2]
+        assert told[3].tolist() == [1, 2]
+        assert told[4].tolist() == [3, 3][group.rank :]
+        assert [(t.dtype, t[0].item()) for t in told[5]] == [(torch.float32, 3), (torch.float64, 3)]
+        assert [t.tolist() for t in told[6]] == [[1, 2], [1, 2]]
+        assert [len(t) for t in told[7]] == [2 - group.rank] * 2
+        assert mine.tolist() == [group.rank + 1.0] * 3
+        pair = [mine, mine.clone()]
+        hvd.grouped_allreduce_(pair, op=hvd.Max)
+        hvd.synchronize(hvd.allreduce_async_(pair[1], op=hvd.Sum))
+        hvd.synchronize(hvd.grouped_allreduce_async_(pair, op=hvd.Min))
+        hvd.synchronize(hvd.broadcast_async_(pair[1], 0))
+        assert [t.tolist() for t in pair] == [[2, 2, 2], [4, 4, 4]]
+
+    world(2, work)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32])
+def test_compression(world: World, compression: type[Compressor], dtype: torch.dtype) -> None:
+    def work(group: Group) -> torch.Tensor:
+        mine = torch.full((4,), 3).to(dtype) + group.rank
+        assert hvd.reducescatter(mine, compression=compression, op=hvd.Sum).tolist() == [7, 7]
+        (grouped,) = hvd.grouped_allreduce([mine], compression=compression, op=hvd.Sum)
+        assert grouped.tolist() == [7] * 4
+        return hvd.allreduce(mine, compression=compression, op=hvd.Sum)
+
+    for total in world(2, work):
+        assert total.dtype == dtype
+        assert total.tolist() == [7] * 4
+
+
+class Halves(Compressor):
+    """A user's own."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor / 2, 2
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor * ctx
+
+
+def test_a_compressor_of_ones_own(world: World) -> None:
+    assert world(2, lambda group: hvd.allreduce(torch.ones(1), compression=Halves, op=hvd.Sum).item()) == [
+        2,
+        2,
+    ]
+
+
+def test_process_sets_and_roots_by_rank_of_the_world(world: World) -> None:
+    def work(group: Group) -> tuple[float, float, list[str]] | None:
+        hvd.init(process_sets=[[1, 2]])
+        late = hvd.add_process_set(hvd.ProcessSet([0, 1, 2]))
+        assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [1, 2], 2: [0, 1, 2]}
+        assert hvd.remove_process_set(late)
+        if not hvd.is_process_set_included(1):
+            return None
+        pair = hvd.ProcessSet([1, 2])
+        pair.process_set_id = 1
+        mine = torch.tensor([float(group.rank)])
+        with pytest.raises(InvalidInput, match=r"root_rank must be one of \[1, 2\]"):
+            hvd.broadcast(mine, 0, process_set=pair)
+        average = hvd.allreduce(mine, process_set=pair).item()
+        sent = hvd.broadcast(mine, 2, process_set=pair).item()
+        hvd.barrier(process_set=pair)
+        return average, sent, hvd.allgather_object(f"of {group.rank}", process_set=pair)
+
+    result = (1.5, 2.0, ["of 1", "of 2"])
+    assert world(3, work) == [None, result, result]
+
+
+def test_sparse_sums_and_averages(world: World) -> None:
+    def work(group: Group) -> None:
+        place = torch.tensor([[0, group.rank + 1]])
+        mine = torch.sparse_coo_tensor(place, torch.tensor([[1.0], [2.0]]), (4, 1), check_invariants=False)
+        total = hvd.sparse_allreduce_async(mine, "s", hvd.Sum)()
+        average = hvd.synchronize(hvd.sparse_allreduce_async(mine, "s", hvd.Average))
+        assert total.to_dense().flatten().tolist() == [2, 2, 2, 0]
+        assert average.to_dense().flatten().tolist() == [1, 1, 1, 0]
+        with pytest.raises(InvalidInput, match="sparse_allreduce_async"):
+            hvd.allreduce(mine)
+
+    world(2, work)
+
+
+def test_ranks_out_of_data_join(world: World) -> None:
+    def work(group: Group) -> tuple[list[float], int]:
+        sums = [hvd.allreduce(torch.ones(1), op=hvd.Sum).item() for _ in range(2 - group.rank)]
+        return sums, hvd.join()
+
+    assert world(3, work) == [([2.0, 1.0], 0), ([2.0], 0), ([], 0)]
+
+
+def test_gradients_of_all_that_have_some(world: World) -> None:
+    def work(group: Group) -> list[list[float]]:
+        w = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(5)]
+        factor = group.rank + 1.0
+        (hvd.allreduce(w[0], op=hvd.Sum, prescale_factor=2.0) * factor).sum().backward()
+        sum((g * factor).sum() for g in hvd.grouped_allreduce([w[1]], op=hvd.Average)).backward()
+        (hvd.alltoall(w[2]) * torch.tensor([1.0, 10.0]) * factor).sum().backward()
+        (hvd.reducescatter(w[3], op=hvd.Average) * factor).sum().backward()
+        sum((g * factor).sum() for g in hvd.grouped_allgather([w[4]])).backward()
+        return [one.grad.tolist() for one in w if one.grad is not None]
+
+    first, second = world(2, work)
+    assert first == [[6, 6], [1.5, 1.5], [1, 2], [0.5, 1], [3, 3]]
+    assert second == [[6, 6], [1.5, 1.5], [10, 20], [0.5, 1], [3, 3]]
+
+
+def test_arguments_that_make_no_sense() -> None:
+    with pytest.raises(InvalidInput, match="average or op"):
+        hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
+    with pytest.raises(InvalidInput, match="op must be"):
+        hvd.allreduce(torch.ones(1), op="sum")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="at least one"):
+        hvd.grouped_allreduce([])
+    with pytest.raises(InvalidInput, match="a Compressor of your own"):
+        hvd.allreduce(torch.ones(1), compression=3)
+    with pytest.raises(InvalidInput, match="no communicator"):
+        hvd.init(comm=object())
+    with pytest.raises(InvalidInput, match="first dimension"):
+        hvd.alltoall(torch.tensor(1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+def test_tensors_of_a_gpu_go_through_pinned_memory(world: World) -> None:
+    def work(group: Group) -> None:
+        mine = torch.full((5, 3), float(group.rank + 1), device="cuda")
+        total = hvd.allreduce(mine, op=hvd.Sum)
+        assert (total.device.type, total[0, 0].item()) == ("cuda", 3.0)
+        assert hvd.allgather(mine[:1]).device.type == "cuda"
+        hvd.broadcast_(mine, 1)
+        assert mine[0, 0].item() == 2.0
+        norm = hvd.SyncBatchNorm(3).cuda()
+        norm(mine).sum().backward()
+
+    world(2, work)

@@ -1,0 +1,105 @@
+"""`SyncBatchNorm` against torch's own layer over the whole batch in one process, in float64 and exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from tests.unit.ops.workers import among_fakes, per_thread
+
+
+@pytest.fixture(autouse=True)
+def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+
+
+def inputs(steps: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(4)
+    return [
+        torch.randn(rows, *shape, generator=random, dtype=torch.float64).to(dtype) * 3 + 7
+        for _ in range(steps)
+    ]
+
+
+def trained(norm: torch.nn.Module, batches: Sequence[torch.Tensor], whole: int) -> dict[str, torch.Tensor]:
+    """Outputs, gradients and buffers after some steps; losses are the rows' sum over the whole batch's rows."""
+    told: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        x = batch.clone().requires_grad_()
+        y = norm(x)
+        (y.pow(3) * torch.arange(1.0, y.size(1) + 1).view(1, -1, *[1] * (y.dim() - 2))).sum().div(
+            whole
+        ).backward()
+        assert x.grad is not None
+        told |= {"y": y.detach(), "x": x.grad}
+    grads = {name: p.grad for name, p in norm.named_parameters() if p.grad is not None}
+    return told | grads | {name: value.double() for name, value in norm.named_buffers()}
+
+
+PLAIN: dict[int, Any] = {1: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d, 4: torch.nn.BatchNorm3d}
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "options"),
+    [
+        ((3,), [4, 1, 3], {}),
+        ((2, 3, 2), [1, 5], {"momentum": None}),
+        ((2, 2, 1, 2), [3, 0, 2], {"affine": False}),
+        ((4,), [2, 2], {"track_running_stats": False, "eps": 1e-3}),
+    ],
+)
+def test_it_is_the_layer_of_the_whole_batch(
+    shape: list[int], cuts: list[int], options: dict[str, Any]
+) -> None:
+    whole = inputs(3, sum(cuts), shape, torch.float64)
+    expected = trained(PLAIN[len(shape)](shape[0], **options).double(), whole, sum(cuts))
+
+    def work(group: Group) -> dict[str, torch.Tensor]:
+        first = sum(cuts[: group.rank])
+        mine = [batch[first : first + cuts[group.rank]] for batch in whole]
+        return trained(hvd.SyncBatchNorm(shape[0], **options).double(), mine, sum(cuts))
+
+    parts = among_fakes(len(cuts), work)
+    assert all(part.keys() == expected.keys() for part in parts)
+    for name, value in expected.items():
+        if name in ("y", "x"):
+            got = torch.cat([part[name] for part in parts])
+        elif name in ("weight", "bias"):
+            got = torch.stack([part[name] for part in parts]).sum(0)
+        else:
+            assert all(torch.equal(part[name], parts[0][name]) for part in parts)
+            got = parts[0][name]
+        assert float((got - value).abs().max() / value.abs().max().clamp(min=1e-30)) < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_near_and_of_its_dtype(dtype: torch.dtype) -> None:
+    (whole,) = inputs(1, 6, (3,), dtype)
+
+    def work(group: Group) -> torch.Tensor:
+        result: torch.Tensor = hvd.SyncBatchNorm(3)(whole[3 * group.rank :][:3])
+        return result
+
+    got = torch.cat(among_fakes(2, work))
+    assert got.dtype == dtype
+    expected = torch.nn.BatchNorm1d(3).double()(whole.double())
+    assert float((got.double() - expected).detach().abs().max()) < (0.02 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_evaluation_exchanges_nothing() -> None:
+    def work(group: Group) -> list[float]:
+        norm = hvd.SyncBatchNorm(2).eval()
+        return norm(torch.full((1, 2), 3.0)).flatten().tolist() if group.rank == 0 else []
+
+    assert among_fakes(2, work)[0] == pytest.approx([3.0, 3.0], rel=1e-4)
+
+
+def test_inputs_of_another_shape_are_told() -> None:
+    with pytest.raises(InvalidInput, match="SyncBatchNorm of 3 features"):
+        hvd.SyncBatchNorm(3)(torch.ones(2, 4))
