@@ -13,7 +13,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver_state import DriverState, Stage
 from spark_elastic.protocol.membership import capacity
-from spark_elastic.protocol.types import Position, WorkerStatus, World
+from spark_elastic.protocol.types import Fence, Position, WorkerStatus, World
 
 STORY = 80  # lines kept
 LARGE = 100  # slots or workers; with so many or fewer the records are looked at after every event
@@ -217,20 +217,19 @@ class DriverInvariants:
 
 
 class History:
-    """Which steps were applied, by whom, in which generation, from which rows; judged at the end (P1)."""
+    """Which steps were applied, by whom, in which world, from which rows; judged at the end (P1)."""
 
     def __init__(self) -> None:
-        self._applied: dict[Position, dict[int, tuple[int, ...]]] = {}
+        self._applied: dict[Position, dict[Fence, tuple[int, ...]]] = {}
 
-    def applied(self, generation: int, position: Position, rows: tuple[int, ...]) -> None:
-        """A rank applied a step whose exchange summed over `rows`. All ranks of a generation must agree on them."""
-        rows_by_generation = self._applied.setdefault(position, {})
-        known = rows_by_generation.setdefault(generation, rows)
+    def applied(self, fence: Fence, position: Position, rows: tuple[int, ...]) -> None:
+        """A rank applied a step whose exchange summed over `rows`. All ranks of a world must agree on them."""
+        known = self._applied.setdefault(position, {}).setdefault(fence, rows)
         if known is not rows and known != rows:
-            raise Violation(f"two ranks of world {generation} applied different rows at {position}")
+            raise Violation(f"two ranks of world {fence.generation} applied different rows at {position}")
 
     def final(self) -> dict[Position, tuple[int, ...]]:
-        """Rows by step, of the highest generation that applied it: what the final weights contain."""
+        """Rows by step, of the highest fence that applied it: what the final weights contain."""
         return {position: by[max(by)] for position, by in self._applied.items()}
 
     def check(self, expected: dict[Position, tuple[int, ...]]) -> None:

@@ -36,6 +36,13 @@ def adopt(turn: Turn, slot: SlotRecord, name: WorkerId) -> None:
     """`name` is the slot's worker now; another that it had has ended."""
     state = turn.state
     previous = state.workers.get(slot.worker) if slot.worker is not None else None
+    if previous is not None and _number(name) < _number(previous.worker):
+        # What it said was held up on the way, and the slot has another worker since.
+        ended = Gone(
+            f"its slot started worker {previous.worker} in its place", WorkerStatus.FAILURE, liable=True
+        )
+        state.gone_workers = state.gone_workers.put(name, ended)
+        return
     if previous is not None:
         lose(turn, previous, f"its slot started worker {name} in its place", liable=True)
     worker = WorkerRecord(name, slot.slot, slot.host, turn.now, extra=slot.extra)
@@ -45,6 +52,11 @@ def adopt(turn: Turn, slot: SlotRecord, name: WorkerId) -> None:
     why = unwanted(turn, slot)
     if why:
         give_back(turn, slot, why)
+
+
+def _number(name: WorkerId) -> int:
+    """A slot counts its workers."""
+    return int(name.rpartition(".")[2])
 
 
 def worker_joins(turn: Turn, event: on.WorkerJoins) -> None:

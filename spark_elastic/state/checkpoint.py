@@ -37,7 +37,7 @@ class Checkpoints:
         Raises:
             StoreError: the store cannot be written.
         """
-        name = _name(fence, position)
+        name = name_of(fence, position)
         for part, data in parts.items():
             self._store.write_bytes(f"{self._folder}/{name}/{part}", data)
         held = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
@@ -99,7 +99,8 @@ class Checkpoints:
         self._store.remove_tree(f"{self._folder}/{checkpoint.name}")
 
 
-def _name(fence: Fence, position: Position) -> str:
+def name_of(fence: Fence, position: Position) -> str:
+    """The folder of a checkpoint that a member of that world writes of that position."""
     place = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
     return f"{fence.attempt:06d}-{fence.generation:06d}-{place}"
 

@@ -71,15 +71,21 @@ class HeldRun:
     def _run(self, lost: Callable[[str], None]) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                self.check()
-                self._carry_out(*order)
+                self.carry_out(*order)
             except JobCancelled as taken:
                 lost(str(taken))
                 return
             except Exception as error:  # of whatever file system; the next order may fare better
                 log.warning("a checkpoint could not be published: %s", error)
 
-    def _carry_out(self, kept: Several, surplus: Several) -> None:
+    def carry_out(self, kept: Several, surplus: Several) -> None:
+        """Publish `kept`, then delete `surplus`. Blocks.
+
+        Raises:
+            JobCancelled: another driver holds the run; StoreError: the store failed.
+        """
+        self.check()
         self._folder.publish(self.attempt, kept)
+        self.check()  # the one that took it over meanwhile may go on from one of these
         for checkpoint in surplus:
             self._folder.delete(checkpoint)

@@ -11,12 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver_state import DriverState
-from spark_elastic.protocol.invariants import DriverInvariants, Violation
-from spark_elastic.protocol.types import Fence, World
+from spark_elastic.protocol.invariants import DriverInvariants, Story, Violation
+from spark_elastic.protocol.types import Checkpoint, Fence, World
+from spark_elastic.state.held_run import HeldRun, Several
 from spark_elastic.testing.fault_plan import Moment
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from spark_elastic.testing.simulation import Simulation
 
 TICK = 0.05
+PUBLISHING = 0.02  # seconds from the machine's order to the store's list; in the order of the orders
 PROMPT = 0.5  # seconds after an abort in which nobody waits in that world any more
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
 
@@ -31,11 +34,13 @@ Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.Drive
 class Desk:
     """Where everything that is said to the driver arrives."""
 
-    def __init__(self, sim: Simulation, driver_step: Step) -> None:
+    def __init__(self, sim: Simulation, driver_step: Step, held: HeldRun, story: Story) -> None:
         self.sim = sim
         self.step = driver_step
-        self.invariants = DriverInvariants(sim.plan.successor)
-        self.story = self.invariants.story
+        self.run = held
+        self.invariants = DriverInvariants(sim.plan.successor, story)
+        self.story = story
+        self.dead = False  # its process; nothing that is said to it is heard
         self.end: do.End | None = None
         self.worlds: list[World] = []
         self.aborted: dict[Fence, str] = {}
@@ -45,10 +50,12 @@ class Desk:
 
     @property
     def over(self) -> bool:
-        return self.end is not None
+        return self.dead or self.end is not None
 
     def open(self) -> None:
-        self.state, commands = driver_machine.initial(self.sim.plan.limits, 1)
+        self.state, commands = driver_machine.initial(
+            self.sim.plan.limits, self.run.attempt, self.run.checkpoints
+        )
         self.invariants.check(self.state, None, self.state, commands)
         self._carry_out(commands)
         self._tick()
@@ -60,6 +67,8 @@ class Desk:
 
     def post(self, event: on.DriverEvent) -> None:
         """The machine's turn."""
+        if self.dead:
+            return
         if event.now != self.sim.now:
             event = replace(event, now=self.sim.now)
         before = self.state
@@ -71,25 +80,30 @@ class Desk:
         for command in commands:
             match command:
                 case do.LaunchSlot(_, job, delay):
-                    self.sim.launch(job, delay)
+                    self.sim.launch(self, job, delay)
                 case do.Publish(_, world):
                     self._publish(world)
                 case do.Abort(reason, fence):
                     self.aborted[fence] = reason
                     self.sim.moment(Moment.REGROUPING)
-                    for worker in self.sim.workers():
+                    for worker in self._workers():
                         self._tell(worker, partial(self._abort, worker, fence, reason))
                     self.sim.at(PROMPT, partial(self._must_be_free, fence))
                 case do.Announce(_, version):
                     self.version = version
-                    for worker in self.sim.workers():
+                    for worker in self._workers():
                         self._tell(worker, partial(self._hear_version, worker, version))
                 case do.StopWorker():
                     self._stop(command)
                 case do.ReleaseSlot(reason, slot):
                     self._release(slot, reason)
+                case do.PublishCheckpoint(_, kept, surplus):
+                    self.sim.at(PUBLISHING, partial(self._publish_checkpoint, kept, surplus))
                 case do.End():
                     self.end = command
+
+    def _workers(self) -> list[SimWorker]:
+        return [worker for worker in self.sim.workers() if worker.slot.desk is self]
 
     # ---- what slots say
 
@@ -136,7 +150,13 @@ class Desk:
         )
         self._say(worker.slot.host, lambda: self.post(event), most=0.002)
 
+    def wrote(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
+        event = on.CheckpointWritten(0, worker.name, checkpoint)
+        self._say(worker.slot.host, lambda: self.post(event))
+
     def _asked(self, worker: SimWorker, fence: Fence | None, event: on.DriverEvent) -> None:
+        if self.dead:
+            return
         self.held[worker.name] = (worker, fence)
         if not self._answer(worker.name):
             self.post(event)
@@ -211,7 +231,8 @@ class Desk:
 
     def _tell(self, worker: SimWorker, act: Callable[[], None]) -> None:
         """driver -> worker; lost where the host is cut off."""
-        worker.later(self.sim.rng.uniform(0.0002, 0.01), lambda: None if worker.slot.host.cut else act())
+        delay = self.sim.rng.uniform(0.0002, 0.01)
+        worker.later(delay, lambda: None if worker.slot.host.cut or self.dead else act())
 
     # ---- what the driver says
 
@@ -219,19 +240,29 @@ class Desk:
         if len(self.worlds) > 500:
             raise Violation(f"500 worlds and no end\n{self.story.text()}")
         self.worlds.append(world)
+        if world.resume or world.source is None:
+            training = [w.name for w in self._workers() if w.trains_before(world.fence)]
+            self.sim.run.durability.begins(world, training)
         for member in world.members:
             if member.worker in self.held:
                 self._answer(member.worker)
+
+    def _publish_checkpoint(self, kept: Several, surplus: Several) -> None:
+        if self.dead:
+            return
+        try:
+            self.run.carry_out(kept, surplus)
+        except JobCancelled as taken:
+            self.post(on.CancelRequested(0, str(taken)))
+            return
+        self.sim.run.durability.acknowledged(self.run.attempt, kept)
+        self.sim.moment(Moment.PUBLISHED)
 
     def _abort(self, worker: SimWorker, fence: Fence, reason: str) -> None:
         worker.happens(on.AbortHeard(self.sim.now, fence, reason))
 
     def _must_be_free(self, fence: Fence) -> None:
-        waiting = (
-            self.sim.groups[fence.generation].still_waiting(PROMPT)
-            if fence.generation in self.sim.groups
-            else []
-        )
+        waiting = self.sim.groups[fence].still_waiting(PROMPT) if fence in self.sim.groups else []
         if waiting and not self.over:
             raise Violation(
                 f"{waiting} still wait in world {fence.generation}, aborted {PROMPT} s ago\n{self.story.text()}"

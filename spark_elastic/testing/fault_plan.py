@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from spark_elastic.protocol.types import Limits, Phase, Position
@@ -25,6 +25,9 @@ class Kind(Enum):
     SPECULATE = "the cluster starts a second attempt of a slot job"
     CRASH = "the training process crashes"
     UNLIST = "discovery does not list the host for a while"
+    KILL_DRIVER = "the driver dies, and another opens the run"
+    TAKE_OVER = "another driver opens the run of one that lives"
+    DAMAGE = "the newest checkpoint is damaged in the store"
 
 
 class Moment(Enum):
@@ -40,6 +43,9 @@ class Moment(Enum):
     REGROUPING = "regrouping"
     CLOSING = "closing"  # some are done
     WARMING = "warming"  # a newcomer starts
+    WRITING = "writing"  # a checkpoint is half written
+    WRITTEN = "written"  # and whole, but the driver does not know
+    PUBLISHED = "published"  # and counts
 
 
 class Share(Enum):
@@ -69,8 +75,8 @@ class Fault:
 @dataclass(frozen=True)
 class FaultPlan:
     """A job and its misfortunes. steps: of an epoch; rows: of a step; forward: seconds that its computing takes.
-    replace_after: seconds after which another host
-    comes for a lost one, None for never. retries: the cluster itself starts a failed slot task again.
+    replace_after: seconds after which another host comes for a lost one, None for never. retries: the cluster itself
+    starts a failed slot task again. checkpoint_every: steps from one checkpoint to the next, None for no checkpoints.
     """
 
     seed: int
@@ -84,6 +90,7 @@ class FaultPlan:
     faults: tuple[Fault, ...] = field(default=())
     replace_after: float | None = 1.0
     retries: bool = False
+    checkpoint_every: int | None = None
     duplicates: float = 0.02  # probability that a message comes twice
 
     def successor(self, position: Position) -> Position:
@@ -133,7 +140,7 @@ def random_plan(seed: int) -> FaultPlan:
         idle_slot_timeout=rng.choice((60.0, 2.0)),
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 12))
-    return FaultPlan(
+    plan = FaultPlan(
         seed=seed,
         limits=limits,
         hosts=hosts,
@@ -145,8 +152,45 @@ def random_plan(seed: int) -> FaultPlan:
         retries=rng.random() < 0.3,
         duplicates=rng.choice((0.0, 0.02, 0.2)),
     )
+    durable = random.Random(f"durable {seed}")
+    return _with_checkpoints(durable, plan) if durable.random() < DURABLE_SHARE else plan
 
 
+def _with_checkpoints(rng: random.Random, plan: FaultPlan) -> FaultPlan:
+    """Of a durable run, whose drivers die, too."""
+    limits = replace(plan.limits, checkpoints_kept=rng.choice((1, 2, 3)), driver_timeout=DRIVER_TIMEOUT)
+    faults = tuple(_durable_fault(rng) for _ in range(rng.choice((1, 2, 2, 3))))
+    every = rng.choice((1, 2, 3, 5))
+    return replace(plan, limits=limits, faults=(*plan.faults, *faults), checkpoint_every=every)
+
+
+def _durable_fault(rng: random.Random) -> Fault:
+    kind, share = rng.choice(DURABLE_KINDS)
+    return Fault(
+        kind,
+        moment=rng.choice((*DURABLE_MOMENTS, *MOMENTS[1:])),
+        nth=rng.choice((1, 1, 2, 3, 5)),
+        after=rng.choice((0.0, rng.uniform(0.0, 0.1))),
+        target=rng.randrange(64),
+        share=share,
+        duration=rng.choice((0.8, 4.0)),
+        silent=rng.random() < 0.3,
+    )
+
+
+DRIVER_TIMEOUT = 10.0  # R12: seconds after which a worker that does not hear the driver ends itself
+DURABLE_SHARE = 0.3  # of the random plans
+DURABLE_MOMENTS = (Moment.WRITING, Moment.WRITTEN, Moment.PUBLISHED)
+MOMENTS = tuple(moment for moment in Moment if moment not in DURABLE_MOMENTS)
+DURABLE_KINDS = (
+    (Kind.KILL_DRIVER, Share.ONE),
+    (Kind.KILL_DRIVER, Share.ONE),
+    (Kind.TAKE_OVER, Share.ONE),
+    (Kind.DAMAGE, Share.ONE),
+    (Kind.KILL_WORKER, Share.ALL),
+    (Kind.KILL_SLOT, Share.ALL),
+    (Kind.STOP_WORKER, Share.ALL),
+)
 KINDS = (
     (Kind.KILL_WORKER, 6),
     (Kind.KILL_SLOT, 3),
@@ -168,7 +212,7 @@ KINDS = (
 
 def _random_fault(rng: random.Random) -> Fault:
     kinds, weights = zip(*KINDS, strict=True)
-    moment = rng.choice((Moment.TIME, *Moment))
+    moment = rng.choice((Moment.TIME, *MOMENTS))
     timed = moment is Moment.TIME
     return Fault(
         kind=rng.choices(kinds, weights)[0],

@@ -76,6 +76,8 @@ class SimGroup:
             assert self.world.source is not None
             source = self.inside[self.world.members[self.world.source].worker]
             chain, position = source.chain, self.world.position
+            if self.world.resume:
+                position, chain = self.sim.run.load(self.world)
             assert position is not None
             self._complete(Doing.SYNCING, lambda w: self._synced(w, chain, position), slowest=0.05)
 
@@ -179,12 +181,13 @@ class SimGroup:
 
     def _break(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
         self._does(worker, Doing.NOTHING)
+        worker.keeper.broke()
         worker.happens(on.GroupBroke(self.sim.now, self.world.fence, suspects, reason))
 
     # ---- what a rank gets
 
     def _formed(self, worker: SimWorker) -> None:
-        self.sim.desk.formed(worker, self.world.fence)
+        worker.slot.desk.formed(worker, self.world.fence)
         worker.later(0.002, lambda: worker.happens(on.Formed(self.sim.now, self.world.fence)))
 
     def _synced(self, worker: SimWorker, chain: tuple[int, int], position: Position) -> None:
@@ -217,6 +220,7 @@ class SimGroup:
         self._does(worker, Doing.APPLYING)
         self.sim.moment(Moment.COMPLETE)
         if worker.position.phase is Phase.CLOSE:
+            worker.keeper.sealed(self.world.fence)
             worker.finish(self.world)
         else:
             worker.later(self.sim.jitter(0.002), lambda: self._apply(worker, newest > self.world.version))

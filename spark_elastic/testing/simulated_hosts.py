@@ -14,15 +14,17 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.invariants import Violation
 from spark_elastic.protocol.pace import beat_every
-from spark_elastic.protocol.types import Position, World
+from spark_elastic.protocol.types import Fence, Position, World
+from spark_elastic.protocol.worker_machine import Stage
 from spark_elastic.testing.fault_plan import Moment
+from spark_elastic.testing.simulated_keeper import SimKeeper
 
 if TYPE_CHECKING:
+    from spark_elastic.testing.desk import Desk
     from spark_elastic.testing.simulated_group import SimGroup
     from spark_elastic.testing.simulation import Simulation
 
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
-DRIVER_TIMEOUT = 10.0  # R12
 REPEAT = 3.0  # seconds after which an unanswered question is asked again
 EMPTY_CHAIN = (0, 0)
 
@@ -49,38 +51,39 @@ class SimHost:
 class SimSlot:
     """One attempt of a slot task with its training process."""
 
-    def __init__(self, sim: Simulation, name: str, job: int, host: SimHost) -> None:
+    def __init__(self, sim: Simulation, desk: Desk, name: str, job: int, host: SimHost) -> None:
         self.sim, self.name, self.job, self.host = sim, name, job, host
+        self.desk = desk
         self.alive = True
         self.started = 0
         self.worker: SimWorker | None = None
         host.slots.append(self)
         host.living += 1
-        sim.desk.registers(self)
+        desk.registers(self)
         sim.at(0.005, self.start_worker)
         sim.at(self._beat_every(), self.beat)
 
     def _beat_every(self) -> float:
-        return beat_every(self.sim.plan.limits.lease, len(self.sim.desk.state.slots))
+        return beat_every(self.sim.plan.limits.lease, len(self.desk.state.slots))
 
     def start_worker(self) -> None:
-        if not self.alive or self.sim.desk.over:
+        if not self.alive or self.desk.over:
             return
         self.started += 1
         self.worker = SimWorker(self.sim, f"{self.name}.{self.started}", self)
-        self.sim.desk.started(self, self.worker.name)
+        self.desk.started(self, self.worker.name)
 
     def beat(self) -> None:
         if self.alive:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
-            self.sim.desk.beats(self, worker.name if worker is not None else "", state)
+            self.desk.beats(self, worker.name if worker is not None else "", state)
             self.sim.at(self._beat_every(), self.beat)
 
     def exited(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, promote the spare."""
         if self.alive and worker is self.worker:
-            self.sim.desk.exited(self, worker.name, code)
+            self.desk.exited(self, worker.name, code)
             self.sim.at(0.01, self.start_worker)
 
     def gone(self) -> None:
@@ -112,6 +115,7 @@ class SimWorker:
         self.version = 0
         self.group: SimGroup | None = None
         self.question: Callable[[], None] | None = None
+        self.keeper = SimKeeper(self)
         self.raises = ""  # fingerprint of what user code raises next
         self.woke = sim.now
         self._frozen: list[Callable[[], None]] = []
@@ -124,10 +128,20 @@ class SimWorker:
         return self.state.position
 
     @property
+    def rank(self) -> int | None:
+        member = self.group.world.member(self.name) if self.group is not None else None
+        return None if member is None else member.rank
+
+    @property
     def reachable_since(self) -> float:
         """Since when it runs and hears the driver."""
         never = self.stopped or self.slot.host.cut
         return self.sim.now if never else max(self.woke, self.slot.host.healed)
+
+    def trains_before(self, fence: Fence) -> bool:
+        """Whether it is in a world before that one and does not wait for the next."""
+        busy = self.state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING)
+        return self.alive and busy and self.group is not None and self.group.world.fence < fence
 
     # ---- time
 
@@ -158,7 +172,7 @@ class SimWorker:
         self.alive = False
         if self.group is not None:
             self.group.died(self)
-        self.sim.desk.vanished(self)
+        self.slot.desk.vanished(self)
         if not quiet:
             self.sim.at(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.exited(self, code))
 
@@ -175,7 +189,7 @@ class SimWorker:
     def _carry_out(self, command: do.WorkerCommand) -> None:
         match command:
             case do.Join():
-                self.ask(lambda: self.sim.desk.joins(self, command))
+                self.ask(lambda: self.slot.desk.joins(self, command))
             case do.Form():
                 self.question = None
                 if self.group is not None:
@@ -195,9 +209,9 @@ class SimWorker:
                     self.group.close(self)
                     self.group = None
             case do.ReportFailure():
-                self.sim.desk.failed(self, command)
+                self.slot.desk.failed(self, command)
             case do.ReportDone():
-                self.ask(lambda: self.sim.desk.done(self, command))
+                self.ask(lambda: self.slot.desk.done(self, command))
             case do.Exit(_, code):
                 self.sim.at(0.003, lambda: self.die(code))
 
@@ -226,9 +240,11 @@ class SimWorker:
     def apply(self, world: World) -> None:
         """One step, whole."""
         position = self.position
+        self.keeper.sealed(world.fence)
         self.sim.applied(self, world, position)
         self.chain = (self.chain[0] + 1, hash((self.chain[1], position.epoch, position.step)))
         self.happens(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
+        self.keeper.applied()
 
     def finish(self, world: World) -> None:
         result = f"{self.chain[0]}:{self.chain[1]}"

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.invariants import History, Violation
-from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.protocol.invariants import History, Story, Violation
+from spark_elastic.protocol.types import Fence, Phase, Position, World
 from spark_elastic.testing.desk import Desk, Step
 from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment
 from spark_elastic.testing.simulated_group import SimGroup
 from spark_elastic.testing.simulated_hosts import EMPTY_CHAIN, SimHost, SimSlot, SimWorker
+from spark_elastic.testing.simulated_run import SimRun
 from spark_elastic.testing.strikes import Strikes
 
 WorkerStep = Callable[[worker_machine.WorkerState, on.WorkerEvent], worker_machine.Answer]
@@ -51,7 +52,7 @@ def simulate(
     """
     sim = Simulation(plan, driver_step, worker_step)
     try:
-        return sim.run()
+        return sim.play()
     except Violation as error:
         raise Violation(f"seed {plan.seed}: {error}\nplan: {plan}") from error
 
@@ -70,33 +71,41 @@ class Simulation:
         self.hosts: list[SimHost] = []
         self.slots: dict[str, SimSlot] = {}
         self.released: dict[str, str] = {}
-        self._jobs: deque[int] = deque()  # that wait for room
+        self._jobs: deque[tuple[Desk, int]] = deque()  # that wait for room
         self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
         self._there: SimSlot | None = None  # one of those that are not gone yet
-        self._of_job: dict[int, list[SimSlot]] = {}
+        self._of_job: dict[tuple[Desk, int], list[SimSlot]] = {}
         self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
         self._attempts: dict[int, int] = {}
-        self.groups: dict[int, SimGroup] = {}
+        self.groups: dict[Fence, SimGroup] = {}
         self._history = History()
-        self.desk = Desk(self, driver_step)
+        self.story = Story()
+        self.run = SimRun(self, lambda held: Desk(self, driver_step, held, self.story))
         self._strikes = Strikes(self)
 
-    def run(self) -> Report:
+    @property
+    def desk(self) -> Desk:
+        """The newest driver's."""
+        return self.run.desks[-1]
+
+    def play(self) -> Report:
+        """To the end of the job, and until everybody has gone."""
         for _ in range(self.plan.hosts):
             self.add_host()
-        self.desk.open()
+        self.run.open()
         self._strikes.arm()
-        self._play_until(lambda: self.desk.over, DEADLINE, "the job did not end")
+        self._play_until(lambda: self.desk.end is not None, DEADLINE, "the job did not end")
         seconds = self.now
         self._judge()
+        self.run.close()
         self._play_until(self._all_gone, self.now + AFTERWARDS, "still there after the end")
         assert self.desk.end is not None
         return Report(
             self.desk.end,
-            tuple(self.desk.worlds),
+            tuple(world for desk in self.run.desks for world in desk.worlds),
             seconds,
             tuple(self._strikes.struck),
-            self.desk.story.text(),
+            self.story.text(),
         )
 
     # ---- time
@@ -115,7 +124,7 @@ class Simulation:
         while not done():
             if not self._queue or self._queue[0][0] > deadline:
                 waiting = ", ".join(f"{w.name} {w.state.stage.value}" for w in self.workers() if w.alive)
-                raise Violation(f"{what} by {deadline:g} s (alive: {waiting})\n{self.desk.story.text()}")
+                raise Violation(f"{what} by {deadline:g} s (alive: {waiting})\n{self.story.text()}")
             self.now, _, act = heapq.heappop(self._queue)
             act()
 
@@ -134,24 +143,27 @@ class Simulation:
         self.offer(host)
         self.at(0.01, self._schedule)
 
-    def launch(self, job: int, delay: float) -> None:
-        self.at(delay + 0.02, lambda: self._queue_job(job))
+    def launch(self, desk: Desk, job: int, delay: float) -> None:
+        self.at(delay + 0.02, lambda: self._queue_job(desk, job))
 
-    def _queue_job(self, job: int) -> None:
-        self._jobs.append(job)
+    def _queue_job(self, desk: Desk, job: int) -> None:
+        self._jobs.append((desk, job))
         self._schedule()
 
     def _schedule(self) -> None:
-        while self._jobs and not self.desk.over:
-            host = self._roomiest()
-            if host is None:
+        while self._jobs:
+            desk, job = self._jobs[0]
+            host = None if desk.over else self._roomiest()
+            if host is None and not desk.over:
                 return
-            job = self._jobs.popleft()
+            self._jobs.popleft()
+            if host is None:
+                continue
             attempt = self._attempts.get(job, -1) + 1
             self._attempts[job] = attempt
             name = f"{job}-{attempt}"
-            slot = self.slots[name] = SimSlot(self, name, job, host)
-            self._of_job.setdefault(job, []).append(slot)
+            slot = self.slots[name] = SimSlot(self, desk, name, job, host)
+            self._of_job.setdefault((desk, job), []).append(slot)
 
     def offer(self, host: SimHost) -> None:
         """It may have more room than before."""
@@ -167,26 +179,25 @@ class Simulation:
             self.offer(host)
         return None
 
-    def second_attempt(self, job: int) -> None:
+    def second_attempt(self, slot: SimSlot) -> None:
         """Speculation, or a retry: the cluster runs a slot job once more (R14)."""
-        self._jobs.append(job)
-        self._schedule()
+        self._queue_job(slot.desk, slot.job)
 
     def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
         """An attempt of a slot job is gone. As Spark has it: one that returned ends the job and its other attempts,
         one that failed leaves them alone or, with retries, is followed by another."""
-        rivals = [s for s in self._of_job[slot.job] if s.alive]
+        rivals = [s for s in self._of_job[slot.desk, slot.job] if s.alive]
         if failed and rivals:
             return
         if failed and self.plan.retries:
-            self.at(0.1, lambda: self.second_attempt(slot.job))
+            self.at(0.1, lambda: self.second_attempt(slot))
             return
         for rival in rivals:
             rival.gone()
             if rival.worker is not None:
                 rival.worker.die(-9, quiet=True)
         ended = on.SlotJobEnded(0, slot.job, reason)
-        self.at(self.rng.uniform(0.02, 0.5), lambda: self.desk.post(ended))
+        self.at(self.rng.uniform(0.02, 0.5), lambda: slot.desk.post(ended))
         self.at(0.6, self._schedule)
 
     def workers(self) -> list[SimWorker]:
@@ -199,10 +210,9 @@ class Simulation:
         return worker if worker is not None and worker.name == name else None
 
     def group(self, world: World) -> SimGroup:
-        number = world.fence.generation
-        if number not in self.groups:
-            self.groups[number] = SimGroup(self, world)
-        return self.groups[number]
+        if world.fence not in self.groups:
+            self.groups[world.fence] = SimGroup(self, world)
+        return self.groups[world.fence]
 
     # ---- the program
 
@@ -212,7 +222,7 @@ class Simulation:
 
     def applied(self, worker: SimWorker, world: World, position: Position) -> None:
         if position.phase is Phase.TRAIN:
-            self._history.applied(world.fence.generation, position, self._rows(world, position))
+            self._history.applied(world.fence, position, self._rows(world, position))
 
     def _rows(self, world: World, position: Position) -> tuple[int, ...]:
         """The union of the ranks' shares (PROTOCOL, "The data plan, exactly")."""
@@ -233,14 +243,14 @@ class Simulation:
         try:
             self._history.check(self.plan.expected())
         except Violation as error:
-            raise Violation(f"{error}\n{self.desk.story.text()}") from error
+            raise Violation(f"{error}\n{self.story.text()}") from error
         chain = EMPTY_CHAIN
         for position in self.plan.positions():
             chain = (chain[0] + 1, hash((chain[1], position.epoch, position.step)))
         wrong = [result for result in end.results if result not in ("null", f"{chain[0]}:{chain[1]}")]
         if wrong or end.results[0] == "null":
             raise Violation(
-                f"the final weights are not those of the plan: {end.results}\n{self.desk.story.text()}"
+                f"the final weights are not those of the plan: {end.results}\n{self.story.text()}"
             )
 
 

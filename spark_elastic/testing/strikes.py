@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from spark_elastic.protocol import events as on
-from spark_elastic.testing.fault_plan import Fault, Kind, Moment, Share
-from spark_elastic.testing.simulated_hosts import DRIVER_TIMEOUT
+from spark_elastic.testing.fault_plan import DRIVER_TIMEOUT, Fault, Kind, Moment, Share
 
 if TYPE_CHECKING:
     from spark_elastic.testing.simulated_hosts import SimHost, SimSlot, SimWorker
@@ -60,9 +59,7 @@ class Strikes:
         if self.sim.desk.over:
             return
         self.struck.append(fault)
-        self.sim.desk.story.note(
-            self.sim.now, f"{fault.kind.value} ({fault.share.value}, {fault.moment.value})"
-        )
+        self.sim.story.note(self.sim.now, f"{fault.kind.value} ({fault.share.value}, {fault.moment.value})")
         match fault.kind:
             case Kind.ADD_HOST:
                 self.sim.add_host()
@@ -71,9 +68,15 @@ class Strikes:
                     self._cut(host, fault.duration)
             case Kind.SPECULATE:
                 for worker in _choose(self._in_order(), fault):
-                    self.sim.second_attempt(worker.slot.job)
+                    self.sim.second_attempt(worker.slot)
             case Kind.UNLIST:
                 self._unlist(_choose(self._living(), fault), fault.duration)
+            case Kind.KILL_DRIVER:
+                self.sim.run.kill_driver(fault.silent)
+            case Kind.TAKE_OVER:
+                self.sim.run.take_over()
+            case Kind.DAMAGE:
+                self.sim.run.damage_newest()
             case Kind.POISON:
                 self._poison = (fault.target % self.sim.plan.steps, fault.nth * 17 % self.sim.plan.rows)
             case kind if kind in OF_WORKERS:
@@ -93,7 +96,7 @@ class Strikes:
         return sorted(self.sim.workers(), key=lambda worker: ranks.get(worker.name, len(ranks)))
 
     def _hit_worker(self, worker: SimWorker, fault: Fault) -> None:
-        self.sim.desk.story.note(self.sim.now, f"  on {worker.name}")
+        self.sim.story.note(self.sim.now, f"  on {worker.name}")
         match fault.kind:
             case Kind.KILL_WORKER:
                 worker.die(-9)
@@ -110,7 +113,7 @@ class Strikes:
                 worker.raises = f"flaky {worker.name}"
 
     def _hit_host(self, host: SimHost, fault: Fault) -> None:
-        self.sim.desk.story.note(self.sim.now, f"  on {host.name}")
+        self.sim.story.note(self.sim.now, f"  on {host.name}")
         match fault.kind:
             case Kind.KILL_HOST:
                 self._kill_host(host, fault)
@@ -139,7 +142,7 @@ class Strikes:
         self.sim.silent = fault.silent
         for slot in slots:
             if slot.alive:
-                self.sim.desk.lost(slot)
+                slot.desk.lost(slot)
                 slot.end("the slot task was killed", failed=True)
         self.sim.silent = False
 
@@ -164,7 +167,7 @@ class Strikes:
         host.cut = True
         for slot in host.slots:
             if slot.alive:
-                self.sim.desk.cut(slot)
+                slot.desk.cut(slot)
         if seconds > DRIVER_TIMEOUT:
             self.sim.at(DRIVER_TIMEOUT, lambda: self._silent_driver(host))
         self.sim.at(seconds, lambda: self._heal(host))
@@ -183,7 +186,7 @@ class Strikes:
             act()
         for slot in host.slots:
             if slot.alive:
-                self.sim.desk.heal(slot)
+                slot.desk.heal(slot)
 
 
 def _choose(targets: list[T], fault: Fault) -> list[T]:

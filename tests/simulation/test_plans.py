@@ -35,6 +35,7 @@ def test_the_plans_are_what_they_claim() -> None:
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
     assert all(kinds[kind] >= 10 for kind in Kind), kinds
     assert max(plan.limits.max_workers for plan in plans) == 64
+    assert sum(plan.checkpoint_every is not None for plan in plans) > PLANS / 4
 
 
 def test_a_seed_replays() -> None:

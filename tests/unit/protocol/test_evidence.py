@@ -169,3 +169,13 @@ def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
     bench.on(on.HostLost(0, "h2", "executor lost"))
     bench.on(on.SlotBeat(0, "2-0", W2, "S"))
     assert isinstance(bench.commands[0], ReleaseSlot)
+
+
+def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
+    """Held up on the way, while its host was cut off: the newer one stays what it is."""
+    bench = _running()
+    bench.on(on.WorkerExited(0, W2, -9))
+    bench.on(on.WorkerStarted(0, "2-0", name(2, 3)))
+    bench.on(on.WorkerStarted(0, "2-0", name(2, 2)))
+    assert name(2, 3) in bench.state.workers
+    assert name(2, 2) in bench.state.gone_workers

@@ -3,14 +3,15 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol.invariants import History, Violation
+from spark_elastic.protocol.types import Fence
 from tests.unit.protocol.driver_bench import at
 
 
 def _history() -> History:
     history = History()
-    history.applied(1, at(0), (0, 1))
-    history.applied(1, at(1), (2, 3))
-    history.applied(2, at(1), (3, 2))  # one that died had applied it alone
+    history.applied(Fence(1, 1), at(0), (0, 1))
+    history.applied(Fence(1, 1), at(1), (2, 3))
+    history.applied(Fence(1, 2), at(1), (3, 2))  # one that died had applied it alone
     return history
 
 
@@ -34,4 +35,4 @@ def test_a_missing_or_foreign_row_is_seen(expected: dict[object, tuple[int, ...]
 
 def test_ranks_that_disagree_are_seen() -> None:
     with pytest.raises(Violation, match="two ranks of world 1"):
-        _history().applied(1, at(0), (0,))
+        _history().applied(Fence(1, 1), at(0), (0,))

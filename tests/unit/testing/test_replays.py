@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver_state import DriverState, Stage
 from spark_elastic.protocol.events import DriverEvent, WorkerJoins
 from spark_elastic.testing import ReplayDiffers, replay
-from spark_elastic.testing.fault_plan import random_plan
+from spark_elastic.testing.fault_plan import Kind, random_plan
 from spark_elastic.testing.simulation import simulate
 
 
 def _journal_of(seed: int, path: Path) -> None:
-    """A simulated job, journalled as the driver loop does it."""
+    """A simulated job of one driver, journalled as the driver loop does it."""
     plan = random_plan(seed)
+    others = (Kind.KILL_DRIVER, Kind.TAKE_OVER)
+    plan = replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind not in others))
     journal = Journal(str(path))
     journal.begin(*driver_machine.initial(plan.limits, 1))
 

@@ -1,0 +1,133 @@
+"""Checkpoints in simulation: everything dies and is resumed (P7, R10, R18), and the invariants of that can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import driver_machine, worker_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.invariants import Violation
+from spark_elastic.protocol.table import Table
+from spark_elastic.protocol.worker_machine import Answer, WorkerState
+from spark_elastic.state import checkpoint
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment, Share
+from spark_elastic.testing.simulation import simulate
+from tests.simulation.scenes import scene
+
+Commands = tuple[do.DriverCommand, ...]
+ALL_KILLED = Fault(Kind.KILL_WORKER, Moment.PUBLISHED, nth=3, share=Share.ALL)
+DAMAGED = Fault(Kind.DAMAGE, Moment.PUBLISHED, nth=3)
+TAKEN_OVER = Fault(Kind.TAKE_OVER, Moment.PUBLISHED, nth=2)
+
+
+def durable(*faults: Fault, every: int = 2) -> FaultPlan:
+    return replace(scene(*faults), checkpoint_every=every)
+
+
+def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
+    report = simulate(durable(ALL_KILLED))
+    assert [len(world.resume) for world in report.worlds] == [0, 3]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "nth"), [(Moment.WRITING, 3), (Moment.WRITTEN, 3), (Moment.PUBLISHED, 3), (Moment.APPLIED, 30)]
+)
+def test_p7_another_driver_goes_on_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
+    report = simulate(durable(Fault(Kind.KILL_DRIVER, moment, nth, silent=silent)))
+    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.worlds[-1].fence.attempt == 2
+    assert report.worlds[-1].resume
+
+
+def test_p7_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
+    report = simulate(durable(DAMAGED, replace(ALL_KILLED, after=0.001)))
+    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.worlds[-1].resume
+
+
+def test_r10_a_driver_that_lost_its_run_ends() -> None:
+    report = simulate(durable(TAKEN_OVER))
+    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.worlds[-1].fence.attempt == 2
+    assert "was taken over by another driver" in report.story
+
+
+# ---- the invariants can fail
+
+
+def _forgets_the_unsure(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    """R18 broken: does not wait for old members that may live."""
+    return driver_machine.step(replace(state, unsure=Table()), event)
+
+
+def _oldest_first(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    return _with_resume(state, event, -1)
+
+
+def _from_nothing(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    return _with_resume(state, event, 0)
+
+
+def _with_resume(state: DriverState, event: on.DriverEvent, step: int) -> tuple[DriverState, Commands]:
+    after, commands = driver_machine.step(state, event)
+    changed: list[do.DriverCommand] = []
+    for command in commands:
+        if isinstance(command, do.Publish) and command.world.resume:
+            resume = command.world.resume[::step] if step else ()
+            world = replace(command.world, resume=resume, source=0 if resume else None)
+            command = replace(command, world=world)
+        changed.append(command)
+    return after, tuple(changed)
+
+
+def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
+    """A world of one is given up while its host is cut off, and trains on; another worker waits."""
+    cut = Fault(Kind.CUT_HOST, Moment.FORWARD, duration=4.0)
+    plans = [scene(cut, seed=seed, hosts=2, num_workers=1, max_workers=2, steps=200) for seed in range(6)]
+    for plan in plans:
+        simulate(plan)
+    assert any(_caught(plan, driver_step=_forgets_the_unsure, match="train on (R18)") for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [(_oldest_first, "was taken although"), (_from_nothing, "begins from nothing although")],
+)
+def test_p7_a_driver_that_loses_what_was_acknowledged_is_caught(step: object, match: str) -> None:
+    assert _caught(durable(ALL_KILLED), driver_step=step, match=match)
+
+
+def test_p1_a_resume_one_step_too_far_is_caught() -> None:
+    plan = durable(ALL_KILLED)
+
+    def ahead(state: WorkerState, event: on.WorkerEvent) -> Answer:
+        if isinstance(event, on.Synced) and state.world is not None and state.world.resume:
+            assert event.position is not None
+            event = replace(event, position=plan.successor(event.position))
+        return worker_machine.step(state, event)
+
+    assert _caught(plan, worker_step=ahead, match="seed 1")
+
+
+def test_p7_damage_that_nobody_sees_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_check", lambda data, digest, name: None)
+    assert _caught(durable(DAMAGED, replace(ALL_KILLED, after=0.001)), match="damaged checkpoint")
+
+
+def test_r10_a_driver_that_publishes_what_it_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldRun, "check", lambda self: None)
+    assert _caught(durable(TAKEN_OVER, every=1), match="attempt 1 published")
+
+
+def _caught(plan: FaultPlan, match: str, **broken: object) -> bool:
+    try:
+        simulate(plan, **broken)  # type: ignore[arg-type]
+    except Violation as error:
+        return match in str(error)
+    return False
