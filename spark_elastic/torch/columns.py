@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.training import Share
 
 
@@ -15,24 +19,56 @@ class Columns:
     """Which columns are what. features: as the model sees them (their shapes may differ from the stored ones)."""
 
     def __init__(
-        self, features: tuple[Column, ...], labels: tuple[str, ...], weight: str | None, dtype: torch.dtype
+        self,
+        features: tuple[Column, ...],
+        labels: tuple[str, ...],
+        weight: str | None,
+        dtype: torch.dtype,
+        label_shapes: tuple[tuple[int, ...], ...] | None = None,
+        transformation: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
-        """dtype: of the model's floating point parameters; floating point columns are cast to it."""
+        """dtype: of the model's floating point parameters; floating point columns are cast to it. transformation: of
+        arrays by column, (rows, *shape) each; what it returns is taken in the shapes that it has."""
         self._features = features
         self._labels = labels
         self._weight = weight
         self._dtype = dtype
+        self._label_shapes = label_shapes
+        self._transformation = transformation
 
     def share(self, rows: StepRows) -> Share:
+        columns = self._transformed(rows)
         return Share(
             planned=rows.planned,
             row_ids=rows.row_ids,
-            features=tuple(self._tensor(rows.columns[c.name]).reshape(-1, *c.shape) for c in self._features),
-            labels=tuple(self._tensor(rows.columns[name]) for name in self._labels),
-            weights=None
-            if self._weight is None
-            else self._tensor(rows.columns[self._weight]).to(self._dtype),
+            features=tuple(self._feature(columns[c.name], c.shape) for c in self._features),
+            labels=self._label_tensors(columns),
+            weights=None if self._weight is None else self._tensor(columns[self._weight]).to(self._dtype),
         )
+
+    def _transformed(self, rows: StepRows) -> Mapping[str, Any]:
+        if self._transformation is None:
+            return rows.columns
+        columns = self._transformation(dict(rows.columns))
+        wanted = [c.name for c in self._features] + [*self._labels, *filter(None, [self._weight])]
+        for name in wanted:
+            if name not in columns or len(columns[name]) != len(rows):
+                found = len(columns[name]) if name in columns else "no"
+                raise InvalidInput(
+                    f"transformation_fn was given {len(rows)} rows and returned {found} of column {name!r}: return an "
+                    "array of as many rows for each feature, label and weight column."
+                )
+        return {name: np.ascontiguousarray(columns[name]) for name in wanted}
+
+    def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._tensor(array)
+        return tensor if self._transformation is not None else tensor.reshape(-1, *shape)
+
+    def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        tensors = tuple(self._tensor(columns[name]) for name in self._labels)
+        if self._label_shapes is None:
+            return tensors
+        return tuple(t.reshape(-1, *s) for t, s in zip(tensors, self._label_shapes, strict=True))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """Floating point numbers in the model's dtype, integers as int64, as class labels and indices are."""

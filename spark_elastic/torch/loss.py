@@ -75,12 +75,19 @@ class RowLoss:
                     "tensor of one loss per row instead of their mean."
                 )
             return LossSum(value, 0.0) if self._summed else LossSum(value * rows, float(rows))
-        per_row, divisors = self._by_row(value, labels, rows)
+        per_row = self._by_row(value, labels[0], rows)
         if weights is not None:
-            per_row, divisors = per_row * weights, divisors * weights
+            per_row = per_row * weights
+        return LossSum(per_row.sum(), self.denominator(labels, weights))
+
+    def denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+        """What `__call__` would divide by, known without the model's output."""
         if self._summed:
-            return LossSum(per_row.sum(), 0.0)
-        return LossSum(per_row.sum(), float(divisors.sum()))
+            return 0.0
+        divisors = torch.ones(len(labels[0]), dtype=torch.float64)
+        if self._by_class(labels[0]):
+            divisors = self._class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
+        return float((divisors if weights is None else divisors * weights).sum())
 
     def _check(self, value: Any, output: Any, rows: int) -> None:
         if not isinstance(value, torch.Tensor):
@@ -98,19 +105,19 @@ class RowLoss:
                 "label the same shape."
             )
 
-    def _by_row(
-        self, value: torch.Tensor, labels: tuple[torch.Tensor, ...], rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) losses and (n,) divisors."""
+    def _by_row(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
+        """(n,) losses."""
         flat = value.reshape(rows, -1)
-        if isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss) and not labels[0].is_floating_point():
-            divisors = self._class_divisors(self._loss, labels[0])
-            return flat.sum(1), divisors.reshape(rows, -1).sum(1)
-        per_row = flat.sum(1) if self._per_row_sums else flat.mean(1)
-        return per_row, torch.ones(rows, dtype=torch.float64)
+        return flat.sum(1) if self._per_row_sums or self._by_class(label) else flat.mean(1)
 
-    def _class_divisors(self, loss: nn.CrossEntropyLoss | nn.NLLLoss, label: torch.Tensor) -> torch.Tensor:
+    def _by_class(self, label: torch.Tensor) -> bool:
+        """Whether the loss divides by the weights of the labels' classes."""
+        return isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss) and not label.is_floating_point()
+
+    def _class_divisors(self, label: torch.Tensor) -> torch.Tensor:
         """What torch divides by in its mean: the class weights of the labels, nothing for ignored ones."""
+        loss = self._loss
+        assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         counted = label != loss.ignore_index
         if loss.weight is None:
             return counted.to(torch.float64)

@@ -10,9 +10,8 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,103 +20,74 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.arrow_reader import ArrowReader
-from spark_elastic.data.loader import StepLoader, StepRows
-from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.store import Store
+from spark_elastic.data.loader import StepRows
 from spark_elastic.protocol.types import Phase, Position, World
-from spark_elastic.torch.checkpointing import Checkpointing, CheckpointPolicy, restore
+from spark_elastic.torch.checkpointing import Checkpointing, restore
 from spark_elastic.torch.columns import Columns
 from spark_elastic.torch.coupling import world_dependence
+from spark_elastic.torch.evaluation import Evaluation, no_sums, opened
 from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.hooks import Hooks
 from spark_elastic.torch.ledger import FileLedger, Ledger, NullLedger
-from spark_elastic.torch.loss import RowLoss
+from spark_elastic.torch.metrics import Metrics
+from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.trailer import Verdict
-from spark_elastic.torch.training import Clipping, StepTaker
+from spark_elastic.torch.train_spec import Brought, TrainSpec
+from spark_elastic.torch.training import Rules, StepTaker
 from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
 from spark_elastic.worker.seat import engine_of_process
 
 CHANGE = "the membership changes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainSpec:
-    """Everything about a training but the user's objects.
-
-    data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
-    checkpoints: when and for which run, None for no checkpoints.
-    features: as the model sees them. batch_size: most rows of one forward pass. ledger: folder, None for no ledger.
-    """
-
-    data: Store
-    manifest: Manifest
-    plan: DataPlan
-    store: Store
-    result: str
-    features: tuple[Column, ...]
-    labels: tuple[str, ...]
-    weight: str | None
-    batch_size: int
-    epochs: int
-    seed: int
-    clipping: Clipping
-    ledger: str | None = None
-    checkpoints: CheckpointPolicy | None = None
-
-
 class TorchTrainTask:
-    """optimizer: over the model's parameters (pickled together with it), or a function that makes one."""
+    """What a worker of the estimator runs."""
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
-        loss: Callable[..., torch.Tensor],
-    ) -> None:
+    def __init__(self, spec: TrainSpec, brought: Brought) -> None:
         self._spec = spec
-        self._model = model
-        self._optimizer = optimizer
-        self._loss = loss
+        self._brought = brought
         self._begun = False
         self._checkpointing: Checkpointing | None = None
 
     def prepare(self) -> None:
-        spec = self._spec
+        spec, brought = self._spec, self._brought
         torch.manual_seed(spec.seed)
-        self._model.train()
-        optimizer = self._optimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(self._model.parameters())
+        model = brought.model.train()
+        optimizer, schedules = made(model, brought.optimizer, spec.learning_rate)
+        objective, scaling = brought.objective(spec), Scaling(spec.precision)
+        metrics = [Metrics(brought.metrics, spec.labels, objective.logs, prefix) for prefix in ("", "val_")]
+        self._metrics = metrics
+        self._hooks = Hooks((*schedules, *brought.callbacks), model, optimizer)
         self._state = TorchState(
-            self._model,
+            model,
             optimizer,
+            [scaling, *metrics, *self._hooks.callbacks],
             history=[],
-            loss=0.0,
-            divisor=0.0,
-            rows=0,
-            seconds=0.0,
-            sizes=[],
+            validation=no_sums(),
+            pending=None,
+            stopped=None,
             warned=False,
+            **_no_sums(),
         )
-        self._exchange = GradientExchange(self._model.named_parameters(), engine=engine_of_process)
+        self._scaling = scaling
+        self._exchange = GradientExchange(model.named_parameters(), engine=engine_of_process)
         self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
+        rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._taker = StepTaker(
-            self._state,
-            RowLoss(self._loss, weighted=spec.weight is not None),
-            self._exchange,
-            spec.batch_size,
-            spec.clipping,
-            self._ledger,
-            spec.seed,
+            self._state, objective, self._exchange, rules, self._ledger, metrics[0], scaling
         )
-        used = [c.name for c in spec.features] + [*spec.labels, *([spec.weight] if spec.weight else [])]
-        columns = [spec.manifest.column(name) for name in dict.fromkeys(used)]
-        self._reader = ArrowReader(spec.data, spec.manifest, [c.name for c in columns])
-        self._loader = StepLoader(spec.plan, self._reader, columns)
-        self._columns = Columns(spec.features, spec.labels, spec.weight, self._exchange.parameters[0].dtype)
+        dtype = self._exchange.parameters[0].dtype
+        shapes, change = spec.label_shapes, brought.transformation
+        columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
+        self._columns = columns
+        self._reader, self._loader = opened(spec, spec.rows)
+        self._evaluation: Evaluation | None = None
+        if spec.validation is not None:
+            self._evaluation = Evaluation(
+                spec, spec.validation, self._state, objective, columns, metrics[1], self._sealed
+            )
         self._clock = SystemClock()
 
     def position(self) -> Position | None:
@@ -138,6 +108,7 @@ class TorchTrainTask:
         self._begun = True
         self._mark("runs", group)
         self._warn(group)
+        self._hooks.world(group)
         if group.rank == 0 and self._spec.checkpoints is not None and self._checkpointing is None:
             tell = session.wrote_checkpoint
             self._checkpointing = Checkpointing(self._spec.store, self._spec.checkpoints, self._clock, tell)
@@ -150,9 +121,13 @@ class TorchTrainTask:
             raise
 
     def _epochs(self, world: World, group: Group, session: Session) -> Outcome:
-        while self._state.position.epoch < self._spec.epochs:
+        while self._state.position.epoch < self._spec.epochs and self._state.extras["stopped"] is None:
             if self._state.position.phase is Phase.TRAIN and not self._train(world, group, session):
                 return Stopped(CHANGE)
+            if self._state.position.phase is Phase.VALIDATE:
+                assert self._evaluation is not None
+                if not self._evaluation.run(world, group, session):
+                    return Stopped(CHANGE)
             self._close_epoch(world, group, session)
         return Completed(self._finish(group))
 
@@ -161,12 +136,15 @@ class TorchTrainTask:
             self._checkpointing.close()
         self._exchange.close()
         self._reader.close()
+        if self._evaluation is not None:
+            self._evaluation.close()
         self._ledger.close()
 
     def _train(self, world: World, group: Group, session: Session) -> bool:
         """The rest of an epoch's steps; False when it stopped at a boundary."""
         here = self._state.position
         session.tell(here)
+        self._hooks.epoch_begins(here.epoch)
         with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
             for rows in steps:
                 if rows.step == here.step:
@@ -176,9 +154,10 @@ class TorchTrainTask:
                 def account(verdict: Verdict, began: float = began) -> Position:
                     return self._account(verdict, group.size, self._clock.now() - began)
 
+                self._hooks.step_begins(rows.epoch, rows.step)
                 with self._located(rows):
-                    share = self._columns.share(rows)
-                    verdict = self._taker.take(group, share, session.membership_version(), account)
+                    share, version = self._columns.share(rows), session.membership_version()
+                    verdict = self._taker.take(group, share, version, account, self._show_step)
                 session.tell(self._state.position)
                 self._keep(world, applied=True)
                 self._report(group, session, verdict)
@@ -210,9 +189,23 @@ class TorchTrainTask:
         sums["seconds"] += seconds
         if size not in sums["sizes"]:
             sums["sizes"].append(size)
-        if here.step + 1 == self._spec.plan.steps:
-            return Position(here.epoch, Phase.CLOSE, 0)
-        return Position(here.epoch, here.phase, here.step + 1)
+        self._hooks.applied()
+        loss = verdict.loss / (verdict.denominator or 1.0)
+        sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": verdict.rows}
+        if here.step + 1 < self._spec.plan.steps:
+            return Position(here.epoch, here.phase, here.step + 1)
+        return Position(here.epoch, Phase.CLOSE if self._evaluation is None else Phase.VALIDATE, 0)
+
+    def _show_step(self) -> None:
+        """The newest step is sealed: callbacks may see it (R1)."""
+        logs, self._state.extras["pending"] = self._state.extras["pending"], None
+        if logs is not None:
+            self._hooks.step_sealed(logs)
+
+    def _sealed(self, world: World) -> None:
+        """An exchange without a step of its own is complete."""
+        self._keep(world, applied=False)
+        self._show_step()
 
     def _keep(self, world: World, applied: bool) -> None:
         """An exchange is complete, so that the step before it is sealed; `applied`: and its own step was applied."""
@@ -222,29 +215,42 @@ class TorchTrainTask:
                 self._checkpointing.applied(self._state)
 
     def _close_epoch(self, world: World, group: Group, session: Session) -> None:
-        """R1: the barrier seals the epoch's last step; then it enters the history, identical on all ranks."""
+        """R1: the barrier seals the epoch's last step; then it enters the history, the same on all ranks."""
         group.barrier()
-        self._keep(world, applied=False)
-        sums, here = self._state.extras, self._state.position
-        sums["history"].append(
-            {
-                "epoch": here.epoch,
-                "loss": sums["loss"] / sums["divisor"],
-                "rows": sums["rows"],
-                "steps": self._spec.plan.steps,
-                "seconds": sums["seconds"],
-                "worlds": sums["sizes"],
-            }
-        )
-        sums.update(loss=0.0, divisor=0.0, rows=0, seconds=0.0, sizes=[])
-        self._state.position = Position(here.epoch + 1, Phase.TRAIN, 0)
-        session.tell(self._state.position)
+        self._sealed(world)
+        state, entry = self._state, self._epoch_entry()
+        state.extras["stopped"] = self._hooks.epoch_ends(group, entry)
+        state.extras["history"].append(entry)
+        state.extras.update(_no_sums(), validation=no_sums())
+        for metrics in self._metrics:
+            metrics.reset()
+        state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
+        session.tell(state.position)
+
+    def _epoch_entry(self) -> dict[str, Any]:
+        sums, seen = self._state.extras, self._state.extras["validation"]
+        entry = {
+            "epoch": self._state.position.epoch,
+            "loss": sums["loss"] / sums["divisor"],
+            "rows": sums["rows"],
+            "steps": self._spec.plan.steps,
+            "seconds": sums["seconds"],
+            "worlds": sums["sizes"],
+            "learning_rate": float(self._state.optimizer.param_groups[0]["lr"]),
+        }
+        for metrics in self._metrics:
+            entry.update(metrics.results())
+        if self._evaluation is not None:
+            entry.update(val_loss=seen["loss"] / seen["divisor"], val_rows=seen["rows"])
+        if self._spec.precision == "fp16":
+            entry["skipped_steps"] = self._scaling.skipped
+        return entry
 
     def _warn(self, group: Group) -> None:
         """R9: once a training, at its first world of several workers; that it was said is part of the state."""
         if group.size > 1 and not self._state.extras["warned"]:
             self._state.extras["warned"] = True
-            sentence = world_dependence(self._model)
+            sentence = world_dependence(self._state.model)
             if sentence is not None and group.rank == 0:
                 warnings.warn(sentence, UserWarning, stacklevel=2)
 
@@ -267,6 +273,7 @@ class TorchTrainTask:
 
     def _finish(self, group: Group) -> str:
         """R15: rank 0 writes the final model; whoever is rank 0 when it is asked for holds the same one."""
+        self._hooks.fit_ends(self._state.extras["history"])
         digest, written = self._state.digest(), ""
         if group.rank == 0:
             buffer = io.BytesIO()
@@ -282,6 +289,11 @@ class TorchTrainTask:
                 "rank": group.rank,
             }
         )
+
+
+def _no_sums() -> dict[str, Any]:
+    """What an epoch begins with."""
+    return {"loss": 0.0, "divisor": 0.0, "rows": 0, "seconds": 0.0, "sizes": []}
 
 
 def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

@@ -6,11 +6,12 @@ section. It owns no data and no loop. Main thread only.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.torch.buffers import BufferExchange
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.ledger import Ledger
-from spark_elastic.torch.loss import RowLoss
+from spark_elastic.torch.metrics import Metrics
+from spark_elastic.torch.objective import Objective
+from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.trailer import Trailer, Verdict, exchange
@@ -65,47 +68,69 @@ class Share:
             )
 
 
+@dataclass(frozen=True)
+class Rules:
+    """batch_size: most rows in one forward pass. seed: of what forward passes draw. terminate_on_nan: a loss that is no
+    number ends the training, with the weights as they were."""
+
+    batch_size: int
+    clipping: Clipping = field(default_factory=Clipping)
+    seed: int = 0
+    terminate_on_nan: bool = False
+
+
 class StepTaker:
-    """Takes steps on one state. batch_size: most rows in one forward pass. seed: of what forward passes draw."""
+    """Takes steps on one state."""
 
     def __init__(
         self,
         state: TorchState,
-        loss: RowLoss,
+        objective: Objective,
         exchange: GradientExchange,
-        batch_size: int,
-        clipping: Clipping,
+        rules: Rules,
         ledger: Ledger,
-        seed: int = 0,
+        metrics: Metrics,
+        scaling: Scaling,
     ) -> None:
         self._state = state
-        self._loss = loss
+        self._objective = objective
         self._exchange = exchange
         self._buffers = BufferExchange(state.model)
-        self._batch_size = batch_size
-        self._clipping = clipping
+        self._rules = rules
         self._ledger = ledger
-        self._seed = seed
+        self._metrics = metrics
+        self._scaling = scaling
 
-    def take(self, group: Group, share: Share, version: int, after: Callable[[Verdict], Position]) -> Verdict:
-        """One step. version: newest membership version heard of. after: part of the apply section; accounts for the
-        verdict and returns the next position.
+    def take(
+        self,
+        group: Group,
+        share: Share,
+        version: int,
+        after: Callable[[Verdict], Position],
+        before_apply: Callable[[], None] = lambda: None,
+    ) -> Verdict:
+        """One step. version: newest membership version heard of. before_apply: called once the exchange is complete, so
+        that the step before is sealed. after: part of the apply section; accounts for the verdict and returns the next
+        position.
 
         Raises:
             CollectiveError: the exchange broke; the state is as before the step.
+            FloatingPointError: the loss is no number, and `terminate_on_nan`; likewise.
         """
         state, here = self._state, self._state.position
         before = ForwardSnapshot(state.model)
         try:
-            parts = list(share.micro_batches(self._batch_size))
+            parts = list(share.micro_batches(self._rules.batch_size))
+            self._objective.begin(group, share)
             self._exchange.begin(group, len(parts))
             self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
             # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
-            with drawing_by(self._seed, here.epoch, here.phase, here.step, group.rank):
+            with drawing_by(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
                 loss, denominator = self._backward(parts)
             self._exchange.finish()
             if group.size > 1:
                 self._buffers.send(group, before, len(share), share.planned)
+            self._metrics.gather(group)
             verdict = exchange(
                 group,
                 Trailer(
@@ -118,11 +143,15 @@ class StepTaker:
                     self._exchange.present,
                 ),
             )
+            self._check(verdict, here)
         except BaseException:
             before.restore()
+            self._metrics.drop()
             raise
         with uninterrupted():
+            before_apply()
             self._apply(verdict, share.planned, group.size > 1)
+            self._metrics.commit()
             state.position = after(verdict)
             self._ledger.applied(group.fence, here, group.size)
         return verdict
@@ -131,12 +160,19 @@ class StepTaker:
         """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
         loss, denominator = 0.0, 0.0
         for part in parts:
-            output = self._state.model(*part.features)
-            summed = self._loss(output, part.labels, part.weights)
-            (summed.total / part.planned).backward()  # type: ignore[no-untyped-call]
-            loss += float(summed.total.detach())
-            denominator += summed.denominator
+            scored = self._objective(self._state.model, part)
+            self._scaling.backward(scored.total / part.planned)
+            self._metrics.add(scored, part.labels)
+            loss += float(scored.total.detach())
+            denominator += scored.denominator
         return loss, denominator
+
+    def _check(self, verdict: Verdict, here: Position) -> None:
+        if self._rules.terminate_on_nan and not math.isfinite(verdict.loss):
+            raise FloatingPointError(
+                f"the loss became {verdict.loss} in step {here.step} of epoch {here.epoch}: look at these rows, or "
+                "lower the learning rate (terminate_on_nan=True ended the training before they were applied)."
+            )
 
     def _apply(self, verdict: Verdict, planned: int, shared: bool) -> None:
         divisor = verdict.denominator or 1.0  # 0: a loss that the user wants summed
@@ -145,8 +181,9 @@ class StepTaker:
         self._exchange.drop_absent(verdict.present)
         if shared:
             self._buffers.apply()
-        _clip(self._exchange.parameters, self._clipping)
-        self._state.optimizer.step()
+        self._scaling.unscale(self._state.optimizer)
+        _clip(self._exchange.parameters, self._rules.clipping)
+        self._scaling.step(self._state.optimizer)
 
 
 def _clip(parameters: Sequence[torch.nn.Parameter], clipping: Clipping) -> None:

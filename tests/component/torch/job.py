@@ -29,7 +29,8 @@ from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import progress
 from spark_elastic.torch.checkpointing import CheckpointPolicy
-from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
+from spark_elastic.torch.train_spec import Brought, TrainSpec
+from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.torch.training import Clipping
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
@@ -144,7 +145,7 @@ class Job:
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return TorchTrainTask(spec, copy.deepcopy(self.model), self.optimizer, self.loss)
+        return TorchTrainTask(spec, Brought(copy.deepcopy(self.model), self.optimizer, (self.loss,)))
 
 
 def train_elastic(

@@ -17,9 +17,11 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.ledger import NullLedger
-from spark_elastic.torch.loss import RowLoss
+from spark_elastic.torch.metrics import Metrics
+from spark_elastic.torch.objective import ModelLoss
+from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.torch_state import TorchState
-from spark_elastic.torch.training import Clipping, Share, StepTaker, uninterrupted
+from spark_elastic.torch.training import Clipping, Rules, Share, StepTaker, uninterrupted
 from tests.unit.torch.worlds import in_a_world
 
 ROWS = 10
@@ -53,8 +55,10 @@ class Trainee:
         )
         self.exchange = GradientExchange(self.model.named_parameters(), bucket_bytes=64)
         self.ledger = Order()
-        rows = RowLoss(loss or nn.CrossEntropyLoss())
-        self.taker = StepTaker(self.state, rows, self.exchange, batch_size, Clipping(norm=1.0), self.ledger)
+        objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
+        rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
+        metrics = Metrics({}, ["y"], logs=False)
+        self.taker = StepTaker(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
 
     def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda verdict: NEXT) -> Any:
         part = slice(rows.start, rows.stop)

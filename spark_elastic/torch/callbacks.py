@@ -1,0 +1,186 @@
+"""Callbacks of the estimator's training, and those that come with it.
+
+They run on all workers, which hold the same numbers, so that replicas stay alike; what a callback keeps in its public
+attributes is part of the state: of what newcomers receive and of checkpoints. Main thread only; knows no group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Logs = Mapping[str, Any]
+
+
+@dataclass
+class Training:
+    """What a callback sees and steers. rank and size: of the current world; rank 0 is the one to write files.
+
+    The optimizer's rates may be changed in any hook, weights in `on_fit_begin` and `on_fit_end` alone.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    rank: int = 0
+    size: int = 1
+    stopped: str | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group; setting it sets every group's."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def stop(self, reason: str) -> None:
+        """End the training behind the epoch that is under way, each of whose rows is trained as ever."""
+        self.stopped = reason
+
+
+class Callback:
+    """Override what is wanted. `on_step_end` is told of steps that are part of the history of all workers (R1): of each
+    once, before the next one is applied. A hook must come to the same on all workers; where it does not (clocks,
+    files), what rank 0 decides at the end of an epoch goes for all.
+
+    State is what `state_dict` returns, by default the attributes without a leading underscore, which must be plain
+    values and tensors.
+    """
+
+    def on_fit_begin(self, training: Training) -> None:
+        """Once in each worker, before its first step; the state is the one that training goes on from."""
+
+    def on_epoch_begin(self, training: Training, epoch: int) -> None:
+        """Before an epoch's first step; also where a new world goes on with the epoch from there."""
+
+    def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
+        """Before a forward pass; again where the step is repeated in another world."""
+
+    def on_step_end(self, training: Training, logs: Logs) -> None:
+        """logs: epoch, step, loss (mean over the step's rows), rows."""
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        """logs: the epoch's entry of the history, validation and metrics included."""
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        """Before the final weights are written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class _Watching(Callback):
+    """Tells whether a number of the epoch's logs is the best one so far."""
+
+    def __init__(self, monitor: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max'; got {mode!r}.")
+        self.monitor, self.mode, self.min_delta = monitor, mode, min_delta
+        self.best: float | None = None
+        self.best_epoch = -1
+
+    def improved(self, logs: Logs) -> bool:
+        """Raises KeyError, with what there is, where the number is not logged."""
+        value = float(watched(logs, self.monitor))
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+            if not gain > self.min_delta:
+                return False
+        if value != value:  # NaN is no improvement
+            return False
+        self.best, self.best_epoch = value, int(logs["epoch"])
+        return True
+
+
+class EarlyStopping(_Watching):
+    """Ends the training once `monitor` has not improved by more than `min_delta` for `patience` epochs."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 1,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.patience = patience
+        self.waited = 0
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        self.waited = 0 if self.improved(logs) else self.waited + 1
+        if self.waited >= self.patience:
+            training.stop(f"{self.monitor} has not improved for {self.waited} epochs")
+
+
+class BestWeights(_Watching):
+    """Keeps the weights of the epoch with the best `monitor` and makes them the fitted model's."""
+
+    def __init__(self, monitor: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
+        super().__init__(monitor, mode)
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        if self.improved(logs):
+            self.weights = dict(copy.deepcopy(training.model.state_dict()))
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        if self.weights:
+            training.model.load_state_dict(self.weights)
+
+
+class LearningRateSchedule(Callback):
+    """One of torch's schedulers: `make(optimizer)`, advanced after each "epoch" or each "step" that is applied.
+
+    monitor: the number of the epoch's logs that `ReduceLROnPlateau` is given.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.optim.Optimizer], Any],
+        every: Literal["epoch", "step"] = "epoch",
+        monitor: str | None = None,
+    ) -> None:
+        if every not in ("epoch", "step"):
+            raise ValueError(f"every must be 'epoch' or 'step'; got {every!r}.")
+        self._make, self._every, self._monitor = make, every, monitor
+        self._scheduler: Any = None
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the scheduler, which sets the optimizer's first rate: before any state is loaded."""
+        self._scheduler = self._make(optimizer)
+
+    def applied(self) -> None:
+        """A step was applied: part of it."""
+        if self._every == "step":
+            self._scheduler.step()
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        if self._every != "epoch":
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._scheduler.step(watched(logs, self._monitor or "val_loss"))
+        else:
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state)
+
+
+def watched(logs: Logs, name: str) -> Any:
+    """A number of an epoch's logs."""
+    if name not in logs:
+        raise KeyError(f"no {name!r} among the epoch's numbers, which are: {', '.join(sorted(logs))}")
+    return logs[name]

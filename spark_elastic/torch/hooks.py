@@ -1,0 +1,100 @@
+"""Calls the callbacks of a training at the right moments, and makes rank 0's decisions everybody's (R6)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Training
+
+
+class Hooks:
+    """The callbacks of one worker, in order."""
+
+    def __init__(
+        self, callbacks: Sequence[Callback], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.callbacks = list(callbacks)
+        self._training = Training(model, optimizer)
+        self._begun = False
+        for callback in self._schedules:
+            callback.bind(optimizer)
+
+    def world(self, group: Group) -> None:
+        """A world begins."""
+        self._training.rank, self._training.size = group.rank, group.size
+        if not self._begun:
+            self._begun = True
+            for callback in self.callbacks:
+                callback.on_fit_begin(self._training)
+
+    def epoch_begins(self, epoch: int) -> None:
+        for callback in self.callbacks:
+            callback.on_epoch_begin(self._training, epoch)
+
+    def step_begins(self, epoch: int, step: int) -> None:
+        for callback in self.callbacks:
+            callback.on_step_begin(self._training, epoch, step)
+
+    def applied(self) -> None:
+        """In the apply section of a step."""
+        for callback in self._schedules:
+            callback.applied()
+
+    def step_sealed(self, logs: Mapping[str, Any]) -> None:
+        for callback in self.callbacks:
+            callback.on_step_end(self._training, logs)
+
+    def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
+        """Why training is to end, or None.
+
+        Raises:
+            CollectiveError: the group broke; the callbacks are as before, so that the epoch can be closed again.
+        """
+        if not self.callbacks:
+            return None
+        before = copy.deepcopy([callback.state_dict() for callback in self.callbacks]), self._settings()
+        try:
+            for callback in self.callbacks:
+                callback.on_epoch_end(self._training, logs)
+            self._follow_rank_0(group)
+        except BaseException:
+            for callback, state in zip(self.callbacks, before[0], strict=True):
+                callback.load_state_dict(state)
+            for parameters, settings in zip(self._groups, before[1], strict=True):
+                parameters.update(settings)
+            self._training.stopped = None
+            raise
+        return self._training.stopped
+
+    def fit_ends(self, history: list[dict[str, Any]]) -> None:
+        for callback in self.callbacks:
+            callback.on_fit_end(self._training, history)
+
+    @property
+    def _schedules(self) -> list[LearningRateSchedule]:
+        return [callback for callback in self.callbacks if isinstance(callback, LearningRateSchedule)]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._training.optimizer.param_groups
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+
+    def _follow_rank_0(self, group: Group) -> None:
+        decided = np.array([self._training.stopped is not None, *(g["lr"] for g in self._groups)], np.float64)
+        own = decided.copy()
+        group.broadcast(decided, 0)
+        if not decided[0]:
+            self._training.stopped = None
+        elif self._training.stopped is None:
+            self._training.stopped = "rank 0 ended the training"
+        for parameters, mine, rate in zip(self._groups, own[1:], decided[1:], strict=True):
+            if mine != rate:
+                parameters["lr"] = float(rate)
