@@ -45,7 +45,8 @@ from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.torch.checkpointing import CheckpointPolicy
-from spark_elastic.torch.train_task import TorchTrainTask, TrainSpec
+from spark_elastic.torch.train_spec import Brought, TrainSpec
+from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.torch.training import Clipping
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def _spec(
 
 def _train(spark: SparkSession, request: Request, spec: TrainSpec, run: HeldRun) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
-    task = TorchTrainTask(spec, request.model, request.optimizer, request.loss)
+    task = TorchTrainTask(spec, Brought(request.model, request.optimizer, (request.loss,)))
     shown = Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
     with closing(shown) as progress:
         limits = _limits(request, spec.plan.global_batch)
