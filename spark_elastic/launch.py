@@ -34,6 +34,9 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
+from spark_elastic.observe.changes import WorldChange
+from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.report import JobReport
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
@@ -63,6 +66,10 @@ class Narrator(Protocol):
 
     def world(self, size: int, reason: str) -> None: ...
 
+    def tell(self, text: str) -> None:
+        """A sentence for people: a join, loss, drain or recovery with its cost, once it is over."""
+        ...
+
 
 class Silent:
     """A narrator that says nothing."""
@@ -76,6 +83,9 @@ class Silent:
     def world(self, size: int, reason: str) -> None:
         """Nothing."""
 
+    def tell(self, text: str) -> None:
+        """Nothing."""
+
 
 class _Gathering:
     """Tells a narrator everything, and ends its job's turn with the first world."""
@@ -83,6 +93,7 @@ class _Gathering:
     def __init__(self, narrator: Narrator, turn: GatherTurn) -> None:
         self.log = narrator.log
         self.progress = narrator.progress
+        self.tell = narrator.tell
         self._narrator = narrator
         self._turn = turn
 
@@ -102,11 +113,15 @@ class WorldSpan:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """results: what the workers returned, JSON text in rank order. story: events and commands, a line each."""
+    """results: what the workers returned, JSON text in rank order. story: events and commands, a line each.
+
+    report: where the time went.
+    """
 
     results: tuple[str, ...]
     worlds: tuple[WorldSpan, ...]
     story: tuple[str, ...]
+    report: JobReport = field(default_factory=JobReport)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +146,21 @@ class _Audience:
     clock: Clock
     started: float
     stalls: StallWatch
+    chronicle: Chronicle = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chronicle = Chronicle(self.started, self.changed)
 
     def world(self, world: World) -> None:
         self.ranks = {member.worker: member.rank for member in world.members}
         self.stalls.world(world)
         self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
         self._tell(lambda: self.narrator.world(world.size, world.reason))
+
+    def changed(self, change: WorldChange) -> None:
+        self._tell(lambda: self.narrator.tell(str(change)))
 
     def said(self, text: str) -> None:
         log.info("%s", text)
@@ -150,6 +172,7 @@ class _Audience:
 
     def report(self, report: Report) -> None:
         if self.ranks.get(report.worker) == 0:
+            self._tell(lambda: self.chronicle.heard(self.clock.now(), report.numbers))
             self._tell(lambda: self.narrator.progress(report.numbers))
 
     def _tell(self, call: Callable[[], object]) -> None:
@@ -240,7 +263,7 @@ def supervise(
     pace = partial(beat_every, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     audience = _Audience(narrator, clock, clock.now(), stalls)
-    journal = Journal(config.journal)
+    journal = Journal(config.journal, audience.chronicle.turn)
     key = secrets.token_bytes(32)
     hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise)
@@ -267,7 +290,8 @@ def supervise(
         discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)
-    return LaunchResult(_results(end), tuple(audience.worlds), tuple(journal.story()))
+    report = audience.chronicle.report(clock.now())
+    return LaunchResult(_results(end), tuple(audience.worlds), tuple(journal.story()), report)
 
 
 def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:

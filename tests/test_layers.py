@@ -51,6 +51,7 @@ FOREIGN = {
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
     "click": ("cli",),
+    "matplotlib": ("observe",),
     "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
     "numpy": ("data", "state", "worker", "ops", "torch", "tensorflow", "keras", "estimators", "testing"),
     "elastic_collectives": ("worker", "ops", "state", "torch", "tensorflow", "keras", "testing"),

@@ -14,7 +14,7 @@ import logging
 import os
 import typing
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from typing import Any, TypeAlias
 
@@ -28,14 +28,19 @@ from spark_elastic.rendezvous import codec
 log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
+Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
 FORMAT = 1  # of the file
 KEPT = 10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
 
 
 class Journal:
-    """Entries are (seconds since the start, kind, value). path: the file, which is appended to; None for none."""
+    """Entries are (seconds since the start, kind, value). path: the file, which is appended to; None for none.
 
-    def __init__(self, path: str | None = None) -> None:
+    listener: told of every turn, also of those that are not kept, with the state that followed.
+    """
+
+    def __init__(self, path: str | None = None, listener: Listener | None = None) -> None:
+        self._listener = listener
         self._entries: deque[tuple[float, str, Any]] = deque(maxlen=KEPT)
         self._path = path
         self._file: FileIO | None = None
@@ -64,6 +69,7 @@ class Journal:
         if commands or after is None or not _same(self._state, after):
             self._write({"at": round(at, 6), "event": encoded((event,))[0], "commands": encoded(commands)})
         self._state = after
+        self._tell(event, commands, after)
 
     def story(self) -> list[str]:
         """One readable line per entry. Uneventful ticks and beats are left out."""
@@ -76,6 +82,15 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _tell(self, event: DriverEvent, commands: Commands, after: DriverState | None) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener(event, commands, after)
+        except Exception:  # it is for people, and must not end the job
+            log.exception("the listener of the journal failed and is told nothing more")
+            self._listener = None
 
     def _write(self, line: dict[str, Any]) -> None:
         """A turn is one write, so that a killed driver leaves at most its last one torn."""

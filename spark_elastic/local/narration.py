@@ -46,9 +46,12 @@ class Narration:
         """A script has no progress but what it prints."""
 
     def world(self, size: int, reason: str) -> None:
+        """It is told with its cost, once it stands."""
+
+    def tell(self, text: str) -> None:
         if self._verbose:
             with self._lock:
-                self._write(f"[driver] world of {size}: {reason}")
+                self._write(f"[driver] {text}")
 
     def close(self) -> None:
         with self._lock:

@@ -50,8 +50,11 @@ class Progress:
         self._say(f"[{'-' if rank is None else rank}] {line}")
 
     def world(self, size: int, reason: str) -> None:
-        """A new world."""
-        self._say(f"world of {size}: {reason}")
+        """It is told with its cost, once it stands."""
+
+    def tell(self, text: str) -> None:
+        """A change of the world, or another sentence for people."""
+        self._say(text)
 
     def progress(self, numbers: Numbers) -> None:
         """Where rank 0 stands."""

@@ -30,8 +30,11 @@ class Output:
         """A function has no progress but what it prints."""
 
     def world(self, size: int, reason: str) -> None:
+        """It is told with its cost, once it stands."""
+
+    def tell(self, text: str) -> None:
         if self._worlds:
-            self._say(f"world of {size}: {reason}")
+            self._say(text)
 
     def _say(self, text: str) -> None:
         if self._timestamps:

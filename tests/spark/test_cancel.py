@@ -48,6 +48,9 @@ class Running:
     def world(self, size: int, reason: str) -> None:
         """Nothing."""
 
+    def tell(self, text: str) -> None:
+        """Nothing."""
+
 
 class Job:
     """A launch that would take for ever, in a thread of its own with the job group GROUP."""

@@ -45,6 +45,9 @@ class Striker:
     def world(self, size: int, reason: str) -> None:
         """Nothing."""
 
+    def tell(self, text: str) -> None:
+        """Nothing."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:

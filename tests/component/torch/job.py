@@ -80,6 +80,9 @@ class Follower:
             self.worlds.append(size)
             self.formed.notify_all()
 
+    def tell(self, text: str) -> None:
+        """Nothing."""
+
 
 def make_data(folder: Path) -> tuple[Store, Manifest]:
     """A table of ROWS rows: id, features, class, weight; in row groups of 50."""

@@ -132,6 +132,9 @@ class Job:
     def world(self, size: int, reason: str) -> None:
         self._meet(lambda now: replace(now, sizes=(*now.sizes, size)))
 
+    def tell(self, text: str) -> None:
+        """Nothing."""
+
     def _meet(self, change: Callable[[Moment], Moment]) -> None:
         with self._lock:
             self.moment = moment = change(self.moment)

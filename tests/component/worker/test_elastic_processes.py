@@ -63,6 +63,9 @@ class Watcher:
     def world(self, size: int, reason: str) -> None:
         """Nothing."""
 
+    def tell(self, text: str) -> None:
+        """Nothing."""
+
 
 def run(launcher: ProcessLauncher, workers: int, watcher: Watcher, **limits: Any) -> LaunchResult:
     bounds = Limits(workers, 1, workers, gather_timeout=60.0, **limits)
@@ -232,6 +235,9 @@ class Mumbler(Watcher):
 
     def world(self, size: int, reason: str) -> None:
         raise OSError("the terminal is gone")
+
+    def tell(self, text: str) -> None:
+        """Nothing."""
 
 
 def test_a_narrator_that_fails_harms_no_job(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,7 +57,7 @@ def test_a_new_epoch_is_shown_at_once() -> None:
 def test_worlds_and_workers_lines_are_told_with_their_origin() -> None:
     stream = io.StringIO()
     progress = Progress(1, stream=stream)
-    progress.world(2, "slot 1-0 was lost")
+    progress.tell("world of 2: slot 1-0 was lost")
     progress.log(1, "hello")
     progress.log(None, "not yet ranked")
     assert stream.getvalue() == "world of 2: slot 1-0 was lost\n[1] hello\n[-] not yet ranked\n"
@@ -83,7 +83,7 @@ def test_quiet_says_nothing_and_the_listener_still_hears() -> None:
     stream, heard = io.StringIO(), []
     progress = Progress(1, stream=stream, quiet=True, listener=heard.append)
     progress.progress(numbers(1))
-    progress.world(1, "start")
+    progress.tell("world of 1: start")
     progress.log(0, "hello")
     assert stream.getvalue() == ""
     assert heard == [numbers(1)]
@@ -98,6 +98,6 @@ def test_numbers_without_a_step_are_for_the_listener_alone() -> None:
 def test_a_file_gets_plain_lines_and_standard_error_is_the_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Progress(1).world(1, "start")
+    Progress(1).tell("world of 1: start")
     assert capsys.readouterr().err == "world of 1: start\n"
     assert not sys.stderr.isatty()

@@ -1,0 +1,183 @@
+"""The chronicle of a job that the real driver machine decides on: changes, their costs, phases and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.observe.changes import Kind, WorldChange
+from spark_elastic.observe.chronicle import MOST_TOLD, Chronicle
+from spark_elastic.observe.report import JobReport
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import LaunchSlot, Publish
+from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
+
+STARTED = 100.0
+
+
+class Job:
+    """A driver machine whose turns a chronicle hears; `now` is seconds since the launch."""
+
+    def __init__(self, workers: int) -> None:
+        self.told: list[WorldChange] = []
+        self.chronicle = Chronicle(STARTED, self.told.append)
+        self.state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
+        self.now = 0.0
+        self.world: World | None = None
+
+    def on(self, event: on.DriverEvent) -> None:
+        event = replace(event, now=STARTED + self.now)
+        self.state, commands = driver_machine.step(self.state, event)
+        self.chronicle.turn(event, commands, self.state)
+        for command in commands:
+            if isinstance(command, Publish):
+                self.world = command.world
+
+    def comes(self, job: int) -> None:
+        self.on(on.SlotRegistered(0, f"{job}-0", f"host-{job}", job))
+        self.on(on.WorkerStarted(0, f"{job}-0", f"{job}-0.1"))
+        self.on(on.WorkerJoins(0, f"{job}-0.1", f"{job}-0", None, None))
+
+    def form(self) -> None:
+        assert self.world is not None
+        for member in self.world.members:
+            self.on(on.WorkerFormed(0, member.worker, self.world.fence))
+
+    def start(self, jobs: Sequence[int]) -> None:
+        for job in jobs:
+            self.comes(job)
+        self.now += 1.0
+        self.form()
+
+    def loses(self, job: int, step: int, regroup: float) -> None:
+        """The host of a member goes; the others come again at `step`."""
+        assert self.world is not None
+        fence = self.world.fence
+        self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
+        self.now += regroup
+        for member in self.world.members:
+            if member.slot != f"{job}-0":
+                self.on(on.WorkerJoins(0, member.worker, member.slot, fence, Position(0, Phase.TRAIN, step)))
+
+    def report(self, step: int, **more: float) -> None:
+        numbers = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
+        self.chronicle.heard(STARTED + self.now, {**numbers, **more})
+
+    def done(self) -> None:
+        assert self.world is not None
+        for member in self.world.members:
+            end = Position(1, Phase.TRAIN, 0)
+            self.on(on.WorkerDone(0, member.worker, self.world.fence, end, "null"))
+
+    @property
+    def result(self) -> JobReport:
+        return self.chronicle.report(STARTED + self.now)
+
+
+def lossy() -> Job:
+    """3 workers for 4 s, half a second of recovery, 2 workers for 2 s."""
+    job = Job(3)
+    job.start([1, 2, 3])
+    job.now = 5.0
+    job.report(41)
+    job.loses(2, step=40, regroup=0.5)
+    job.form()
+    job.now = 7.5
+    job.done()
+    return job
+
+
+def test_a_loss_is_one_change_with_its_cost() -> None:
+    start, loss = lossy().told
+    assert (start.kind, start.size, start.seconds) == (Kind.START, 3, 1.0)
+    assert (loss.kind, loss.before, loss.size, loss.seconds, loss.steps_lost) == (Kind.LOSS, 3, 2, 0.5, 1)
+    assert "host host-2 is lost" in loss.reason
+    assert str(loss).startswith("world of 2: 1 of 3 lost, recovered in 0.50 s, 1 step lost (world 2 of")
+
+
+def test_every_second_is_of_one_phase() -> None:
+    report = lossy().result
+    assert report.phases == pytest.approx(
+        {"start": 1.0, "training": 6.0, "recovery": 0.5, "planned": 0.0, "closing": 0.0}
+    )
+    assert sum(report.phases.values()) == pytest.approx(report.seconds)
+    assert report.goodput == pytest.approx(6.0 / 7.5)
+    assert report.useful_hours * 3600 == pytest.approx(3 * 4.0 + 2 * 2.0)
+    assert report.reserved_hours * 3600 == pytest.approx(3 * 5.0 + 2 * 2.5)
+
+
+def test_a_job_that_runs_reports_up_to_now() -> None:
+    job = Job(2)
+    job.start([1, 2])
+    job.now = 11.0
+    assert job.result.phases["training"] == pytest.approx(10.0)
+    assert job.result.useful_hours * 3600 == pytest.approx(20.0)
+
+
+def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
+    job = Job(3)
+    job.comes(1)
+    job.comes(2)
+    job.now = 12.0
+    job.on(on.Tick(0))
+    job.form()
+    job.report(10)
+    job.comes(3)
+    job.now += 1.0
+    job.on(on.Tick(0))
+    assert job.world is not None
+    fence = job.world.fence
+    for member in job.world.members:
+        position = Position(0, Phase.TRAIN, 10)
+        job.on(on.WorkerJoins(0, member.worker, member.slot, fence, position, planned=True))
+    job.now += 0.25
+    job.form()
+    joined = job.told[-1]
+    assert (joined.kind, joined.joined, joined.left, joined.seconds, joined.steps_lost) == (
+        Kind.PLANNED, 1, 0, 0.25, 0
+    )  # fmt: skip
+    assert str(joined).startswith("world of 3: 1 joined in 0.25 s (world")
+
+
+def test_a_second_loss_before_the_world_stands_prolongs_the_recovery() -> None:
+    job = Job(3)
+    job.start([1, 2, 3])
+    job.loses(2, step=1, regroup=0.5)
+    job.loses(3, step=1, regroup=0.25)
+    job.form()
+    assert [change.seconds for change in job.told] == [1.0, 0.75]
+    assert [change.seconds for change in job.result.changes] == [1.0, None, 0.75]
+
+
+def test_all_lost_is_a_restart() -> None:
+    job = Job(1)
+    job.start([1])
+    job.report(7)
+    job.loses(1, step=0, regroup=0.0)
+    job.on(on.SlotJobEnded(0, 1, "its host is lost"))
+    job.comes(2)
+    job.form()
+    assert job.told[-1].kind is Kind.RESTART
+    assert job.told[-1].steps_lost == 7
+
+
+def test_checkpoint_costs_add_up_over_processes() -> None:
+    job = Job(1)
+    job.report(1, checkpoint_seconds=0.5)
+    job.report(2, checkpoint_seconds=0.75)
+    job.report(3, checkpoint_seconds=0.25)
+    assert job.result.checkpoint_seconds == 1.0
+
+
+def test_the_story_is_bounded_and_joins_what_repeats() -> None:
+    job = Job(1)
+    for number in range(1000):
+        job.chronicle.turn(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
+    (told,) = job.chronicle.look()[3]
+    assert (told.kind, told.times) == ("launch slot", 1000)
+    for _ in range(2 * MOST_TOLD):
+        job.on(on.WorkerStalled(0, "x", Fence(1, 1), "stuck"))
+    assert len(job.chronicle.look()[3]) == MOST_TOLD

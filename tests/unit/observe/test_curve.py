@@ -1,0 +1,50 @@
+"""Curves in bounded memory, and the speed of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.observe.curve import Curve, CurvePoint, Speed
+
+
+def test_a_curve_is_thinned_and_keeps_its_ends_and_means() -> None:
+    curve = Curve(most=8)
+    for number in range(1000):
+        curve.add(CurvePoint(float(number), number, float(number % 2), 10.0, 3))
+    points = curve.points
+    assert len(points) <= 9
+    assert points[-1].at == 999.0
+    assert [point.at for point in points] == sorted(point.at for point in points)
+    assert points[0].loss == pytest.approx(0.5)
+    assert {point.rows_per_second for point in points} == {10.0}
+
+
+def test_a_short_curve_is_kept_as_it_is() -> None:
+    curve, points = Curve(most=8), [CurvePoint(float(n), n, None, 0.0, 1) for n in range(8)]
+    for point in points:
+        curve.add(point)
+    assert curve.points == tuple(points)
+
+
+def numbers(epoch: int, step: int) -> dict[str, int]:
+    return {"epoch": epoch, "epochs": 2, "step": step, "steps": 100, "rows": 32}
+
+
+def test_speed_and_time_left_span_epochs() -> None:
+    speed = Speed()
+    assert speed.seconds_left is None
+    speed.add(0.0, numbers(0, 90))
+    speed.add(2.0, numbers(1, 10))
+    assert speed.steps_per_second == 10.0
+    assert speed.rows_per_second == 320.0
+    assert speed.seconds_left == 9.0
+
+
+def test_speed_forgets_what_is_long_ago_and_what_was_taken_back() -> None:
+    speed = Speed(over=5.0)
+    for second in range(20):
+        speed.add(float(second), numbers(0, second if second < 10 else 10 + 3 * (second - 10)))
+    assert speed.steps_per_second == 3.0
+    speed.add(20.0, numbers(0, 5))
+    assert speed.steps_per_second == 0.0
+    assert speed.seconds_left is None

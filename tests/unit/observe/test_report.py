@@ -1,0 +1,57 @@
+"""The report: its figures, its way through JSON, and its picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.observe.changes import Kind, WorldChange
+from spark_elastic.observe.curve import CurvePoint
+from spark_elastic.observe.report import EpochRows, JobReport
+
+
+def loss(seconds: float | None, steps_lost: int = 0) -> WorldChange:
+    return WorldChange(2, 5.0, Kind.LOSS, 3, 2, 0, 1, "host b is lost", seconds, steps_lost)
+
+
+REPORT = JobReport(
+    seconds=100.0,
+    phases={"start": 5.0, "training": 91.0, "recovery": 4.0, "planned": 0.0, "closing": 0.0},
+    changes=(WorldChange(1, 0.0, Kind.START, 0, 3, 3, 0, "first", 5.0), loss(1.0, 1), loss(None), loss(3.0)),
+    curve=(CurvePoint(6.0, 1, 0.5, 100.0, 3), CurvePoint(7.0, 2, None, 90.0, 2)),
+    checkpoints=2,
+    checkpoint_seconds=1.0,
+)
+
+
+def test_figures() -> None:
+    assert REPORT.goodput == pytest.approx(0.9)
+    assert len(REPORT.recoveries) == 3
+    assert (REPORT.recovery_seconds(50), REPORT.recovery_seconds(99), REPORT.steps_lost) == (1.0, 3.0, 1)
+    assert JobReport().recovery_seconds(50) is None
+    assert JobReport().goodput == 0.0
+
+
+def test_rows_are_judged_against_the_table() -> None:
+    history = [{"epoch": 0, "rows": 100}, {"epoch": 1, "rows": 97}, {"epoch": 2, "rows": 101}]
+    assert REPORT.with_rows(history, 100).epochs == (
+        EpochRows(0, 100, 0, 0), EpochRows(1, 97, 3, 0), EpochRows(2, 101, 0, 1)
+    )  # fmt: skip
+
+
+def test_it_survives_json() -> None:
+    full = REPORT.with_rows([{"epoch": 0, "rows": 10}], 10)
+    assert JobReport.from_json(full.to_json()) == full
+
+
+def test_it_reads_well() -> None:
+    lines = str(REPORT.with_rows([{"epoch": 0, "rows": 10}], 12)).splitlines()
+    assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")
+    assert lines[1] == "3 recoveries, p50 1.00 s, p99 3.00 s, 1 steps lost"
+    assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 doubled"
+
+
+@pytest.mark.parametrize("report", [REPORT, JobReport()])
+def test_the_picture_has_three_plots(report: JobReport) -> None:
+    pytest.importorskip("matplotlib")
+    figure = report.plot()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "rows/s", "workers"]
