@@ -87,10 +87,12 @@ def _registry() -> _Registry:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set, on all ranks of the world in the same order. Nothing is exchanged before its first operation.
+    """Register a set, on all ranks of the world. Nothing is exchanged before its first operation.
+
+    It may name ranks that only a larger world has.
 
     Raises:
-        InvalidInput: it is there already, or names ranks that the world has not.
+        InvalidInput: it is there already.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry = _registry()
@@ -98,8 +100,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         other._ranks == made._ranks for other in registry.added.values()
     ):
         raise InvalidInput(f"{made} was added already.")
-    if made.size() < len(made._ranks):
-        raise InvalidInput(f"{made} names ranks that a world of {world().size} has not.")
     registry.newest += 1
     made.process_set_id = registry.newest
     registry.added[made.process_set_id] = made
