@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
@@ -63,7 +64,7 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
     channels = floor.shared("channels", lambda: Channels(group, _desk, Limits()))
     name = "" if process_set is global_process_set else repr(process_set)
-    return channels.among(ranks, name, _trace().timeline)
+    return channels.among(ranks, name, _trace().current())
 
 
 def _desk() -> Desk:
@@ -71,8 +72,19 @@ def _desk() -> Desk:
     return Desk(SystemClock()) if here is None else Desk(SystemClock(), here.waiting)
 
 
+@dataclass
 class _Trace:
+    """What was asked for on every rank; the file is open on rank 0."""
+
+    path: str | None = None
+    mark_cycles: bool = False
     timeline: Timeline | None = None
+
+    def current(self) -> Timeline | None:
+        """A rank that has become the first one of its world writes on behind what its forerunner wrote."""
+        if self.path is not None and self.timeline is None and world().rank == 0:
+            self.timeline = Timeline(self.path, self.mark_cycles, goes_on=True)
+        return self.timeline
 
 
 def _trace() -> _Trace:
@@ -80,16 +92,17 @@ def _trace() -> _Trace:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin a Chrome trace of all operations, on rank 0; other ranks write none.
+    """Begin a Chrome trace of all operations; the rank that is 0 writes it, on its host. To be called on all ranks.
 
     Raises:
         InvalidInput: one is being written already, or the file cannot be.
     """
     trace = _trace()
-    if trace.timeline is not None:
+    if trace.path is not None:
         raise InvalidInput("a timeline is being written: stop_timeline() first.")
     if world().rank == 0:
         trace.timeline = Timeline(file_path, mark_cycles)
+    trace.path, trace.mark_cycles = file_path, mark_cycles
 
 
 def stop_timeline() -> None:
@@ -97,4 +110,4 @@ def stop_timeline() -> None:
     trace = _trace()
     if trace.timeline is not None:
         trace.timeline.close()
-        trace.timeline = None
+    trace.path = trace.timeline = None

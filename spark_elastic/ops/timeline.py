@@ -17,17 +17,19 @@ from spark_elastic.ops.operation import Operation
 
 
 class Timeline:
-    """An open trace file. mark_cycles: each round is marked, too."""
+    """An open trace file. mark_cycles: each round is marked, too. goes_on: behind what the file has already."""
 
-    def __init__(self, path: str, mark_cycles: bool = False) -> None:
+    def __init__(self, path: str, mark_cycles: bool = False, goes_on: bool = False) -> None:
         try:
-            self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
+            mode = "a" if goes_on else "w"
+            self._file = open(path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
         except OSError as error:
             raise InvalidInput(f"the timeline {path!r} cannot be written: {error}.") from error
         self._mark_cycles = mark_cycles
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}
-        self._file.write("[")
+        if self._file.tell() == 0:
+            self._file.write("[")
 
     def operation(self, operation: Operation, begin: float, end: float) -> None:
         """One that was carried out between `begin` and `end`, seconds by the clock that its handle has."""

@@ -6,10 +6,15 @@ GPUs of one host exchange through the host as well.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.context import floor_of_process
+
+log = logging.getLogger(__name__)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -28,8 +33,16 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         raise InvalidInput(f"this takes dense tensors; got {tensor.layout}: see sparse_allreduce_async.")
     dense = tensor.detach()
-    copy = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=dense.device.type == "cuda")
-    return copy.copy_(dense)
+    on_gpu = dense.device.type == "cuda"
+    if on_gpu:
+        floor_of_process().shared("gpus told", _tell_of_gpus)
+    return torch.empty(dense.shape, dtype=dense.dtype, pin_memory=on_gpu).copy_(dense)
+
+
+def _tell_of_gpus() -> None:
+    log.warning(
+        "tensors of GPUs are exchanged through the host, also among GPUs of one host: there is no NCCL."
+    )
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -93,6 +93,6 @@ def different() -> None:
     hvd.allreduce(torch.ones(2 + hvd.rank()), name="layer")
 
 
-def test_ranks_that_disagree_end_the_job_with_names(fault: Fault) -> None:
+def test_ranks_that_disagree_end_the_job_with_names() -> None:
     with pytest.raises(WorkerFailed, match=r"'allreduce.layer': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
         Run(different, room=2, num_workers=2).results()

@@ -50,3 +50,17 @@ def test_one_at_a_time_and_where_it_can_be_written(monkeypatch: pytest.MonkeyPat
         start_timeline(str(tmp_path / "second.json"))
     stop_timeline()
     stop_timeline()
+
+
+def test_who_becomes_the_first_rank_writes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    per_thread(monkeypatch)
+    (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
+    become(FakeFabric(2).group(1))
+    start_timeline(str(tmp_path / "trace.json"))
+    become(FakeFabric(1, fence=(1, 2)).group(0))
+    channel_of()
+    stop_timeline()
+    assert json.loads((tmp_path / "trace.json").read_text()) == [
+        {"name": "of the former rank 0", "ph": "i"},
+        {},
+    ]

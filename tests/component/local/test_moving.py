@@ -1,0 +1,30 @@
+"""The script of docs/moving-from-horovod.md under `spark-elastic-run`: one line changed, and its whole diff."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import blocks, changed
+from tests.sources import PACKAGES
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize("form", ["one line", "elastic"])
+def test_a_script_of_horovods_runs(tmp_path: Path, form: str) -> None:
+    (before,) = blocks("moving-from-horovod.md", "python")
+    one_line, diff = blocks("moving-from-horovod.md", "diff")
+    script = tmp_path / "train.py"
+    script.write_text(changed(before, one_line if form == "one line" else diff))
+    command = [sys.executable, "-m", "spark_elastic.cli", "-np", "2", "python", str(script)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-4]) for line in done.stdout.splitlines() if "on 2 workers" in line]
+    assert len(losses) == 8
+    assert min(losses[-3:]) < 46  # a third of what the labels vary by

@@ -1,0 +1,36 @@
+"""Programs in the documentation as tests run them: a page's script, and what its diffs make of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tests.sources import ROOT
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of that language in docs/<page>."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def changed(script: str, diff: str) -> str:
+    """The script with each run of "-" lines, which must be there once, replaced by the "+" lines behind it."""
+    for old, new in _hunks(diff):
+        assert script.count(old) == 1, f"not there exactly once: {old}"
+        script = script.replace(old, new)
+    return script
+
+
+def _hunks(diff: str) -> Iterator[tuple[str, str]]:
+    """A "-" line that does not follow its forerunner in the script begins a hunk of its own: lines go one by one unless
+    they are followed by "+" lines, which take the last one's place."""
+    lines = diff.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("-"):
+            added = []
+            for later in lines[number + 1 :]:
+                if not later.startswith("+"):
+                    break
+                added.append(later[1:] + "\n")
+            yield line[1:] + "\n", "".join(added)
