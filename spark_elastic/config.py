@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -155,3 +156,51 @@ def _parse(name: str, kind: str, text: str) -> Any:
     except (KeyError, ValueError) as error:
         raise InvalidInput(f"{PREFIX}{name.upper()}={text!r} is not a value for {name} ({kind}).") from error
     return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationConfig:
+    """How named operations behave; read in the training process, since each process has its own. Times in seconds.
+
+    fusion_threshold: bytes of small reductions that travel as one. warn_after: until rank 0 says which ranks have not
+    asked for an operation. wait_at_most: until a handle gives up; None: the job's `collective_timeout`. stuck_after:
+    until ranks that all wait for different operations are told. timeline: a trace to begin with. timeline_mark_cycles:
+    rounds are marked in it.
+    """
+
+    fusion_threshold: int = 64 << 20
+    warn_after: float = 10.0
+    wait_at_most: float | None = None
+    stuck_after: float = 3.0
+    timeline: str | None = None
+    timeline_mark_cycles: bool = False
+
+
+# Horovod's names, which count where ours are unset.
+_HOROVODS = {
+    "fusion_threshold": "HOROVOD_FUSION_THRESHOLD",
+    "warn_after": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "wait_at_most": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "timeline": "HOROVOD_TIMELINE",
+    "timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
+}
+
+
+def operations_from_env(environment: Mapping[str, str] | None = None) -> OperationConfig:
+    """From `SPARK_ELASTIC_<NAME>` variables, or Horovod's: 0 for no shutdown, DYNAMIC for a timeline begun later.
+
+    Raises:
+        InvalidInput: a variable has a value that does not fit.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(OperationConfig):
+        text = environment.get(PREFIX + field.name.upper(), environment.get(_HOROVODS.get(field.name, "")))
+        if text is not None:
+            values[field.name] = _parse(field.name, str(field.type), text)
+    if environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("0", ""):
+        values.setdefault("warn_after", math.inf)
+    values["wait_at_most"] = values.get("wait_at_most") or None
+    if values.get("timeline") == "DYNAMIC":
+        del values["timeline"]
+    return OperationConfig(**values)

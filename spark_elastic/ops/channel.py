@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.group import Array
+from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.execution import Task, batches, carry_out, check
 from spark_elastic.ops.negotiation import Due, Negotiation, Round
@@ -31,23 +31,16 @@ BACK_OFF = (0.001, 0.05)  # seconds, while each rank has asked for something and
 JOIN = Request("join")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """fusion_threshold: bytes of reductions that travel as one. warn_after: seconds until rank 0 says which ranks have
-    not asked for an operation. wait_at_most: seconds until a handle gives up; None: the group's timeout. stuck_after:
-    until ranks that all wait for different operations are told so."""
-
-    fusion_threshold: int = 64 << 20
-    warn_after: float = 10.0
-    wait_at_most: float | None = None
-    stuck_after: float = 3.0
-
-
 class Channel:
     """The named operations of one group, from the first one on."""
 
     def __init__(
-        self, group: Group, desk: Desk, limits: Limits, name: str = "", timeline: Timeline | None = None
+        self,
+        group: Group,
+        desk: Desk,
+        limits: OperationConfig,
+        name: str = "",
+        timeline: Timeline | None = None,
     ) -> None:
         """name: of the process set, for messages; "" for the whole world."""
         self.group = group

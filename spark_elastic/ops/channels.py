@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
+from spark_elastic.config import OperationConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channel import Channel, Limits
+from spark_elastic.ops.channel import Channel
 from spark_elastic.ops.operation import Desk
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.timeline import Timeline
@@ -24,7 +25,7 @@ from spark_elastic.worker.context import current, floor_of_process
 class Channels:
     """Of one world: by the ranks that take part."""
 
-    def __init__(self, group: Group, desk: Callable[[], Desk], limits: Limits) -> None:
+    def __init__(self, group: Group, desk: Callable[[], Desk], limits: OperationConfig) -> None:
         self._group = group
         self._desk = desk
         self._limits = limits
@@ -62,7 +63,7 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
     group, ranks = world(), tuple(process_set.ranks)
     if group.rank not in ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
-    channels = floor.shared("channels", lambda: Channels(group, _desk, Limits()))
+    channels = floor.shared("channels", lambda: Channels(group, _desk, operations_from_env()))
     name = "" if process_set is global_process_set else repr(process_set)
     return channels.among(ranks, name, _trace().current())
 
@@ -83,12 +84,18 @@ class _Trace:
     def current(self) -> Timeline | None:
         """A rank that has become the first one of its world writes on behind what its forerunner wrote."""
         if self.path is not None and self.timeline is None and world().rank == 0:
-            self.timeline = Timeline(self.path, self.mark_cycles, goes_on=True)
+            _, generation = world().fence
+            self.timeline = Timeline(self.path, self.mark_cycles, goes_on=generation > 1)
         return self.timeline
 
 
 def _trace() -> _Trace:
-    return floor_of_process().shared("timeline", _Trace)
+    return floor_of_process().shared("timeline", _configured)
+
+
+def _configured() -> _Trace:
+    settings = operations_from_env()
+    return _Trace(settings.timeline, settings.timeline_mark_cycles)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

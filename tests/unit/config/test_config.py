@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
-from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
 from spark_elastic.errors import InvalidInput
 
 
@@ -41,3 +44,29 @@ def test_a_value_that_does_not_fit_is_named(environment: dict[str, str], sentenc
 def test_an_unknown_setting_is_refused_with_what_there_is() -> None:
     with pytest.raises(InvalidInput, match=r"'leese'.*lease"):
         from_env({}, leese=3.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {}),
+        ({"HOROVOD_FUSION_THRESHOLD": "1024"}, {"fusion_threshold": 1024}),
+        (
+            {"HOROVOD_FUSION_THRESHOLD": "1024", "SPARK_ELASTIC_FUSION_THRESHOLD": "7"},
+            {"fusion_threshold": 7},
+        ),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, {"warn_after": 5.0}),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, {"warn_after": math.inf}),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, {"wait_at_most": None}),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}, {"wait_at_most": 90.0}),
+        (
+            {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
+            {"timeline": "t.json", "timeline_mark_cycles": True},
+        ),
+        ({"HOROVOD_TIMELINE": "DYNAMIC"}, {}),
+    ],
+)
+def test_operations_follow_horovods_variables_where_ours_are_unset(
+    environment: dict[str, str], expected: dict[str, Any]
+) -> None:
+    assert operations_from_env(environment) == OperationConfig(**expected)

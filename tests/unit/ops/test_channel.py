@@ -15,9 +15,10 @@ import pytest
 from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
+from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
-from spark_elastic.ops.channel import Channel, Limits
+from spark_elastic.ops.channel import Channel
 from spark_elastic.ops.operation import Desk, Operation
 from spark_elastic.ops.request import Request
 
@@ -28,10 +29,10 @@ def summed(channel: Channel, name: str | None, array: np.ndarray[Any, Any], op: 
     return channel.submit(Request(kinds.ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
 
 
-def on_ranks(size: int, work: Callable[[Channel], Any], limits: Limits | None = None) -> list[Any]:
+def on_ranks(size: int, work: Callable[[Channel], Any], limits: OperationConfig | None = None) -> list[Any]:
     """`work` on every rank; what it returned, or the CollectiveError that it raised."""
     fabric = FakeFabric(size, timeout=20.0)
-    channels = [Channel(group, Desk(CLOCK), limits or Limits()) for group in fabric.groups]
+    channels = [Channel(group, Desk(CLOCK), limits or OperationConfig()) for group in fabric.groups]
     all_done = threading.Barrier(size)
 
     def be(channel: Channel) -> Any:
@@ -107,7 +108,7 @@ def test_ranks_that_wait_for_different_operations_are_told_soon() -> None:
         with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
             summed(channel, f"of {channel.group.rank}", np.ones(1)).wait()
 
-    assert on_ranks(2, work, Limits(stuck_after=0.1)) == [None, None]
+    assert on_ranks(2, work, OperationConfig(stuck_after=0.1)) == [None, None]
 
 
 def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +118,7 @@ def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(caplog: pyte
             summed(channel, "late", np.ones(1)).wait()
 
     with caplog.at_level(logging.WARNING):
-        results = on_ranks(3, work, Limits(warn_after=0.05, wait_at_most=0.8))
+        results = on_ranks(3, work, OperationConfig(warn_after=0.05, wait_at_most=0.8))
     assert results[1] is None
     for error in (results[0], results[2]):
         assert isinstance(error, CollectiveTimeout)
@@ -161,7 +162,7 @@ def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: 
 @pytest.mark.parametrize("end", ["kill", "abort"])
 def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
     fabric = FakeFabric(3)
-    channels = [Channel(group, Desk(CLOCK), Limits()) for group in fabric.groups]
+    channels = [Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups]
     handles = [summed(channels[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
     if end == "kill":
         fabric.kill(2)
@@ -190,13 +191,13 @@ def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
 def test_what_makes_no_sense_is_told_before_peers_hear_of_it(
     request_: Request, array: np.ndarray[Any, Any], says: str
 ) -> None:
-    channel = Channel(FakeFabric(2).group(0), Desk(CLOCK), Limits())
+    channel = Channel(FakeFabric(2).group(0), Desk(CLOCK), OperationConfig())
     with pytest.raises(InvalidInput, match=says):
         channel.submit(request_, [array])
 
 
 def test_alone_everything_is_done_at_once() -> None:
-    channel = Channel(FakeFabric(1).group(0), Desk(CLOCK), Limits())
+    channel = Channel(FakeFabric(1).group(0), Desk(CLOCK), OperationConfig())
     assert summed(channel, "x", np.ones(2)).done
     assert channel.join().wait()[0].tolist() == [0]
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]

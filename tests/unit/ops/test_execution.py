@@ -10,9 +10,10 @@ import pytest
 from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
+from spark_elastic.config import OperationConfig
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.alone import Alone
-from spark_elastic.ops.channel import Channel, Limits
+from spark_elastic.ops.channel import Channel
 from spark_elastic.ops.execution import Task, batches, neutral
 from spark_elastic.ops.operation import Desk
 from spark_elastic.ops.request import Request
@@ -59,6 +60,6 @@ def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     for group in (cast(Group, Alone()), FakeFabric(1).group(0)):
         array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)
         results.append(
-            Channel(group, Desk(SystemClock()), Limits()).submit(request, [array]).wait()[0].tolist()
+            Channel(group, Desk(SystemClock()), OperationConfig()).submit(request, [array]).wait()[0].tolist()
         )
     assert results[0] == results[1]
