@@ -192,12 +192,17 @@ verb_native() { # the engine's own tests
     native_programs
 }
 
-verb_sanitize() { # the engine's own tests under the address and undefined-behaviour sanitizers
+verb_sanitize() { # the engine's own tests under the sanitizers: address and undefined behaviour, then threads
     setup
-    cmake -S . -B "$NATIVE/sanitized" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$VENV/bin/python" \
-        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS=ON -DELASTIC_SANITIZE=address,undefined >/dev/null
-    cmake --build "$NATIVE/sanitized" -j "$(nproc)" --target engine_test
-    ctest --test-dir "$NATIVE/sanitized" --output-on-failure
+    local kind tree
+    for kind in ${1:-address,undefined thread}; do
+        tree=$NATIVE/sanitized-${kind%%,*}
+        say "sanitizer: $kind"
+        cmake -S . -B "$tree" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$VENV/bin/python" \
+            -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS=ON -DELASTIC_SANITIZE="$kind" >/dev/null
+        cmake --build "$tree" -j "$(nproc)" --target engine_test
+        ctest --test-dir "$tree" --output-on-failure
+    done
 }
 
 # Test programs in C++, where CMake knows some.

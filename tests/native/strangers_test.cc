@@ -1,93 +1,12 @@
 // Whoever dials without the key, or says what makes no sense, loses its connection and disturbs nobody.
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <cstring>
 #include <random>
 #include <thread>
 
-#include "address.h"
 #include "check.h"
-#include "group.h"
+#include "dial.h"
 #include "pair.h"
 
 using namespace elastic;
-
-namespace {
-
-const std::string kKey = "key";
-
-// A connection to an endpoint; reads give up after five seconds.
-class Dial {
- public:
-  explicit Dial(const Endpoint& endpoint) {
-    const SocketAddress to = parseAddress(endpoint.address());
-    fd_ = socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC, 0);
-    CHECK(connect(fd_, to.get(), to.length) == 0);
-    const timeval patience{5, 0};
-    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-  }
-  ~Dial() { close(fd_); }
-
-  void say(const void* data, size_t size) { send(fd_, data, size, MSG_NOSIGNAL); }
-  bool hear(void* data, size_t size) { return recv(fd_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size); }
-
-  // The peer has hung up: an end or a reset, and no byte before.
-  bool closed() {
-    char byte;
-    const ssize_t got = recv(fd_, &byte, 1, 0);
-    return got == 0 || (got < 0 && errno != EAGAIN);
-  }
-
-  // A whole handshake as `from`; true if the other side has proved the key.
-  bool shake(const std::string& key, const Hello& hello) {
-    say(&hello, sizeof hello);
-    Challenge challenge;
-    if (!hear(&challenge, sizeof challenge)) return false;
-    if (!equalInConstantTime(challenge.mac, macOf(key, "accept", hello, challenge.nonce))) return false;
-    const Proof proof{macOf(key, "dial", hello, challenge.nonce)};
-    say(&proof, sizeof proof);
-    return true;
-  }
-
- private:
-  int fd_;
-};
-
-Hello helloTo(uint32_t to, Fence fence) {
-  Hello hello;
-  hello.fence = fence;
-  hello.to = to;
-  hello.nonce = freshNonce();
-  return hello;
-}
-
-// Rank 1 of two waits in a barrier, in a thread; rank 0 is whoever dials.
-struct Waiting {
-  explicit Waiting(int timeout = 10000) {
-    GroupOptions options;
-    options.timeout = std::chrono::milliseconds(timeout);
-    group = std::make_unique<Group>(endpoint, 1, std::vector<std::string>{"127.0.0.1:1", endpoint->address()},
-                                    Fence{1, 5}, options);
-    thread = std::thread([this] { thrown = thrownBy([this] { group->barrier(); }); });
-  }
-  ~Waiting() {
-    if (thread.joinable()) end();
-  }
-  std::string end() {
-    group->abort("the test is over");
-    thread.join();
-    return thrown;
-  }
-
-  std::shared_ptr<Endpoint> endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
-  std::unique_ptr<Group> group;
-  std::thread thread;
-  std::string thrown;
-};
-
-}  // namespace
 
 TEST(strangers, garbage_wrong_keys_and_older_fences_lose_their_connection) {
   Waiting waiting;
