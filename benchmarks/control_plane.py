@@ -18,9 +18,8 @@ import multiprocessing as mp
 import os
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
 
+import swarm  # noqa: E402
 from report import Row, finish, parser  # noqa: E402
 from spark_elastic.clock import SystemClock  # noqa: E402
 from spark_elastic.driver.effects import Effects  # noqa: E402
@@ -42,16 +42,13 @@ from spark_elastic.driver.ports import Contact, Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
 from spark_elastic.protocol.pace import beat_every  # noqa: E402
-from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World  # noqa: E402
-from spark_elastic.rendezvous.client import RendezvousClient  # noqa: E402
+from spark_elastic.protocol.types import Limits, World  # noqa: E402
 from spark_elastic.rendezvous.descriptors import make_room  # noqa: E402
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer  # noqa: E402
 
 SIZES = (2, 8, 32, 128, 512, 2000)
-PROCESSES = 8
+PROCESSES = 4
 ROUNDS = 3
-KEY = b"k" * 32
-BLOB = 120  # bytes that a rank hands in
 MESHES = 3
 CLIENT_TIMEOUT = 300.0
 STEADY = 5.0  # seconds
@@ -96,7 +93,7 @@ def drive(pipe: Connection, size: int) -> None:
     clock = SystemClock()
     make_room(size)
     with RendezvousServer(
-        KEY, 1, Hooks(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
+        swarm.KEY, 1, Hooks(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
     ) as server:
         effects = Effects(server, NoLauncher(), Nobody(), lambda kept, surplus: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())
@@ -107,118 +104,6 @@ def drive(pipe: Connection, size: int) -> None:
         loop.cancel("measured")
         loop.wait(10)
         loop.close()
-
-
-# ---- the clients' processes
-
-
-class Worker:
-    """One slot and its worker."""
-
-    def __init__(self, job: int, address: str) -> None:
-        self.job = job
-        clock = SystemClock()
-        self.clients = [RendezvousClient(address, KEY, 1, clock, CLIENT_TIMEOUT) for _ in range(2)]
-        self.slot = self.clients[0].slot(f"{job}-0")
-        self.worker = self.clients[1].worker(f"{job}-0.1", f"{job}-0")
-        self.fence: Fence | None = None
-        self.over: Fence | None = None
-        self.version = 0
-
-    def come(self) -> None:
-        """Register and announce the worker; then the two long polls that are always open."""
-        self.slot.register(f"host-{self.job // 8}", self.job, {})
-        self.slot.started(f"{self.job}-0.1")
-        for watch in (self._watch_slot, self._watch_worker):
-            threading.Thread(target=watch, daemon=True).start()
-
-    def rendezvous(self, _: object = None) -> float:
-        """Ask for the next world, exchange addresses, tell that it stands. When it did."""
-        position = None if self.fence is None else Position(0, Phase.TRAIN, self.fence.generation)
-        answer = self.worker.join(self.fence, position, planned=self.fence is not None)
-        while answer.wait:
-            answer = self.worker.join(self.fence, position, planned=self.fence is not None)
-        world = answer.world
-        assert world is not None, answer.stop
-        member = world.member(f"{self.job}-0.1")
-        assert member is not None
-        blobs = self.worker.exchange(world.fence, member.rank, os.urandom(BLOB), CLIENT_TIMEOUT)
-        assert len(blobs) == world.size
-        self.worker.formed(world.fence)
-        self.fence = world.fence
-        return time.monotonic()
-
-    def beat(self) -> float:
-        """Seconds until the next one is due, as the server says."""
-        return self.slot.beat(f"{self.job}-0.1", "S", True, 0.1, "").beat_every
-
-    def mesh(self, size: int, meshes: int) -> float:
-        """One GET per pair of ranks over HTTP, in each of several meshes."""
-        rank = self.job - 1
-        for mesh in range(meshes):
-            scope = f"mesh {size} {mesh}"
-            self.clients[1].set_values(scope, {str(rank): os.urandom(BLOB)})
-            for peer in range(size):
-                while self.clients[1].get_values(scope, (str(peer),), 20.0) == (None,):
-                    pass
-        return time.monotonic()
-
-    def _watch_slot(self) -> None:
-        self._until_closed(lambda: self.slot.watch(0))
-
-    def _watch_worker(self) -> None:
-        def watch() -> None:
-            news = self.worker.watch(self.over, self.version)
-            self.over, self.version = news.over, news.version
-
-        self._until_closed(watch)
-
-    def _until_closed(self, ask: Callable[[], object]) -> None:
-        from spark_elastic.errors import ElasticError
-
-        try:
-            while True:
-                ask()
-        except ElasticError:
-            return  # closed, or the job is over
-
-
-def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -> None:
-    """Obeys (what, argument) orders from the pipe; answers each with what it measured."""
-    workers = [Worker(job, address) for job in jobs]
-    with ThreadPoolExecutor(len(workers)) as pool:
-        while (order := pipe.recv()) is not None:
-            what, argument = order
-            if what == "come":
-                pipe.send(list(pool.map(Worker.come, workers)) and 0.0)
-            elif what == "rendezvous":
-                pipe.send(max(pool.map(Worker.rendezvous, workers)))
-            elif what == "mesh":
-                pipe.send(max(pool.map(partial(Worker.mesh, size=size, meshes=argument), workers)))
-            elif what == "beat":
-                pipe.send(beats(pool, workers, *argument))
-        for worker in workers:
-            for client in worker.clients:
-                client.close()
-    os._exit(0)  # long polls that are still open must not be waited for
-
-
-def beats(pool: ThreadPoolExecutor, workers: list[Worker], seconds: float, paced: bool) -> int:
-    """How many beats `seconds` brought, as often as slots are told to send them, or as fast as they can."""
-    end = time.monotonic() + seconds
-
-    def one(numbered: tuple[int, Worker]) -> int:
-        number, worker = numbered
-        sent = 0
-        due = time.monotonic() + paced * number / len(workers)
-        while due < end:
-            time.sleep(max(0.0, due - time.monotonic()))
-            every = worker.beat()
-            sent += 1
-            due = max(due + every * paced, time.monotonic())
-        return sent
-
-    return sum(pool.map(one, enumerate(workers)))
 
 
 # ---- the measurements
@@ -251,7 +136,9 @@ class Cluster:
         shares = [range(first, size + 1, PROCESSES) for first in range(1, min(size, PROCESSES) + 1)]
         for jobs in shares:
             mine, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=be_clients, args=(theirs, address, jobs, size), daemon=True)
+            process = CONTEXT.Process(
+                target=swarm.be_clients, args=(theirs, address, jobs, size), daemon=True
+            )
             process.start()
             self._clients.append(mine)
             self._processes.append(process)
@@ -333,7 +220,7 @@ def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: in
     stores = [TCPStore("127.0.0.1", port, None, False, patience, False) for _ in ranks]
 
     def read(store: Any, rank: int) -> None:
-        store.set(str(rank), os.urandom(BLOB))
+        store.set(str(rank), os.urandom(swarm.BLOB))
         for peer in range(size):
             store.get(str(peer))
 

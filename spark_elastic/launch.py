@@ -197,6 +197,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     Raises:
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
+    from spark_elastic.spark.driver_address import bind_of
     from spark_elastic.spark.executors import ExecutorWatch
     from spark_elastic.spark.launcher import SparkLauncher
     from spark_elastic.spark.memory import room_of
@@ -207,10 +208,10 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
 
     sc = spark.sparkContext
     conf = sc.getConf()
-    host = config.advertise_address or conf.get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
+    bind = bind_of(conf, config)
     site = Site(
-        bind=config.bind_address or conf.get("spark.driver.bindAddress", host) or host,
-        advertise=host,
+        bind=bind.host,
+        advertise=bind.advertise,
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
         run=run,
     )

@@ -37,6 +37,7 @@ from spark_elastic.estimators.validation import Request
 from spark_elastic.launch import LaunchResult, WorldSpan, bounds, launch
 from spark_elastic.observe.progress import Progress
 from spark_elastic.protocol.types import Limits
+from spark_elastic.spark.driver_address import bind_of
 from spark_elastic.spark.materialize import materialize
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
@@ -75,7 +76,8 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
             payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
             if request.config.ship:
                 ship(sc)
-            preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout)
+            place = bind_of(sc.getConf(), request.config)
+            preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout, place)
             record, result, worlds = _trained(df, request, store, run_id, ledger)
         model = _trained_model(request, store, result)
         features = _inputs(request, record.rows())

@@ -20,7 +20,7 @@ from spark_elastic.rendezvous.gate import Gate
 from spark_elastic.rendezvous.logs import LogPump
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import Routes
-from spark_elastic.rendezvous.serving import Bind, Serving, listen
+from spark_elastic.rendezvous.serving import Bind, Serving, dialled, listen
 
 LEAST_KEY_BYTES = 16
 
@@ -76,7 +76,7 @@ class RendezvousServer:
         )
         self._gate = Gate(key, attempt, routes.handlers())
         self._serving: Serving | None = None
-        self._port = 0
+        self._address = ""
 
     def start(self) -> None:
         """Bind and serve.
@@ -85,7 +85,7 @@ class RendezvousServer:
             InvalidInput: the address cannot be bound.
         """
         listener = listen(self._bind)
-        self._port = listener.getsockname()[1]
+        self._address = dialled(self._bind, listener)
         self._serving = Serving(self._gate, listener)
         self._serving.start()
         self._logs.start()
@@ -107,8 +107,7 @@ class RendezvousServer:
     @property
     def address(self) -> str:
         """What clients dial: "host:port", or "[host]:port" for IPv6."""
-        host = (self._bind.advertise or self._bind.host).strip("[]")
-        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        return self._address
 
     def publish(self, world: World) -> None:
         """Answer the joins of its members, now and later, and open its exchange."""

@@ -70,6 +70,12 @@ def listen(bind: Bind) -> socket.socket:
     return listener
 
 
+def dialled(bind: Bind, listener: socket.socket) -> str:
+    """What clients of `listener` dial: "host:port", or "[host]:port" for IPv6."""
+    host, port = (bind.advertise or bind.host).strip("[]"), listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class _Life(uvicorn.Server):
     """One run of uvicorn; says when it has begun."""
 

@@ -82,6 +82,7 @@ def run(
 
     Raises:
         InvalidInput: an argument is wrong, or `fn` holds what lives on Spark's driver only.
+        PreflightError: a host cannot load `fn`, lacks a package, or cannot reach the driver.
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
     call = prepare(fn, given, arguments, config)
@@ -101,11 +102,27 @@ class Call:
     name: str
 
     def over_spark(self, spark: SparkSession) -> list[Any]:
-        limits = self.limits(spark.sparkContext.defaultParallelism)
-        name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        return results(
-            launch(spark, self.program, limits, self.options.config, name, self.preload, self.narrator())
+        from spark_elastic.spark.driver_address import bind_of
+        from spark_elastic.spark.preflight import preflight
+        from spark_elastic.spark.shipping import ship
+
+        sc, config = spark.sparkContext, self.options.config
+        limits = self.limits(sc.defaultParallelism)
+        if config.ship:
+            ship(sc)
+        needs = tuple(name for name in self.preload if "." not in name)
+        place = bind_of(sc.getConf(), config)
+        preflight(
+            sc,
+            self.program.pickled,
+            None,
+            needs,
+            config.start_timeout,
+            place,
+            "the function or its arguments",
         )
+        name = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        return results(launch(spark, self.program, limits, config, name, self.preload, self.narrator()))
 
     def over(
         self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None

@@ -1,4 +1,5 @@
-"""Before anything is materialised: can each host run this job? Versions, the pickled program, the store.
+"""Before anything is materialised or launched: can each host run this job? Versions, the pickled program, the way to
+the driver, the store.
 
 `facts` and `admit` are pure and also serve slots that join later; `preflight` runs one Spark job of short tasks, and
 waits for it in the calling thread. What must match: spark_elastic exactly (hosts speak its wire format), Python to
@@ -26,6 +27,7 @@ import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
+from spark_elastic.rendezvous.serving import Bind, dialled, listen
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -44,6 +46,7 @@ MUST_MATCH: dict[str, int | None] = {
 ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
 HOLD_SECONDS = 0.2  # a probe keeps its core so long, so that the next one goes to another executor
 ROUNDS = 3  # tries to reach every executor; busy ones are judged when their slot joins
+REACH_SECONDS = 5.0  # for a connection to the driver
 PROBES = "probes"
 
 
@@ -110,31 +113,51 @@ class Report:
 
 @dataclass(frozen=True)
 class Probe:
-    """The body of a probing task. It returns what went wrong; raising would only make Spark try again."""
+    """The body of a probing task. It returns what went wrong; raising would only make Spark try again.
 
-    store: Store
+    what: the program in words. driver: the address that workers will dial.
+    """
+
+    store: Store | None
     token: str
+    what: str = "the model, optimizer or loss"
+    driver: str | None = None
 
     def report(self, number: int, program: bytes) -> Report:
         found = facts()
         name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
-        fault = self._load(found["host"], program) or self._visit_store(found["host"], name)
+        host = found["host"]
+        fault = self._load(host, program) or self._reach_driver(host) or self._visit_store(host, name)
         SystemClock().sleep(HOLD_SECONDS)
         # The parent is the executor's Python daemon: one per executor.
         return Report(found, os.getppid(), name, fault)
 
-    @staticmethod
-    def _load(host: str, program: bytes) -> str | None:
+    def _load(self, host: str, program: bytes) -> str | None:
         try:
             cloudpickle.loads(program)
         except Exception as error:  # whatever user classes raise while they are unpickled
             return (
-                f"host {host} cannot load the model, optimizer or loss ({_kind(error)}): ship their modules with "
+                f"host {host} cannot load {self.what} ({_kind(error)}): ship their modules with "
                 "--py-files or install them there."
             )
         return None
 
+    def _reach_driver(self, host: str) -> str | None:
+        if self.driver is None:
+            return None
+        name, _, port = self.driver.rpartition(":")
+        try:
+            socket.create_connection((name.strip("[]"), int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            return (
+                f"host {host} cannot reach the driver at {self.driver} ({error}): let executors reach it there, or set "
+                "advertise_address and driver_port to what they reach."
+            )
+        return None
+
     def _visit_store(self, host: str, name: str) -> str | None:
+        if self.store is None:
+            return None
         try:
             seen = self.store.read_bytes(f"{PROBES}/{self.token}/driver") == self.token.encode()
         except (ElasticError, OSError):
@@ -168,25 +191,39 @@ def _task(probe: Probe, program: Broadcast[bytes]) -> Task:
 
 
 def preflight(
-    sc: SparkContext, payload: bytes, store: Store, needs: tuple[str, ...], timeout: float
+    sc: SparkContext,
+    payload: bytes,
+    store: Store | None,
+    needs: tuple[str, ...],
+    timeout: float,
+    bind: Bind | None = None,
+    what: str = Probe.what,
 ) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
-    payload: cloudpickle of what workers will load. timeout: seconds until some executor must have answered.
+    payload: cloudpickle of what workers will load; what: it in words. timeout: seconds until some executor must have
+    answered. bind: where the job's server will listen; None: whether hosts reach it is not looked at.
 
     Raises:
         PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
     """
     token = uuid.uuid4().hex
-    store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
+    if store is not None:
+        store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
     program = sc.broadcast(payload)
+    # Nobody need answer at this door: the kernel takes connections by itself.
+    door = listen(bind) if bind is not None else None
     try:
-        reports = _reach_all(
-            sc, _task(Probe(store, token), program), f"spark_elastic-preflight-{token}", timeout
+        probe = Probe(
+            store, token, what, dialled(bind, door) if bind is not None and door is not None else None
         )
+        reports = _reach_all(sc, _task(probe, program), f"spark_elastic-preflight-{token}", timeout)
         _judge(reports, admit(facts(), needs), store)
     finally:
-        store.remove_tree(f"{PROBES}/{token}")
+        if door is not None:
+            door.close()
+        if store is not None:
+            store.remove_tree(f"{PROBES}/{token}")
         program.unpersist()
     return list({report.executor: report.facts for report in reports}.values())
 
@@ -215,12 +252,15 @@ def _live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _judge(reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: Store) -> None:
+def _judge(
+    reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: Store | None
+) -> None:
     # Versions first: they explain why a program does not load.
     for fault in [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]:
         if fault is not None:
             raise PreflightError(fault)
-    for report in reports:
+    for report in reports if store is not None else []:
+        assert store is not None
         try:
             store.read_bytes(report.written)
         except (ElasticError, OSError) as error:

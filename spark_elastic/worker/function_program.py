@@ -37,6 +37,11 @@ class FunctionProgram:
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
 
+    @property
+    def pickled(self) -> bytes:
+        """The function with its arguments."""
+        return self._call
+
     def prepare(self) -> None:
         """Everything that the function's loading imports."""
         cloudpickle.loads(self._call)
@@ -56,7 +61,9 @@ class FunctionProgram:
         try:
             surround(world, group, here.address)
             fn, args, kwargs = cloudpickle.loads(self._call)
-            return Completed(results.encode(fn(*args, **kwargs)))
+            value = fn(*args, **kwargs)
+            last = (current() or here).group or group  # an elastic function has gone on to later worlds
+            return Completed(results.encode(value, last.rank))
         except MismatchError as error:
             # Not a loss that another world could mend.
             raise InvalidInput(

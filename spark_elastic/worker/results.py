@@ -16,8 +16,8 @@ from spark_elastic.errors import InvalidInput
 MOST = 5 << 20  # bytes of a pickled result: it travels in one message, as text that is a third longer
 
 
-def encode(value: object) -> str:
-    """JSON text.
+def encode(value: object, rank: int) -> str:
+    """JSON text. rank: whose result it is, for the error.
 
     Raises:
         InvalidInput: the value cannot be pickled, or is too large.
@@ -26,12 +26,13 @@ def encode(value: object) -> str:
         pickled = cloudpickle.dumps(value)
     except Exception as error:  # objects raise anything when they are asked for their state
         raise InvalidInput(
-            f"the function returned a {type(value).__name__} that cannot be pickled ({error}): return plain data."
+            f"the function on rank {rank} returned a {type(value).__name__} that cannot be pickled ({error}): "
+            "return plain data."
         ) from error
     if len(pickled) > MOST:
         raise InvalidInput(
-            f"the function returned a {type(value).__name__} of {len(pickled) / 2**20:.1f} MiB, and at most "
-            f"{MOST >> 20} MiB can be returned: write it to a file or store, and return its path."
+            f"the function on rank {rank} returned a {type(value).__name__} of {len(pickled) / 2**20:.1f} MiB, and "
+            f"at most {MOST >> 20} MiB can be returned: write it to a file or store, and return its path."
         )
     return json.dumps(base64.b64encode(pickled).decode("ascii"))
 

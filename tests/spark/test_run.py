@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
 
 import spark_elastic
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, PreflightError
 from tests.component.torch.hand_written import count
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
@@ -74,3 +75,21 @@ def test_a_captured_session_broadcast_or_frame_is_refused_by_its_name(spark: Spa
     ):
         with pytest.raises(InvalidInput, match=name):
             spark_elastic.run(fn, spark=spark)
+
+
+def test_what_hosts_lack_is_told_before_any_slot_starts(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_beside_the_driver.py").write_text("def train():\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_beside_the_driver
+
+    with pytest.raises(
+        PreflightError, match=r"cannot load the function or its arguments .*only_beside_the_dri"
+    ):
+        spark_elastic.run(only_beside_the_driver.train, spark=spark)
+    del sys.modules["only_beside_the_driver"]
+    with pytest.raises(PreflightError, match=r"cannot reach the driver at 127\.0\.0\.2:.*advertise_address"):
+        spark_elastic.run(
+            who, args=("nobody",), spark=spark, advertise_address="127.0.0.2", bind_address="127.0.0.1"
+        )

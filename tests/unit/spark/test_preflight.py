@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import platform
+import socket
 from typing import Any
 
+import cloudpickle
 import pytest
 
 pytest.importorskip("pyspark")
 
 import spark_elastic
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.preflight import _explain, admit, facts
+from spark_elastic.rendezvous.serving import Bind, dialled, listen
+from spark_elastic.spark.preflight import Probe, _explain, admit, facts
 
 DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
 
@@ -83,3 +86,20 @@ def test_a_cancelled_probe_is_a_cancelled_job() -> None:
 def test_other_errors_of_spark_stay_as_they_are() -> None:
     error = RuntimeError("disk full")
     assert _explain(error) is error
+
+
+def test_a_probe_knocks_at_the_driver_s_door() -> None:
+    bind = Bind("127.0.0.1")
+    with listen(bind) as door:
+        address = dialled(bind, door)
+        assert Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).fault is None
+    fault = Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).fault
+    assert fault is not None
+    assert fault.startswith(f"host {socket.gethostname()} cannot reach the driver at {address} (")
+    assert "advertise_address" in fault
+
+
+def test_a_probe_names_what_cannot_be_loaded() -> None:
+    fault = Probe(None, "t", "the function or its arguments").report(0, b"no pickle").fault
+    assert fault is not None
+    assert "cannot load the function or its arguments (UnpicklingError" in fault

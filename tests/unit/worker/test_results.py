@@ -16,9 +16,9 @@ from spark_elastic.worker.script import Script
 
 def test_any_object_comes_back() -> None:
     for value in (None, {"a": (1, 2.5)}, "text", b"bytes"):
-        assert decode(encode(value)) == value
-    assert decode(encode(np.arange(3))).tolist() == [0, 1, 2]
-    assert decode(encode(lambda x: x + 1))(2) == 3
+        assert decode(encode(value, 0)) == value
+    assert decode(encode(np.arange(3), 0)).tolist() == [0, 1, 2]
+    assert decode(encode(lambda x: x + 1, 0))(2) == 3
 
 
 def test_a_worker_that_ended_without_a_result_counts_as_none() -> None:
@@ -27,13 +27,13 @@ def test_a_worker_that_ended_without_a_result_counts_as_none() -> None:
 
 def test_what_cannot_be_pickled_is_one_sentence() -> None:
     with pytest.raises(InvalidInput, match="generator that cannot be pickled"):
-        encode(number for number in range(3))
+        encode((number for number in range(3)), 0)
 
 
 def test_a_result_too_large_for_a_message_is_one_sentence() -> None:
-    assert len(encode(bytes(MOST - 1000))) < GateLimits().body
-    with pytest.raises(InvalidInput, match="at most 5 MiB"):
-        encode(bytes(MOST))
+    assert len(encode(bytes(MOST - 1000), 0)) < GateLimits().body
+    with pytest.raises(InvalidInput, match=r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"):
+        encode(bytes(MOST), 3)
 
 
 def test_a_script_runs_where_it_lies_beside_its_modules(

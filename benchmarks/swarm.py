@@ -1,0 +1,180 @@
+"""Thousands of slots and workers as the rendezvous server sees them: real connections, signed requests, long polls.
+
+One event loop a process carries them all: threads for each, as a real slot has, would be the load that is measured.
+Each has what a real one has: a session and two connections of the slot (orders, and all else), the same of its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from spark_elastic.protocol.types import Fence, Phase, Position
+from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous import messages as m
+
+KEY = b"k" * 32
+BLOB = 120  # bytes that a rank hands in
+SHORT = 20  # requests of a process under way at once while everybody comes
+
+
+class Line:
+    """A connection, made on first use; one request at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, self._port = address.rpartition(":")
+        self._free = asyncio.Lock()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, path: str, body: bytes, credentials: auth.Credentials) -> dict[str, Any]:
+        async with self._free:
+            if self._streams is None:
+                self._streams = await asyncio.open_connection(self._host, int(self._port))
+            reader, writer = self._streams
+            head = f"POST {path} HTTP/1.1\r\nhost: driver\r\nauthorization: {credentials.header()}\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            fields = dict(line.split(": ", 1) for line in lines if line)
+            reply = await reader.readexactly(int(fields["content-length"]))
+        code = int(status.split()[1])
+        assert auth.reply_is_genuine(KEY, credentials, code, reply, fields[auth.REPLY_HEADER]), status
+        answer: dict[str, Any] = json.loads(codec.unpacked(reply))
+        return answer
+
+
+class Session:
+    """Two lines of one session: one for the long poll that is always open, one for everything else."""
+
+    def __init__(self, address: str) -> None:
+        self._lines = Line(address), Line(address)
+        self._name = ""
+        self._count = 0
+
+    async def hello(self) -> None:
+        credentials = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"")
+        self._name = (await self._lines[0].post(auth.HELLO, b"", credentials))["session"]
+
+    async def ask(self, request: m.Request[Any], hold: float = 0.0, watching: bool = False) -> dict[str, Any]:
+        body = codec.dumps({"v": m.VERSION, "attempt": 1, "hold": hold, "message": request})
+        self._count += 1
+        credentials = auth.sign_request(KEY, request.path, self._name, self._count, body)
+        reply: dict[str, Any] = (await self._lines[watching].post(request.path, body, credentials))["reply"]
+        return reply
+
+
+class Worker:
+    """One slot and its worker."""
+
+    def __init__(self, job: int, address: str) -> None:
+        self.job = job
+        self._names = f"{job}-0.1", f"{job}-0"
+        self._slot, self._worker = Session(address), Session(address)
+        self._fence: Fence | None = None
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def come(self) -> None:
+        """Register and announce the worker; then the two long polls that are always open."""
+        worker, slot = self._names
+        await self._slot.hello()
+        await self._worker.hello()
+        await self._slot.ask(m.RegisterSlot(slot, f"host-{self.job // 8}", self.job))
+        await self._slot.ask(m.Started(slot, worker))
+        self._watches = [asyncio.create_task(watch()) for watch in (self._watch_slot, self._watch_worker)]
+
+    async def rendezvous(self) -> float:
+        """Ask for the next world, exchange addresses, tell that it stands. When it did."""
+        worker, slot = self._names
+        position = None if self._fence is None else Position(0, Phase.TRAIN, self._fence.generation)
+        join = m.JoinWorld(worker, slot, self._fence, position, planned=self._fence is not None)
+        while (world := (await self._worker.ask(join, m.HOLD))["world"]) is None:
+            pass
+        self._fence = Fence(world["fence"]["attempt"], world["fence"]["generation"])
+        (rank,) = (member["rank"] for member in world["members"] if member["worker"] == worker)
+        exchange = m.Exchange(worker, slot, self._fence, rank, os.urandom(BLOB), "mesh")
+        while (blobs := (await self._worker.ask(exchange, m.HOLD))["blobs"]) is None:
+            pass
+        assert len(blobs) == len(world["members"])
+        await self._worker.ask(m.Formed(worker, slot, self._fence))
+        return time.monotonic()
+
+    async def mesh(self, size: int, meshes: int) -> float:
+        """One GET per pair of ranks over HTTP, in each of several meshes."""
+        rank = str(self.job - 1)
+        for mesh in range(meshes):
+            scope = f"mesh {size} {mesh}"
+            await self._worker.ask(m.SetValues(scope, (rank,), (os.urandom(BLOB),)))
+            for peer in range(size):
+                wanted = m.GetValues(scope, (str(peer),), wait=True)
+                while (await self._worker.ask(wanted, m.HOLD))["values"] == [None]:
+                    pass
+        return time.monotonic()
+
+    async def beats(self, first: float, end: float, paced: bool) -> int:
+        """How many beats it sent, as often as it is told to, or as fast as it can."""
+        worker, slot = self._names
+        sent, due = 0, first
+        while due < end:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            every = (await self._slot.ask(m.Beat(slot, worker, "S", True, 0.1)))["beat_every"]
+            sent += 1
+            due = max(due + every * paced, time.monotonic())
+        return sent
+
+    async def leave(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+
+    async def _watch_slot(self) -> None:
+        while (await self._slot.ask(m.WatchSlot(self._names[1], 0), m.HOLD, True))["release"] is None:
+            pass
+
+    async def _watch_worker(self) -> None:
+        over, version, stop = None, 0, None
+        while stop is None:
+            request = m.WatchWorker(*self._names, over, version)
+            news = await self._worker.ask(request, m.HOLD, True)
+            version, stop = news["version"], news["stop"]
+            over = Fence(**news["over"]) if news["over"] else None
+
+
+def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -> None:
+    """Obeys (what, argument) orders from the pipe; answers each with what it measured."""
+    asyncio.run(_obey(pipe, [Worker(job, address) for job in jobs], size))
+    os._exit(0)  # long polls that are still open must not be waited for
+
+
+async def _obey(pipe: Connection, workers: list[Worker], size: int) -> None:
+    loop = asyncio.get_running_loop()
+    while (order := await loop.run_in_executor(None, pipe.recv)) is not None:
+        what, argument = order
+        if what == "come":
+            await _few_at_a_time([worker.come for worker in workers])
+            pipe.send(0.0)
+        elif what == "rendezvous":
+            pipe.send(max(await asyncio.gather(*(worker.rendezvous() for worker in workers))))
+        elif what == "mesh":
+            pipe.send(max(await asyncio.gather(*(worker.mesh(size, argument) for worker in workers))))
+        elif what == "beat":
+            seconds, paced = argument
+            now = time.monotonic()
+            # Spread over a second, as slots that came one after the other are.
+            begins = [now + paced * number / len(workers) for number in range(len(workers))]
+            beats = (w.beats(begin, now + seconds, paced) for w, begin in zip(workers, begins, strict=True))
+            pipe.send(sum(await asyncio.gather(*beats)))
+    for worker in workers:
+        await worker.leave()
+
+
+async def _few_at_a_time(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    gate = asyncio.Semaphore(SHORT)
+
+    async def one(call: Callable[[], Awaitable[object]]) -> None:
+        async with gate:
+            await call()
+
+    await asyncio.gather(*map(one, calls))
