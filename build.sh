@@ -192,16 +192,14 @@ verb_native() { # the engine's own tests
     native_programs
 }
 
-verb_sanitize() { # the engine's own tests under the sanitizers: address and undefined behaviour, then threads
+verb_sanitize() { # the engine's own tests under the address, undefined-behaviour and thread sanitizers
     setup
-    local kind tree
-    for kind in ${1:-address,undefined thread}; do
-        tree=$NATIVE/sanitized-${kind%%,*}
-        say "sanitizer: $kind"
-        cmake -S . -B "$tree" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$VENV/bin/python" \
+    local kind
+    for kind in address,undefined thread; do
+        cmake -S . -B "$NATIVE/$kind" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$VENV/bin/python" \
             -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS=ON -DELASTIC_SANITIZE="$kind" >/dev/null
-        cmake --build "$tree" -j "$(nproc)" --target engine_test
-        ctest --test-dir "$tree" --output-on-failure
+        cmake --build "$NATIVE/$kind" -j "$(nproc)" --target engine_test
+        ctest --test-dir "$NATIVE/$kind" --output-on-failure
     done
 }
 
