@@ -1,11 +1,12 @@
 """The footers of Parquet files: rows and row groups of each file, read once, by the driver.
 
-Owns what a footer says of row groups. Knows nothing of columns or of Spark. Any thread.
+Owns what footers and paths say of files. Knows nothing of columns or of Spark. Any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,10 +24,7 @@ def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], t
     files: list[str] = []
     groups: list[RowGroup] = []
     for name in names:
-        try:
-            metadata = pq.read_metadata(pa.BufferReader(_footer(store, name)))
-        except pa.ArrowException as error:
-            raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
+        metadata = read_footer(store, name)
         found = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         with_rows = [(index, group) for index, group in enumerate(found) if group.num_rows]
         if with_rows:
@@ -36,6 +34,20 @@ def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], t
             ]
             files.append(name)
     return tuple(files), tuple(groups)
+
+
+def read_footer(store: Store, name: str) -> pq.FileMetaData:
+    """One file's footer; StoreError where it is no Parquet."""
+    try:
+        return pq.read_metadata(pa.BufferReader(_footer(store, name)))
+    except pa.ArrowException as error:
+        raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
+
+
+def partition_values(name: str) -> dict[str, str]:
+    """What a file's path says of all its rows, as in `year=2024/part-0.parquet`."""
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1])
+    return {unquote(key): unquote(value) for key, equals, value in pairs if equals}
 
 
 def _footer(store: Store, name: str) -> bytes:

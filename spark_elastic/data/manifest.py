@@ -24,26 +24,40 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Column:
-    """A column as arrays see it: each row is an array of `shape` (() for a scalar) of numpy's `dtype`."""
+    """A column as arrays see it: each row is an array of `shape` (() for a scalar) of numpy's `dtype`.
+
+    Raw columns, which a transformation makes numbers of: `object` (bytes or strings), `datetime64[D]` and `[us]`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...] = ()
 
     @property
+    def is_raw(self) -> bool:
+        """Whether no tensor can be made of it as it is."""
+        return np.dtype(self.dtype).kind in "OM"
+
+    @property
     def row_bytes(self) -> int:
-        """Decoded bytes of one row."""
+        """Decoded bytes of one row; of bytes and strings only the pointer, since their lengths differ."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group: the number of its file, its index there, its rows, and its encoded bytes before compression."""
+    """A row group: the number of its file, its index there, its rows, and its encoded bytes before compression.
+
+    A large row group of a foreign file is several of these: `rows` rows from row `first` on, of `of` rows that the
+    file's row group has (0: it is all of it).
+    """
 
     file: int
     index: int
     rows: int
     bytes: int
+    first: int = 0
+    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,10 @@ class Manifest:
     def decoded_bytes_per_group(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the largest row group in memory, of all columns or of those named."""
         columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
-        return max(self.group_rows, default=0) * sum(column.row_bytes for column in columns)
+        row = sum(column.row_bytes for column in columns)
+        # How long bytes and strings are, the files alone know.
+        objects = any(column.dtype == "object" for column in columns)
+        return max((group.rows * row + objects * group.bytes for group in self.row_groups), default=0)
 
     def to_json(self) -> str:
         """The document."""

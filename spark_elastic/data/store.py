@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -21,6 +23,15 @@ from spark_elastic.errors import InvalidInput, StoreError
 # Here one put is whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 _TEMPORARY = ".part-"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object that was listed. changed: seconds since 1970, None where the store does not say."""
+
+    name: str
+    bytes: int
+    changed: float | None
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,18 @@ class Store:
             raise InvalidInput(
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
             )
+        scheme, _, rest = url.partition(":/")
+        if scheme == "dbfs":  # Databricks mounts it on every machine
+            url = f"/dbfs/{rest.lstrip('/')}"
+        if ":" in urlsplit(url).netloc.rpartition("@")[0]:
+            raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
         try:
             filesystem, root = url_to_fs(url, **storage_options)
         except (ImportError, ValueError) as error:
             raise StoreError(f"The store {url} cannot be opened: {error}") from error
-        return cls(filesystem.unstrip_protocol(root), filesystem, root.rstrip("/"))
+        # As it was given, since clients drop the account or name node that Spark needs; a local path gets its scheme.
+        shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
+        return cls(shown, filesystem, root.rstrip("/"))
 
     @property
     def is_local(self) -> bool:
@@ -114,6 +132,19 @@ class Store:
             self.filesystem.invalidate_cache()
             return bool(self.filesystem.exists(self.path(name)))
 
+    def find(self, name: str = "") -> Sequence[Found]:
+        """All objects under a folder, at any depth, by name."""
+        with self._told("list", name):
+            self.filesystem.invalidate_cache()
+            folder = self.path(name)
+            found = self.filesystem.find(folder, detail=True)
+            start = len(self.root) + 1
+            return [
+                Found(path[start:], int(info.get("size") or 0), _changed(info))
+                for path, info in sorted(found.items())
+                if not path.rpartition("/")[2].startswith(_TEMPORARY)
+            ]
+
     def list(self, name: str = "") -> list[str]:
         """The names directly under a folder, sorted; none where there is no folder."""
         with self._told("list", name):
@@ -143,16 +174,6 @@ class Store:
                 self.filesystem.rm(self.path(name), recursive=True)
             except FileNotFoundError:
                 return
-
-    def probe(self) -> None:
-        """Write, read back and delete a small object: StoreError where this process cannot."""
-        name = f"probe-{uuid.uuid4().hex}"
-        self.write_bytes(name, name.encode())
-        try:
-            if self.read_bytes(name) != name.encode():
-                raise StoreError(f"The store {self.url} does not give back what was written to it.")
-        finally:
-            self.delete(name)
 
     def _link_new(self, path: str, data: bytes) -> bool:
         """A whole file takes the name at once, or the name is taken."""
@@ -214,3 +235,16 @@ class Store:
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
     protocol = filesystem.protocol
     return {protocol} if isinstance(protocol, str) else set(protocol)
+
+
+def _changed(info: Mapping[str, Any]) -> float | None:
+    """Each client has its own name for it."""
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        found = info.get(key)
+        if isinstance(found, datetime):
+            return found.timestamp() if found.tzinfo else found.replace(tzinfo=UTC).timestamp()
+        if isinstance(found, int | float):
+            return float(found)
+        if isinstance(found, str):
+            return datetime.fromisoformat(found).timestamp()
+    return None

@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.arrow_reader import DEFAULT_CACHE_BYTES
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store

@@ -9,37 +9,64 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from spark_elastic.data.footers import read_footers
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.fingerprint import fingerprint
+from spark_elastic.spark.missing import Dropping, Missing, quoted
 from spark_elastic.spark.scan import Scan, prepared
 from spark_elastic.spark.schema import ColumnType, column_type
+from spark_elastic.spark.sides import probe_sides, spark_url
 
 ROW_GROUP_BYTES = 4 << 20
 ROWS_PER_GROUP = 10_000
 _UNBOUNDED_BYTES = 256 << 20
 _FOLDER = "data"
-# Where Spark knows a file system by another name.
-_SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs"}
+_SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
+_GRAIN = 1 << 20  # of a fraction
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """How row groups are cut: by rows exactly, or by bytes with at most ROWS_PER_GROUP rows."""
+class Writing:
+    """How columns are written.
 
-    rows: int
-    bytes: int
+    Each row group but the last of a file has exactly `rows_per_group` rows; without it, about `row_group_bytes` before
+    compression, and 10,000 rows at most. transformed: columns that only a transformation makes numbers of are written
+    as they are. missing: what happens to rows with nulls and NaN.
+    """
+
+    rows_per_group: int | None = None
+    row_group_bytes: int = ROW_GROUP_BYTES
+    transformed: bool = False
+    missing: Missing = field(default_factory=Missing)
+
+    def __post_init__(self) -> None:
+        for setting in ("rows_per_group", "row_group_bytes"):
+            value = getattr(self, setting)
+            if value is not None and value < 1:
+                raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
+
+    @classmethod
+    def for_memory(cls, worker_bytes: int, lanes: int, **others: Any) -> Writing:
+        """Row groups of which a worker that is alone can hold two for each lane in `worker_bytes`."""
+        return cls(row_group_bytes=max(64 << 10, min(ROW_GROUP_BYTES, worker_bytes // (2 * lanes))), **others)
 
     def options(self) -> dict[str, str]:
+        """Of Spark's Parquet writer."""
+        exact = self.rows_per_group is not None
         return {
-            "parquet.block.row.count.limit": str(self.rows),
-            "parquet.block.size": str(self.bytes),
+            "parquet.block.row.count.limit": str(self.rows_per_group or ROWS_PER_GROUP),
+            "parquet.block.size": str(_UNBOUNDED_BYTES if exact else self.row_group_bytes),
+            # Rows of 100,000 numbers: a look at the size every 100 rows would come at 40 MB.
+            "parquet.page.size.row.check.min": "10",
             # Numbers that hardly repeat: a dictionary costs time at both ends and saves nothing.
             "parquet.enable.dictionary": "false",
             # The user's session may say otherwise.
@@ -48,64 +75,116 @@ class _Groups:
         }
 
 
+@dataclass(frozen=True)
+class Split:
+    """Which rows validate: those where `column` is true or above 0, or a `fraction` chosen by a hash of row and seed.
+
+    The hash knows a row's values alone, so that neither partitions nor a second run move a row to the other side.
+    """
+
+    fraction: float = 0.0
+    column: str | None = None
+    seed: int = 0
+
+    def condition(self, df: DataFrame, names: Sequence[str]) -> SparkColumn:
+        """Whether a row validates; `names` are the columns that are hashed."""
+        if self.column is not None:
+            if self.column not in df.columns:
+                raise InvalidInput(f"There is no validation column {self.column!r}: there are {df.columns}.")
+            return F.coalesce(quoted(self.column).cast("double") > 0, F.lit(False))
+        if not 0 < self.fraction < 1:
+            raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
+        place = F.pmod(F.xxhash64(F.lit(self.seed), *(quoted(name) for name in names)), F.lit(_GRAIN))
+        return place < round(self.fraction * _GRAIN)
+
+
 def materialize(
-    df: DataFrame,
-    columns: Sequence[str],
-    store: Store,
-    rows_per_group: int | None = None,
-    row_group_bytes: int = ROW_GROUP_BYTES,
+    df: DataFrame, columns: Sequence[str], store: Store, writing: Writing | None = None
 ) -> Manifest:
     """Write `columns` of `df` to the store, or find them there, written before from the same DataFrame.
 
-    Vectors become float32 arrays. Each row group but the last of a file has exactly `rows_per_group` rows; without
-    it, about `row_group_bytes` before compression, and 10,000 rows at most. InvalidInput for columns that hold no
-    numbers, for nulls, arrays of different lengths and a DataFrame without rows; StoreError where the store cannot
-    be written.
+    Vectors become float32 arrays, decimals float64. InvalidInput for columns that hold no numbers, for nulls, arrays of
+    different lengths and a DataFrame without rows; StoreError where the store cannot be written.
     """
+    return _materialized(df, columns, store, writing or Writing(), None)[0]
+
+
+def materialize_split(
+    df: DataFrame, columns: Sequence[str], store: Store, split: Split, writing: Writing | None = None
+) -> tuple[Manifest, Manifest]:
+    """The same in two data sets, rows to train on and rows to validate with, written by one job."""
+    train, validation = _materialized(df, columns, store, writing or Writing(), split)
+    return train, validation
+
+
+def _materialized(
+    df: DataFrame, columns: Sequence[str], store: Store, writing: Writing, split: Split | None
+) -> tuple[Manifest, ...]:
     names = list(dict.fromkeys(columns))
     if not names:
         raise InvalidInput(f"No columns to write: name some of {df.columns}.")
-    groups = _cut(rows_per_group, row_group_bytes)
-    types = {name: column_type(df.schema, name) for name in names}
-    made_from = fingerprint(df, names, groups.options())
-    published = f"{_FOLDER}/{made_from}/manifest.json"
-    found = _reusable(store, published)
-    if found is not None:
-        return found
-    store.probe()
+    types = {name: column_type(df.schema, name, transformed=writing.transformed) for name in names}
+    made_from = fingerprint(df, names, {**writing.options(), "writing": repr(writing), "split": repr(split)})
+    documents = ["manifest.json"] if split is None else ["manifest.json", "validation.json"]
+    published = [f"{_FOLDER}/{made_from}/{name}" for name in documents]
+    # The first is written last, so that it stands for all.
+    found = [_reusable(store, name) for name in published]
+    reusable = tuple(manifest for manifest in found if manifest is not None)
+    if len(reusable) == len(published):
+        return reusable
+    probe_sides(df.sparkSession, store)
     folder = f"{_FOLDER}/{made_from}/{uuid.uuid4().hex}"
     try:
-        manifest = _written(df, types, groups, store, folder, made_from)
-        manifest.save(store, published)
+        manifests = _written(df, types, _Target(store, folder, made_from, writing), split)
+        for name, manifest in reversed(list(zip(published, manifests, strict=True))):
+            manifest.save(store, name)
     except BaseException:
         store.remove_tree(folder)
         raise
-    return manifest
+    return manifests
 
 
-def _cut(rows_per_group: int | None, row_group_bytes: int) -> _Groups:
-    for setting, value in (("rows_per_group", rows_per_group), ("row_group_bytes", row_group_bytes)):
-        if value is not None and value < 1:
-            raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
-    if rows_per_group is None:
-        return _Groups(ROWS_PER_GROUP, row_group_bytes)
-    return _Groups(rows_per_group, _UNBOUNDED_BYTES)
+@dataclass(frozen=True)
+class _Target:
+    """Where and how it is written."""
+
+    store: Store
+    folder: str
+    made_from: str
+    writing: Writing
 
 
 def _written(
-    df: DataFrame, types: Mapping[str, ColumnType], groups: _Groups, store: Store, folder: str, made_from: str
-) -> Manifest:
+    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: Split | None
+) -> tuple[Manifest, ...]:
     """Write the columns into a folder and describe what is there; nothing of it is known to anyone yet."""
-    scan, url = Scan(types), _spark_url(store, folder)
-    scan.watched(prepared(df, types)).write.options(**groups.options()).mode("error").parquet(url)
-    files, row_groups = read_footers(
-        store, [name for name in store.list(folder) if name.endswith(".parquet")]
-    )
-    if not row_groups:
+    missing, url = target.writing.missing, spark_url(target.store, target.folder)
+    scan, dropping = Scan(types, nans=missing.nans == "refuse"), Dropping(types, missing)
+    side = {} if split is None else {_SPLIT: split.condition(df, list(types))}
+    rows = scan.watched(dropping.kept(prepared(df, types, side)))
+    writer = rows.write.options(**target.writing.options()).mode("error")
+    (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
+    dropping.report()
+    folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
+    found = [_footers(target.store, target.folder + each) for each in folders]
+    if not any(groups for _, groups in found):
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
     shapes = scan.shapes(df.sparkSession.read.parquet(url))
     columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
-    return Manifest(columns, files, row_groups, made_from, scan.content())
+    if not all(groups for _, groups in found):
+        total = sum(group.rows for _, groups in found for group in groups)
+        side_name = "validate with" if found[0][1] else "train on"
+        raise InvalidInput(
+            f"No row of {total} is left to {side_name}: change the validation fraction or column."
+        )
+    return tuple(
+        Manifest(columns, files, groups, target.made_from, scan.content() + each)
+        for each, (files, groups) in zip(folders, found, strict=True)
+    )
+
+
+def _footers(store: Store, folder: str) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
+    return read_footers(store, [name for name in store.list(folder) if name.endswith(".parquet")])
 
 
 def _reusable(store: Store, published: str) -> Manifest | None:
@@ -120,8 +199,3 @@ def _reusable(store: Store, published: str) -> Manifest | None:
     folders = {name.rpartition("/")[0] for name in manifest.files}
     there = {name for folder in folders for name in store.list(folder)}
     return manifest if there.issuperset(manifest.files) else None
-
-
-def _spark_url(store: Store, name: str) -> str:
-    scheme, separator, rest = store.join(name).partition("://")
-    return _SPARK_SCHEMES.get(scheme, scheme) + separator + rest

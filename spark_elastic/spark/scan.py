@@ -13,24 +13,25 @@ from pyspark.sql import Column, DataFrame, Observation, Row
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.spark.missing import counted, has_nan, has_null, quoted
 from spark_elastic.spark.schema import ColumnType
 
 _NAMED_SCALARS = 4  # so many scalar columns say which row it is
 
 
-def prepared(df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
-    """The columns of `types` alone, ML vectors (dense and sparse) as arrays."""
-    return df.select(*(_prepared(quoted(name), kind).alias(name) for name, kind in types.items()))
-
-
-def quoted(name: str) -> Column:
-    """The column of exactly that name, dots and all."""
-    return F.col("`" + name.replace("`", "``") + "`")
+def prepared(
+    df: DataFrame, types: Mapping[str, ColumnType], others: Mapping[str, Column] | None = None
+) -> DataFrame:
+    """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
+    return df.select(
+        *(_prepared(quoted(name), kind).alias(name) for name, kind in types.items()),
+        *(column.alias(name) for name, column in (others or {}).items()),
+    )
 
 
 def _prepared(column: Column, kind: ColumnType) -> Column:
     if not kind.vector:
-        return column
+        return column if kind.cast is None else column.cast(kind.cast)
     # vector_to_array fails on nulls, which are to be counted.
     return F.when(column.isNotNull(), vector_to_array(column, kind.dtype))
 
@@ -38,8 +39,10 @@ def _prepared(column: Column, kind: ColumnType) -> Column:
 class Scan:
     """Counters that ride on one write of the columns, and what they say of it."""
 
-    def __init__(self, types: Mapping[str, ColumnType]) -> None:
+    def __init__(self, types: Mapping[str, ColumnType], nans: bool = False) -> None:
+        """nans: count NaN as well, and refuse them."""
         self._types = types
+        self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
         self._observation = Observation()
 
     def watched(self, df: DataFrame) -> DataFrame:
@@ -49,7 +52,9 @@ class Scan:
         counters = [F.count(F.lit(1)).alias("rows"), F.bit_xor(placed).alias("content")]
         for number, (name, kind) in enumerate(self._types.items()):
             column = quoted(name)
-            counters.append(_count(_has_null(column, kind)).alias(f"nulls{number}"))
+            counters.append(counted(has_null(column, kind)).alias(f"nulls{number}"))
+            if name in self._nans:
+                counters.append(counted(has_nan(column, kind)).alias(f"nans{number}"))
             for level, sizes in enumerate(_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
@@ -64,16 +69,21 @@ class Scan:
 
         `written` is the written table, from which a bad row is named.
         """
-        counted = self._observation.get
+        found = self._observation.get
         for number, name in enumerate(self._types):
-            nulls = counted[f"nulls{number}"]
+            nulls = found[f"nulls{number}"]
             if nulls:
                 raise InvalidInput(
-                    f"The column {name!r} has nulls in {nulls} of {counted['rows']} rows: "
+                    f"The column {name!r} has nulls in {nulls} of {found['rows']} rows: "
                     f"fill them (df.fillna, Imputer) or drop those rows (df.dropna)."
                 )
+            if name in self._nans and found[f"nans{number}"]:
+                raise InvalidInput(
+                    f"The column {name!r} has NaN in {found[f'nans{number}']} of {found['rows']} rows: "
+                    f"fill them (df.fillna) or drop those rows."
+                )
         return {
-            name: tuple(self._length(counted, number, level, written) for level in range(kind.dimensions))
+            name: tuple(self._length(found, number, level, written) for level in range(kind.dimensions))
             for number, (name, kind) in enumerate(self._types.items())
         }
 
@@ -103,20 +113,6 @@ class Scan:
             return "a row"
         values = ", ".join(f"{each}={str(row[each])[:60]}" for each in shown)
         return f"the row with {values}"
-
-
-def _count(condition: Column) -> Column:
-    return F.count(F.when(condition, F.lit(1)))
-
-
-def _has_null(column: Column, kind: ColumnType) -> Column:
-    """Whether the row's value, or anything in it, is null; never null itself."""
-    condition, inner = column.isNull(), column
-    for level in range(kind.dimensions):
-        condition = condition | F.coalesce(F.exists(inner, lambda each: each.isNull()), F.lit(False))
-        if level + 1 < kind.dimensions:
-            inner = F.flatten(inner)
-    return condition
 
 
 def _sizes(column: Column, dimensions: int) -> Iterator[Column]:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import (
     ArrayType,
+    BinaryType,
     BooleanType,
     ByteType,
     DataType,
+    DateType,
     DecimalType,
     DoubleType,
     FloatType,
@@ -22,6 +24,8 @@ from pyspark.sql.types import (
     ShortType,
     StringType,
     StructType,
+    TimestampNTZType,
+    TimestampType,
 )
 
 from spark_elastic.errors import InvalidInput
@@ -35,16 +39,29 @@ _DTYPES: dict[type[DataType], str] = {
     LongType: "int64",
     FloatType: "float32",
     DoubleType: "float64",
+    DecimalType: "float64",
+}
+# What only a transformation makes numbers of.
+_RAW_DTYPES: dict[type[DataType], str] = {
+    BinaryType: "object",
+    StringType: "object",
+    DateType: "datetime64[D]",
+    TimestampType: "datetime64[us]",
+    TimestampNTZType: "datetime64[us]",
 }
 
 
 @dataclass(frozen=True)
 class ColumnType:
-    """What a Spark column becomes: numpy's dtype, how many dimensions a row has, and whether it is an ML vector."""
+    """What a Spark column becomes: numpy's dtype and how many dimensions a row has.
+
+    vector: it is an ML vector. cast: Spark's name of the type that it is written as, where that is another one.
+    """
 
     dtype: str
     dimensions: int
-    vector: bool
+    vector: bool = False
+    cast: str | None = None
 
 
 def check_columns(
@@ -53,10 +70,12 @@ def check_columns(
     label_cols: Sequence[str],
     sample_weight_col: str | None = None,
     extra_cols: Iterable[str] = (),
+    transformed: bool = False,
 ) -> None:
     """InvalidInput unless every column exists and holds numbers; starts no job.
 
     Numbers: numeric and boolean columns, arrays of them (nested too), ML vectors. A sample weight is one number a row.
+    transformed: a transformation makes numbers of bytes (images), strings, dates and timestamps.
     """
     if not feature_cols:
         raise InvalidInput(f"feature_cols is empty: name at least one of the columns {schema.names}.")
@@ -69,39 +88,46 @@ def check_columns(
     )
     for role, names in roles:
         for name in names:
-            found = column_type(schema, name, role)
-            if role == "sample weight" and found.dimensions:
+            found = column_type(schema, name, role, transformed)
+            if role == "sample weight" and (found.dimensions or found.dtype not in _DTYPES.values()):
                 raise InvalidInput(
                     f"The sample weight column {name!r} is {schema[name].dataType.simpleString()}: "
                     f"it must be one number a row."
                 )
 
 
-def column_type(schema: StructType, name: str, role: str = "") -> ColumnType:
+def column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
     """What the column becomes; InvalidInput where it is missing or holds no numbers. `role` is for the message."""
     called = f"{role} column {name!r}".strip()
     if name in schema.names:
-        return _column_type(schema[name].dataType, called)
+        return _column_type(schema[name].dataType, called, transformed)
     raise InvalidInput(f"There is no {called}: the DataFrame has the columns {schema.names}.")
 
 
-def _column_type(spark_type: DataType, called: str) -> ColumnType:
+def _column_type(spark_type: DataType, called: str, transformed: bool) -> ColumnType:
     if isinstance(spark_type, VectorUDT):
         return ColumnType(VECTOR_DTYPE, 1, vector=True)
     element, dimensions = spark_type, 0
     while isinstance(element, ArrayType):
         element, dimensions = element.elementType, dimensions + 1
     dtype = _DTYPES.get(type(element))
+    if dtype is None and transformed:
+        dtype = _RAW_DTYPES.get(type(element))
     if dtype is None:
         raise InvalidInput(
             f"The {called} is {spark_type.simpleString()}, which cannot be trained on: {_advice(element)}."
         )
-    return ColumnType(dtype, dimensions, vector=False)
+    decimals = (
+        "array<" * dimensions + "double" + ">" * dimensions if isinstance(element, DecimalType) else None
+    )
+    return ColumnType(dtype, dimensions, cast=decimals)
 
 
 def _advice(element: DataType) -> str:
     if isinstance(element, StringType):
-        return "index or encode the strings first (StringIndexer, OneHotEncoder, HashingTF)"
-    if isinstance(element, DecimalType):
-        return "cast it to double"
+        return "index or encode the strings first (StringIndexer, OneHotEncoder, HashingTF), or give a transformation"
+    if isinstance(element, DateType | TimestampType | TimestampNTZType):
+        return "make numbers of it (unix_timestamp, dayofweek, month), or give a transformation"
+    if isinstance(element, BinaryType):
+        return "give a transformation that decodes it"
     return "give numbers, booleans, arrays of them or ML vectors"

@@ -54,11 +54,6 @@ def test_urls(tmp_path: Path) -> None:
         assert store.is_local
 
 
-def test_a_probe_leaves_nothing(store: Store) -> None:
-    store.probe()
-    assert store.list() == []
-
-
 def test_a_store_travels(store: Store) -> None:
     store.write_bytes("x", b"1")
     assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
@@ -90,8 +85,8 @@ def test_wrong_urls(url: str, error: type[Exception], says: str) -> None:
 
 def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="Cannot write 'probe-"):
-        Store.open(str(tmp_path / "file")).probe()
+    with pytest.raises(StoreError, match="Cannot write 'x'"):
+        Store.open(str(tmp_path / "file")).write_bytes("x", b"")
 
 
 def test_a_failed_write_leaves_the_old_object_and_no_part(

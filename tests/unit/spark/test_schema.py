@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql.types import ArrayType, DecimalType, FloatType, LongType, StringType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DateType,
+    DecimalType,
+    FloatType,
+    LongType,
+    StringType,
+    StructType,
+)
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.schema import ColumnType, check_columns, column_type
@@ -16,6 +25,8 @@ SCHEMA = (
     .add("y", LongType())
     .add("name", StringType())
     .add("price", DecimalType(10, 2))
+    .add("image", BinaryType())
+    .add("day", DateType())
     .add("tags", ArrayType(StringType()))
 )
 
@@ -24,6 +35,15 @@ def test_good_columns_pass() -> None:
     check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y", extra_cols=["y"])
     assert column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
     assert column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
+    assert column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")
+
+
+def test_a_transformation_may_take_what_numbers_are_made_of() -> None:
+    check_columns(SCHEMA, ["image", "day", "name", "tags"], ["y"], transformed=True)
+    assert column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
+    assert column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
+    with pytest.raises(InvalidInput, match=r"weight column 'day'.*one number"):
+        check_columns(SCHEMA, ["x"], ["y"], sample_weight_col="day", transformed=True)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +56,8 @@ def test_good_columns_pass() -> None:
         (["x"], ["y"], "v", "sample weight column 'v' is vector: it must be one number"),
         (["name"], ["y"], None, "feature column 'name' is string.*StringIndexer"),
         (["tags"], ["y"], None, "feature column 'tags' is array<string>.*StringIndexer"),
-        (["price"], ["y"], None, r"'price' is decimal\(10,2\).*cast it to double"),
+        (["image"], ["y"], None, "'image' is binary.*a transformation that decodes it"),
+        (["day"], ["y"], None, "'day' is date.*unix_timestamp"),
     ],
 )
 def test_bad_columns_are_one_sentence(

@@ -1,0 +1,66 @@
+"""Decoded row groups, least recently used first out, bounded in bytes.
+
+Owns the memory of a reader and the order of its threads: any may fetch, one decodes at a time. Knows no files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from spark_elastic.data.decoding import nbytes
+from spark_elastic.data.reader import Decoded
+from spark_elastic.errors import StoreError
+
+DEFAULT_CACHE_BYTES = 256 << 20
+
+
+class DecodedGroups:
+    """The newest stays even where it alone is over the bound."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._decoding = threading.Lock()
+        self._groups: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
+        self._bytes = 0
+        self._closed = False
+
+    def fetch(self, group: int, decode: Callable[[int], Decoded]) -> Decoded:
+        """A row group from memory, or decoded now."""
+        found = self._get(group)
+        if found is not None:
+            return found
+        with self._decoding:
+            # Another thread may have decoded it while this one waited.
+            found = self._get(group)
+            if found is None:
+                if self._closed:
+                    raise StoreError("The reader is closed: open a new one.")
+                found = decode(group)
+                self._put(group, found)
+            return found
+
+    def close(self, let_go: Callable[[], None]) -> None:
+        """Wait for a decoding thread, then forget everything and call `let_go`; nothing is decoded any more."""
+        with self._decoding:
+            self._closed = True
+            let_go()
+            with self._lock:
+                self._groups.clear()
+                self._bytes = 0
+
+    def _get(self, group: int) -> Decoded | None:
+        with self._lock:
+            if group not in self._groups:
+                return None
+            self._groups.move_to_end(group)
+            return self._groups[group][0]
+
+    def _put(self, group: int, rows: Decoded) -> None:
+        with self._lock:
+            self._groups[group] = rows, nbytes(rows)
+            self._bytes += self._groups[group][1]
+            while self._bytes > self._limit and len(self._groups) > 1:
+                self._bytes -= self._groups.popitem(last=False)[1][1]

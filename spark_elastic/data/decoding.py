@@ -1,0 +1,147 @@
+"""Columns of Arrow as numpy arrays of a fixed shape, without a copy where the layout allows it.
+
+Owns what each Arrow type becomes and every check that its rows have one shape. Knows no files. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.types as types
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.data.reader import Decoded
+
+Array = npt.NDArray[np.generic]
+# Spark's ML vector, as Spark writes it: type 0 is sparse, 1 dense.
+_VECTOR_FIELDS = ("type", "size", "indices", "values")
+
+
+def is_vector(arrow: pa.DataType) -> bool:
+    """Whether it is how Spark writes an ML vector."""
+    return bool(types.is_struct(arrow)) and tuple(field.name for field in arrow) == _VECTOR_FIELDS
+
+
+def is_list(arrow: pa.DataType) -> bool:
+    """Whether its values are arrays."""
+    return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
+
+
+def dtype_of(arrow: pa.DataType) -> str | None:
+    """Numpy's dtype of a scalar type, `object` and `datetime64` for what needs a transformation; None for others."""
+    if types.is_dictionary(arrow):
+        return dtype_of(arrow.value_type)
+    if types.is_boolean(arrow) or types.is_integer(arrow) or types.is_floating(arrow):
+        return str(np.dtype(arrow.to_pandas_dtype()))
+    if types.is_decimal(arrow):
+        return "float64"
+    if types.is_date(arrow):
+        return "datetime64[D]"
+    if types.is_timestamp(arrow):
+        return "datetime64[us]"
+    if any(
+        test(arrow)
+        for test in (types.is_binary, types.is_large_binary, types.is_string, types.is_large_string)
+    ):
+        return "object"
+    return None
+
+
+def decoded(
+    table: pa.Table | pa.RecordBatch, columns: tuple[Column, ...], constants: Mapping[str, str]
+) -> Decoded:
+    """Column -> read-only array (rows, *shape). `constants`: values that a file's path says of all its rows.
+
+    ValueError for nulls, with their number, and for rows of another shape.
+    """
+    names = set(table.schema.names)
+    return {
+        column.name: _array(table[column.name], column, table.num_rows)
+        if column.name in names
+        else np.full(table.num_rows, constants[column.name]).astype(column.dtype)
+        for column in columns
+    }
+
+
+def nbytes(rows: Decoded) -> int:
+    """Memory of decoded rows, that of bytes and strings included."""
+    return sum(array.nbytes + (_lengths(array) if array.dtype == object else 0) for array in rows.values())
+
+
+def _lengths(objects: npt.NDArray[Any]) -> int:
+    return sum(len(each) for each in objects.flat)
+
+
+def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Array:
+    """Copies only booleans, other dtypes, vectors and split columns."""
+    values: Any = chunked
+    if isinstance(chunked, pa.ChunkedArray):
+        values = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+        if isinstance(values, pa.ChunkedArray):
+            values = pa.concat_arrays(values.chunks)
+    if values.null_count:
+        raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
+    if is_vector(values.type):
+        array = _vectors(values, column)
+    else:
+        for length in column.shape:
+            _same_length(values, length, column)
+            values = values.flatten()
+        if values.null_count:
+            raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
+        if len(values) != rows * math.prod(column.shape):
+            raise ValueError(
+                f"column {column.name!r} is not the {rows} rows of shape {column.shape} it should be"
+            )
+        if types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        if types.is_decimal(values.type):
+            values = values.cast(pa.float64())
+        array = values.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+    array = array.reshape(rows, *column.shape)
+    array.flags.writeable = False
+    return array
+
+
+def _same_length(values: Any, length: int, column: Column) -> None:
+    """Rows of other lengths may have the right sum, and would be mixed up."""
+    if not is_list(values.type):
+        raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
+    if types.is_fixed_size_list(values.type):
+        same = values.type.list_size == length
+    else:
+        offsets = values.offsets.to_numpy()
+        # That all ends are where they should be is cheaper to see than all differences.
+        same = bool(np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0]))
+    if not same:
+        raise ValueError(
+            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them"
+        )
+
+
+def _vectors(values: Any, column: Column) -> Array:
+    """Dense and sparse vectors, each row as long as the column says."""
+    rows, width = len(values), column.shape[0]
+    kinds, sizes, indices, numbers = (values.field(name) for name in _VECTOR_FIELDS)
+    dense = kinds.to_numpy() == 1
+    ends = numbers.offsets.to_numpy()
+    counts = np.diff(ends)
+    lengths = np.where(dense, counts, sizes.fill_null(0).to_numpy())
+    if not np.all(lengths == width):
+        raise ValueError(f"column {column.name!r} has vectors of a length other than {width}")
+    flat = numbers.values.to_numpy(zero_copy_only=False)[ends[0] : ends[-1]]
+    if dense.all():
+        return np.asarray(flat.astype(column.dtype))
+    row = np.repeat(np.arange(rows), counts)
+    place = np.arange(len(flat)) - np.repeat(ends[:-1] - ends[0], counts)
+    sparse = ~dense[row]
+    found = indices.offsets.to_numpy()
+    place[sparse] = indices.values.to_numpy(zero_copy_only=False)[found[0] : found[-1]]
+    array = np.zeros((rows, width), dtype=column.dtype)
+    array[row, place] = flat
+    return array

@@ -1,0 +1,233 @@
+"""A manifest for Parquet files that somebody else wrote: any row groups, further columns, folders by partition.
+
+Owns what is checked before such files are trained on: one type and one shape a column, and no nulls, by the footers
+wherever these say so. Large row groups become several. Knows nothing of Spark. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_elastic.data.decoding import dtype_of, is_list, is_vector
+from spark_elastic.data.footers import partition_values, read_footer
+from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.store import Found, Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+PIECE_BYTES = 4 << 20
+VECTOR_DTYPE = "float32"
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_PARQUET = (".parquet", ".parq", ".pq")
+
+
+def describe(
+    store: Store, columns: Sequence[str], transformed: bool = False, piece_bytes: int = PIECE_BYTES
+) -> Manifest:
+    """The Parquet files under the store's root as a data set of `columns`.
+
+    transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than
+    `piece_bytes` when decoded are taken in pieces, which readers cut once.
+
+    Raises:
+        InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
+            lengths, no rows. StoreError: no Parquet files, or one that cannot be read.
+    """
+    found = _parquet(store)
+    files = [_File(store, each) for each in found]
+    with_rows = [file for file in files if file.footer.num_rows]
+    if not with_rows:
+        raise InvalidInput(f"The Parquet files in {store.url} have no rows: there is nothing to train on.")
+    described = tuple(_column(name, with_rows, transformed) for name in dict.fromkeys(columns))
+    for column in described:
+        _refuse_nulls(column, with_rows)
+        _refuse_ragged(column, with_rows)
+    whole = Manifest(described, tuple(file.name for file in with_rows), (), "", "")
+    groups = tuple(
+        piece
+        for number, file in enumerate(with_rows)
+        for group in file.row_groups(number)
+        for piece in _pieces(group, whole, piece_bytes)
+    )
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()
+    return replace(whole, row_groups=groups, fingerprint=digest[:32], content=digest[:32])
+
+
+class _File:
+    """One file's footer, and what it says of columns."""
+
+    def __init__(self, store: Store, found: Found) -> None:
+        self.store, self.name = store, found.name
+        self.footer: pq.FileMetaData = read_footer(store, found.name)
+        self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
+
+    def row_groups(self, number: int) -> Iterator[RowGroup]:
+        for index in range(self.footer.num_row_groups):
+            group = self.footer.row_group(index)
+            if group.num_rows:
+                yield RowGroup(number, index, group.num_rows, group.total_byte_size)
+
+    def leaf(self, name: str) -> int:
+        """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""
+        leaves = 0
+        for field in self.schema:
+            width = _leaves(field.type)
+            if field.name == name:
+                return leaves if is_vector(field.type) else leaves + width - 1
+            leaves += width
+        raise KeyError(name)
+
+    def first_row(self, name: str) -> pa.Array:
+        """One row of a column, without reading a whole row group."""
+        with self.store.open_read(self.name) as source:
+            file = pq.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False)
+            batches = file.iter_batches(1, columns=[name], use_threads=False)
+            return next(batch for batch in batches if batch.num_rows).column(0)
+
+    def nulls(self, name: str) -> int:
+        """How many nulls a column has, at any depth: by the footer, or by reading the column."""
+        leaf, total = self.leaf(name), 0
+        if not self.footer.schema.column(leaf).max_definition_level:
+            return 0
+        for index in range(self.footer.num_row_groups):
+            statistics = self.footer.row_group(index).column(leaf).statistics
+            if statistics is None or not statistics.has_null_count:
+                return self._counted(name)
+            total += statistics.null_count
+        return total
+
+    def _counted(self, name: str) -> int:
+        total = 0
+        with self.store.open_read(self.name) as source:
+            file = pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+            for batch in file.iter_batches(columns=[name], use_threads=False):
+                values = batch.column(0)
+                total += values.null_count
+                while is_list(values.type):
+                    values = values.flatten()
+                    total += values.null_count
+        return total
+
+
+def _parquet(store: Store) -> list[Found]:
+    """What Spark and others take for data: names that begin with _ or . are not."""
+    found = [
+        each
+        for each in store.find()
+        if each.name.endswith(_PARQUET) and not any(part[0] in "_." for part in each.name.split("/"))
+    ]
+    if not found:
+        raise StoreError(f"There is no Parquet file under {store.url}.")
+    return found
+
+
+def _column(name: str, files: Sequence[_File], transformed: bool) -> Column:
+    if name not in files[0].schema.names:
+        return _partition_column(name, files, transformed)
+    arrow = files[0].schema.field(name).type
+    for file in files[1:]:
+        other = file.schema.field(name).type if name in file.schema.names else "missing"
+        if other != arrow:
+            raise InvalidInput(
+                f"The column {name!r} is {arrow} in {files[0].name!r} and {other} in {file.name!r}: write them alike."
+            )
+    if is_vector(arrow):
+        vector = files[0].first_row(name)
+        size = vector.field("size")[0].as_py()
+        return Column(name, VECTOR_DTYPE, (size if size is not None else len(vector.field("values")[0]),))
+    shape: list[int] = []
+    values = files[0].first_row(name) if is_list(arrow) else None
+    while is_list(arrow):
+        assert values is not None
+        if not len(values) or not values[0].is_valid:
+            raise InvalidInput(
+                f"The column {name!r} begins with an empty array or a null: leave the row out."
+            )
+        shape.append(len(values[0]))
+        values, arrow = values.flatten(), arrow.value_type
+    return Column(name, _dtype(name, arrow, transformed), tuple(shape))
+
+
+def _dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
+    dtype = dtype_of(arrow)
+    if dtype is None or (Column(name, dtype).is_raw and not transformed):
+        raise InvalidInput(
+            f"The column {name!r} is {arrow}, which cannot be trained on: give numbers, booleans, arrays of them or "
+            "ML vectors, or a transformation that makes numbers of it."
+        )
+    return dtype
+
+
+def _partition_column(name: str, files: Sequence[_File], transformed: bool) -> Column:
+    values = [partition_values(file.name).get(name) for file in files]
+    if any(value is None for value in values):
+        names = sorted({*files[0].schema.names, *partition_values(files[0].name)})
+        raise InvalidInput(f"There is no column {name!r} in {files[0].store.url}: it has {names}.")
+    nulls = sum(file.footer.num_rows for file, value in zip(files, values, strict=True) if value == _NO_VALUE)
+    if nulls:
+        raise _null_error(name, nulls, files)
+    for dtype, number in (("int64", int), ("float64", float)):
+        try:
+            for value in values:
+                number(str(value))
+        except ValueError:
+            continue
+        return Column(name, dtype)
+    return Column(name, _dtype(name, pa.string(), transformed))
+
+
+def _refuse_nulls(column: Column, files: Sequence[_File]) -> None:
+    nulls = sum(file.nulls(column.name) for file in files if column.name in file.schema.names)
+    if nulls:
+        raise _null_error(column.name, nulls, files)
+
+
+def _null_error(name: str, nulls: int, files: Sequence[_File]) -> InvalidInput:
+    rows = sum(file.footer.num_rows for file in files)
+    return InvalidInput(
+        f"The column {name!r} has {nulls} nulls in {rows} rows: fill them, or leave those rows out."
+    )
+
+
+def _refuse_ragged(column: Column, files: Sequence[_File]) -> None:
+    """By the number of values in each row group; what adds up by chance is found when it is read."""
+    if not column.shape:
+        return
+    for file in files:
+        if is_vector(file.schema.field(column.name).type):
+            continue
+        leaf = file.leaf(column.name)
+        for index in range(file.footer.num_row_groups):
+            group = file.footer.row_group(index)
+            values = group.column(leaf).num_values
+            if values != group.num_rows * math.prod(column.shape):
+                raise InvalidInput(
+                    f"The arrays of column {column.name!r} have different lengths: row group {index} of "
+                    f"{file.name!r} has {values} values in {group.num_rows} rows, and the first row has shape "
+                    f"{column.shape}; pad or cut them to one length."
+                )
+
+
+def _pieces(group: RowGroup, manifest: Manifest, most: int) -> Iterator[RowGroup]:
+    decoded = replace(manifest, row_groups=(group,)).decoded_bytes_per_group()
+    if decoded <= most or group.rows == 1:
+        yield group
+        return
+    rows = max(1, group.rows * most // decoded)
+    for first in range(0, group.rows, rows):
+        count = min(rows, group.rows - first)
+        yield replace(group, rows=count, bytes=group.bytes * count // group.rows, first=first, of=group.rows)
+
+
+def _leaves(arrow: pa.DataType) -> int:
+    """Columns of Parquet that a type takes."""
+    if pa.types.is_struct(arrow):
+        return sum(_leaves(field.type) for field in arrow)
+    if pa.types.is_map(arrow):
+        return _leaves(arrow.key_type) + _leaves(arrow.item_type)
+    return _leaves(arrow.value_type) if is_list(arrow) else 1

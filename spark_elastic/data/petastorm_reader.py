@@ -1,0 +1,106 @@
+"""Row groups by petastorm 0.12 or 0.13: for jobs that must read as they did before. Rows are promised, not speed.
+
+Petastorm takes no list of row groups, but a shard of a file's n row groups out of n is exactly one of them. Each fetch
+therefore opens a reader of its own. Any thread may fetch; one reads at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from petastorm import make_batch_reader
+
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
+from spark_elastic.data.footers import partition_values, read_footer
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reader import Decoded
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+
+class PetastormReader:
+    """Reads `columns` (all, if none are named) of a data set that a manifest describes."""
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        names = [column.name for column in manifest.columns] if columns is None else columns
+        self.columns: tuple[Column, ...] = tuple(manifest.column(name) for name in dict.fromkeys(names))
+        for column in self.columns:
+            if len(column.shape) > 1:
+                raise InvalidInput(
+                    f"petastorm reads no nested arrays such as column {column.name!r}: use the reader 'arrow'."
+                )
+        self._groups = DecodedGroups(cache_bytes)
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> PetastormReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def fetch(self, group: int) -> Decoded:
+        """Column -> read-only array (rows, *shape) of a row group."""
+        return self._groups.fetch(group, self._decode)
+
+    def close(self) -> None:
+        """Forget the decoded row groups; waits for a reading thread."""
+        self._groups.close(self._sizes.clear)
+
+    def _decode(self, group: int) -> Decoded:
+        entry = self._manifest.row_groups[group]
+        name = self._manifest.files[entry.file]
+        try:
+            found = self._read(entry.file, entry.index, name)
+            constants = partition_values(name)
+            rows = entry.of or entry.rows
+            every = {column.name: _array(found, column, rows, constants) for column in self.columns}
+        except StoreError:
+            raise
+        except Exception as error:  # petastorm's own, pyarrow's, pandas': whatever reading raises
+            reason = f"{type(error).__name__}: {error}"
+            raise StoreError(
+                f"petastorm cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
+            ) from error
+        return {name: rows[entry.first : entry.first + entry.rows] for name, rows in every.items()}
+
+    def _read(self, file: int, index: int, name: str) -> dict[str, Any]:
+        if file not in self._sizes:
+            self._sizes[file] = read_footer(self._store, name).num_row_groups
+        constants = partition_values(name)
+        wanted = [f"^{re.escape(column.name)}$" for column in self.columns if column.name not in constants]
+        options = self._store.filesystem.storage_options
+        with make_batch_reader(
+            self._store.join(name),
+            schema_fields=wanted,
+            reader_pool_type="dummy",
+            shuffle_row_groups=False,
+            num_epochs=1,
+            cur_shard=index,
+            shard_count=self._sizes[file],
+            storage_options={key: value for key, value in options.items() if key != "auto_mkdir"},
+        ) as reader:
+            batches = [batch._asdict() for batch in reader]
+        return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def _array(found: dict[str, Any], column: Column, rows: int, constants: dict[str, str]) -> Any:
+    values = found[column.name] if column.name in found else np.full(rows, constants[column.name])
+    array = np.asarray(values).astype(column.dtype, copy=False)
+    if array.shape != (rows, *column.shape):
+        raise ValueError(f"column {column.name!r} has shape {array.shape}, not {(rows, *column.shape)}")
+    array.flags.writeable = False
+    return array

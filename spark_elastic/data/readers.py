@@ -1,0 +1,47 @@
+"""The readers there are, by name. Knows what each needs, not how it reads; imports petastorm only when asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.reader import Reader
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+
+READERS = ("arrow", "petastorm")
+
+
+def check_reader(name: str) -> None:
+    """InvalidInput unless there is a reader of that name and it can be imported here."""
+    if name not in READERS:
+        raise InvalidInput(f"There is no reader {name!r}: choose one of {', '.join(READERS)}.")
+    if name == "petastorm":
+        try:
+            import spark_elastic.data.petastorm_reader  # noqa: F401 - only for those who ask for it
+        except Exception as error:  # an old library over a new one fails in many ways
+            raise InvalidInput(
+                f"petastorm cannot be imported ({type(error).__name__}: {error}): it needs pyarrow 14 or older and "
+                "numpy 1 (pip install 'spark_elastic[petastorm]'); the reader 'arrow' has no such need."
+            ) from error
+
+
+def open_reader(
+    name: str,
+    store: Store,
+    manifest: Manifest,
+    columns: Sequence[str] | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+) -> Reader:
+    """The reader of that name over `columns` (all, if none are named); see `check_reader` for what it raises.
+
+    cache_bytes: of decoded row groups; where the data set fits, it is read once.
+    """
+    check_reader(name)
+    if name == "petastorm":
+        from spark_elastic.data.petastorm_reader import PetastormReader
+
+        return PetastormReader(store, manifest, columns, cache_bytes)
+    return ArrowReader(store, manifest, columns, cache_bytes)

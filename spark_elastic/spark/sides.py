@@ -1,0 +1,90 @@
+"""One store, seen from two sides: Spark's JVMs write the rows, Python processes read them.
+
+Owns Spark's names of stores and the probe that both sides mean the same place. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+# Where Spark knows a file system by another name.
+_SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs", "az": "abfss", "adl": "abfss", "abfs": "abfss"}
+# Hadoop's settings of credentials, by scheme: what to look at when the JVM's side fails.
+_SETTINGS = {
+    "s3a": "spark.hadoop.fs.s3a.access.key, .secret.key and .endpoint, with hadoop-aws in spark.jars.packages",
+    "gs": "spark.hadoop.fs.gs.auth.*, with the gcs-connector in spark.jars",
+    "abfss": "spark.hadoop.fs.azure.account.*, with hadoop-azure in spark.jars.packages",
+    "hdfs": "HADOOP_CONF_DIR and the Hadoop user",
+}
+
+
+def spark_url(store: Store, name: str) -> str:
+    """An object of the store as Spark names it: s3 is s3a there, Databricks' /dbfs/ is dbfs:/."""
+    url = store.join(name)
+    if store.is_local:
+        path = store.path(name)
+        return f"dbfs:/{path.removeprefix('/dbfs/')}" if path.startswith("/dbfs/") else url
+    scheme, separator, rest = url.partition("://")
+    return _SPARK_SCHEMES.get(scheme, scheme) + separator + rest
+
+
+def probe_sides(spark: SparkSession, store: Store) -> None:
+    """Write in Python, read and delete in the JVM.
+
+    Raises:
+        StoreError: names the side that cannot, who it is there, and which settings it goes by.
+    """
+    name, token = f"probes/{uuid.uuid4().hex}", uuid.uuid4().hex
+    try:
+        store.write_bytes(name, token.encode())
+    except StoreError as error:
+        raise StoreError(
+            f"{error} This was the Python side of the driver, as {_python_identity(store)}."
+        ) from error
+    try:
+        _read_in_jvm(spark, store, name, token)
+    finally:
+        store.delete(name)
+
+
+def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:
+    gateway: Any = getattr(spark, "_jvm", None)
+    if gateway is None:  # Spark Connect: the first write will tell
+        return
+    url = spark_url(store, name)
+    scheme = url.partition(":")[0]
+    identity = str(gateway.org.apache.hadoop.security.UserGroupInformation.getCurrentUser().getUserName())
+    settings = _SETTINGS.get(scheme, f"spark.hadoop.fs.{scheme}.*")
+    configuration = spark._jsparkSession.sessionState().newHadoopConf()
+    try:
+        path = gateway.org.apache.hadoop.fs.Path(url)
+        filesystem = path.getFileSystem(configuration)
+        there = filesystem.exists(path)
+        seen = int(filesystem.getFileStatus(path).getLen()) if there else -1
+    except Exception as error:  # py4j's, with whatever the JVM's client raised
+        cause = str(getattr(error, "java_exception", error)).splitlines()[0]
+        raise StoreError(
+            f"Spark's side cannot use the store {store.url} as {url.partition('/probes/')[0]}, as user {identity} "
+            f"({cause}): look at {settings}."
+        ) from error
+    if seen != len(token):
+        raise StoreError(
+            f"Spark's side, as user {identity}, does not see at {url} what Python wrote to the store {store.url}: the "
+            f"two look at different places; Spark goes by {settings}, Python by storage_options."
+        )
+
+
+def _python_identity(store: Store) -> str:
+    """Never a secret: the kind of client and, where it says so, whose credentials it uses."""
+    filesystem = store.filesystem
+    who = getattr(filesystem, "key", None) or getattr(filesystem, "user", None)
+    client = type(filesystem).__name__
+    if not who:
+        return f"{client} with its default credentials"
+    return f"{client} with the key or user {str(who)[:4]}..."
