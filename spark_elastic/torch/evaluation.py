@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.data.arrow_reader import ArrowReader
 from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.reader import Reader
+from spark_elastic.data.readers import open_reader
 from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.torch.columns import Columns
 from spark_elastic.torch.metrics import Metrics
@@ -97,9 +98,9 @@ def no_sums() -> dict[str, float]:
     return {"loss": 0.0, "divisor": 0.0, "rows": 0}
 
 
-def opened(spec: TrainSpec, rows: Rows) -> tuple[ArrowReader, StepLoader]:
+def opened(spec: TrainSpec, rows: Rows) -> tuple[Reader, StepLoader]:
     """Reader and loader of the columns that a training uses."""
     used = [c.name for c in spec.features] + [*spec.labels, *([spec.weight] if spec.weight else [])]
     columns = [rows.manifest.column(name) for name in dict.fromkeys(used)]
-    reader = ArrowReader(rows.data, rows.manifest, [c.name for c in columns], spec.cache_bytes)
+    reader = open_reader(spec.reader, rows.data, rows.manifest, [c.name for c in columns], spec.cache_bytes)
     return reader, StepLoader(rows.plan, reader, columns)

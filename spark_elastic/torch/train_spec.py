@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.data.arrow_reader import DEFAULT_CACHE_BYTES
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
@@ -36,7 +36,8 @@ class TrainSpec:
     data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
     checkpoints: when and for which run, None for no checkpoints. validation: rows that are looked at behind each epoch.
     features: as the model sees them. label_shapes: of one row, None as they are stored. batch_size: most rows of one
-    forward pass. precision: None, "bf16" or "fp16". ledger: folder, None for no ledger. cache_bytes: of decoded rows.
+    forward pass. precision: None, "bf16" or "fp16". ledger: folder, None for no ledger.
+    reader: one of `data.readers`. cache_bytes: of decoded rows.
     """
 
     data: Store
@@ -59,6 +60,7 @@ class TrainSpec:
     terminate_on_nan: bool = False
     ledger: str | None = None
     checkpoints: CheckpointPolicy | None = None
+    reader: str = "arrow"
     cache_bytes: int = DEFAULT_CACHE_BYTES
 
     @property
