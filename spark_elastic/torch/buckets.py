@@ -1,28 +1,36 @@
 """How gradients are cut into buckets: a pure function of names, shapes, dtypes and bucket size (R7).
 
 PURE: no framework, no thread. Buckets follow the order in which backward produces gradients, last parameter first;
-the first bucket is small, so that its exchange can begin early. A bucket holds one dtype.
+the first bucket is small, so that its exchange can begin early. A bucket holds one dtype, on one device.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
+BUCKET_BYTES = 25 << 20
 FIRST_BUCKET = 1 << 20  # bytes
 ALIGN = 64  # bytes between the beginnings of two gradients: a cache line
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A parameter: its name, shape, and dtype as numpy names it."""
+    """A parameter: its name, shape, and dtype as torch names it. place: the device that its gradient lies on."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
+    place: str = "cpu"
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What all gradients of a bucket have in common."""
+        return self.dtype, self.place
 
     @property
     def numel(self) -> int:
@@ -45,15 +53,32 @@ class Bucket:
     slices: tuple[Slice, ...]
 
 
-def layout(specs: Sequence[Spec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes` in launch order; a parameter larger than that has a bucket of its own."""
+def layout(
+    specs: Sequence[Spec], bucket_bytes: int, groups: Sequence[Sequence[int]] = (), skip: Container[int] = ()
+) -> tuple[Bucket, ...]:
+    """Buckets of about `bucket_bytes` in launch order; a parameter larger than that has a bucket of its own.
+
+    groups: numbers of parameters that lie in one bucket (for each dtype), whatever its size. skip: that lie in none.
+    """
+    grouped = {index for group in groups for index in group}
+    free = [i for i in reversed(range(len(specs))) if i not in grouped and i not in skip]
+    buckets = _packed(specs, free, bucket_bytes)
+    for group in groups:
+        members = sorted((i for i in group if i not in skip), key=lambda i: (specs[i].kind, -i))
+        buckets += _packed(specs, members, None)
+    if groups:
+        buckets.sort(key=lambda bucket: -min(part.index for part in bucket.slices))  # as they become complete
+    return tuple(buckets)
+
+
+def _packed(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | None) -> list[Bucket]:
     buckets: list[Bucket] = []
     slices: list[Slice] = []
     end = 0
-    for index in reversed(range(len(specs))):
+    for index in order:
         spec = specs[index]
-        limit = (FIRST_BUCKET if not buckets else bucket_bytes) // spec.itemsize
-        if slices and (specs[slices[0].index].dtype != spec.dtype or end + spec.numel > limit):
+        most = math.inf if bucket_bytes is None else (bucket_bytes if buckets else FIRST_BUCKET)
+        if slices and (specs[slices[0].index].kind != spec.kind or end + spec.numel > most // spec.itemsize):
             buckets.append(Bucket(specs[slices[0].index].dtype, end, tuple(slices)))
             slices, end = [], 0
         slices.append(Slice(index, end, spec.numel))
@@ -61,10 +86,16 @@ def layout(specs: Sequence[Spec], bucket_bytes: int) -> tuple[Bucket, ...]:
         end = -(-(end + spec.numel) // step) * step
     if slices:
         buckets.append(Bucket(specs[slices[0].index].dtype, end, tuple(slices)))
-    return tuple(buckets)
+    return buckets
 
 
-def layout_hash(specs: Sequence[Spec], bucket_bytes: int) -> int:
+def even_groups(count: int, number: int) -> tuple[tuple[int, ...], ...]:
+    """`count` parameters in `number` groups of neighbours, as even as can be."""
+    ends = [count * part // number for part in range(number + 1)]
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends) if a < b)
+
+
+def layout_hash(specs: Sequence[Spec], buckets: Sequence[Bucket]) -> int:
     """64 bits that differ where two ranks would cut differently."""
-    text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(bucket_bytes)
+    text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(buckets)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

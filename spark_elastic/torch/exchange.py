@@ -1,9 +1,9 @@
 """Gradients of one step, summed over the world while backward still runs.
 
-Gradients are views of flat buckets, so that nothing is copied in or out. Hooks tell which gradients are there; the
-engine's thread reduces them strictly in the layout's order (R7). The training thread owns everything else and waits in
-`finish`. A failed exchange leaves no parameter touched: only bucket
-memory is void. A step given up half-way is drained before the next one begins.
+Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks tell which are there; the
+engine's thread reduces buckets strictly in the layout's order (R7). The training thread owns everything else and waits
+in `finish`. A failed exchange leaves no parameter touched: only bucket memory is void. A step given up half-way is
+drained before the next one begins. Layout and memory belong to one group, and change at a step's opening only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.buckets import Bucket, Spec, layout, layout_hash
+from spark_elastic.torch import sparse
+from spark_elastic.torch.buckets import layout, layout_hash
+from spark_elastic.torch.fusion import Fusion
+from spark_elastic.torch.terms import PLAIN, Terms
+from spark_elastic.torch.trainable import specs, trainable
 from spark_elastic.worker.engine_thread import EngineThread
-
-BUCKET_BYTES = 25 << 20
 
 
 class GradientExchange:
-    """Buckets, hooks and the engine thread for the parameters of one model; groups come and go.
+    """Buckets, hooks and the way to the engine's thread for the parameters of one model; groups come and go.
 
     A step: `begin`, backward passes, `finish`; then gradients hold the sums over all ranks and `apply` may follow.
     Gradients that arrive outside of a step are not counted. `close` detaches the gradients from the buckets.
@@ -34,35 +36,29 @@ class GradientExchange:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        bucket_bytes: int = BUCKET_BYTES,
-        prescale: float = 1.0,
+        terms: Terms = PLAIN,
         opener: Callable[[], None] | None = None,
         engine: Callable[[], EngineThread | None] = lambda: None,
     ) -> None:
-        """prescale: factor on a bucket before it goes out. opener: called at a gradient that comes while no step is
-        open, to `open` one; for loops that call nothing before backward. engine: the thread that serves the group at
-        a step's opening; None: one of its own."""
-        self._names, self._parameters, self._frozen = _trainable(named_parameters)
-        specs = [
-            Spec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
-            for name, p in zip(self._names, self._parameters, strict=True)
-        ]
-        self.layout_hash = layout_hash(specs, bucket_bytes)
-        self._buckets = layout(specs, bucket_bytes)
-        self._flat = [torch.zeros(b.numel, dtype=getattr(torch, b.dtype)) for b in self._buckets]
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
-        self._bucket_of = [0] * len(self._parameters)
-        for number, bucket in enumerate(self._buckets):
-            self._place(number, bucket)
-        self._prescale = prescale
+        """opener: called at a gradient that comes while no step is open, to `open` one; for loops that call nothing
+        before backward. engine: the thread that serves the group at a step's opening; None: one of its own."""
+        self._names, self._parameters, self._frozen = trainable(named_parameters)
+        self._specs = specs(self._names, self._parameters)
+        self._terms = terms
+        self._bucket_bytes = terms.bucket_bytes  # of the next step
+        self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
+        self._found_sparse = np.zeros(len(self._specs), np.bool_)
+        self._laid: object = None  # what the layout was made from
+        self._fusion: Fusion | None = None  # None: trains alone, and gradients stay where autograd puts them
+        self._group: Group | None = None
+        self._agreed: Group | None = None
+        self._lay(None)
         self._opener = opener
         self._arrivals = [0] * len(self._parameters)
-        self._waiting = [0] * len(self._buckets)  # gradients that a bucket still lacks
+        self._waiting: list[int] = []  # gradients that a bucket still lacks
         self._launched = 0
         self._passes = 0
         self._open = False
-        self._group: Group | None = None
-        self._agreed: Group | None = None
         self._own = EngineThread()
         self._engine_now = engine
         self._engine = self._own  # of the open step
@@ -90,9 +86,21 @@ class GradientExchange:
         return np.array(self._arrivals) > 0
 
     @property
-    def in_bucket(self) -> list[bool]:
-        """Which gradients lie in their buckets."""
-        return [p.grad is view for p, view in zip(self._parameters, self._views, strict=True)]
+    def found_sparse(self) -> npt.NDArray[np.bool_]:
+        """Which gradients came sparse in this step, in the order of `parameters`."""
+        return self._found_sparse.copy()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The layout that this rank wishes for the next step."""
+        return self._bucket_bytes
+
+    @property
+    def any_arrived(self) -> bool:
+        """Whether gradients of the newest step are there still."""
+        return any(
+            times and p.grad is not None for times, p in zip(self._arrivals, self._parameters, strict=True)
+        )
 
     @property
     def is_open(self) -> bool:
@@ -110,10 +118,10 @@ class GradientExchange:
         return self._group
 
     def begin(self, group: Group | None, passes: int) -> None:
-        """Open a step with gradients of zero. group: None trains alone. passes: backward passes until `finish`; 0 on a
+        """Open a step without gradients. group: None trains alone. passes: backward passes until `finish`; 0 on a
         rank without rows."""
+        self.clear()
         self.open(group, passes)
-        self.zero()
 
     def open(self, group: Group | None, passes: int) -> None:
         """Begin to count; the gradients that there are stay."""
@@ -123,17 +131,30 @@ class GradientExchange:
                 raise InvalidInput(
                     f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
                 )
-        self._group, self._passes, self._launched, self._open = group, passes, 0, True
         self._engine, self._sent = self._engine_now() or self._own, None
+        if group is not self._group:  # newcomers do not know what the former world agreed on
+            self._sparse, self._bucket_bytes = frozenset(), self._terms.bucket_bytes
+        self._lay(group)
+        self._group, self._passes, self._launched, self._open = group, passes, 0, True
         self._arrivals = [0] * len(self._parameters)
-        self._waiting = [len(bucket.slices) * passes for bucket in self._buckets]
+        self._found_sparse[:] = False
+        buckets = [] if self._fusion is None else self._fusion.buckets
+        self._waiting = [len(bucket.slices) * passes for bucket in buckets]
 
-    def zero(self) -> None:
-        """Zero the buckets and make every gradient a view of its bucket."""
-        for flat in self._flat:
-            flat.zero_()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
+    def clear(self) -> None:
+        """No gradient is there."""
+        self.abandon()
+        self.drop_absent(np.zeros(len(self._parameters), np.bool_))
+
+    def agree(self, found_sparse: npt.NDArray[np.bool_], bucket_bytes: int) -> None:
+        """What all ranks found in a step, and the layout that they take from the next one on."""
+        if self._terms.sparse == "kept":
+            for index in np.flatnonzero(found_sparse).tolist():
+                gradient = self._parameters[index].grad
+                if gradient is not None and not gradient.is_sparse:
+                    self._parameters[index].grad = gradient.to_sparse(1)
+            self._sparse |= set(np.flatnonzero(found_sparse).tolist())
+        self._bucket_bytes = bucket_bytes
 
     def finish(self) -> None:
         """Send what has not gone out (unused parameters, ranks without rows) and wait for all sums.
@@ -145,10 +166,15 @@ class GradientExchange:
         for index, arrivals in enumerate(self._arrivals):
             if not arrivals:
                 self._adopt(index)
-        while self._launched < len(self._buckets):
+        while self._launched < len(self._waiting):
             self._launch()
+        rows = self._send_sparse()
         if self._sent is not None:
             self._sent.result()
+        if self._fusion is not None:
+            self._fusion.receive()
+        for index, gradient in rows.items():
+            self._parameters[index].grad = gradient
         self._open = False
 
     def drain(self) -> None:
@@ -165,8 +191,10 @@ class GradientExchange:
         self._open = False
 
     def scale(self, factor: float) -> None:
-        for flat in self._flat:
-            flat.mul_(factor)
+        """All gradients, times `factor`."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def drop_absent(self, present: npt.NDArray[np.bool_]) -> None:
         """A gradient that nobody had is None, as in a plain loop (R8)."""
@@ -190,12 +218,18 @@ class GradientExchange:
                 off, f"ranks {off} train parameters of other names, shapes or dtypes than rank 0"
             )
 
-    def _place(self, number: int, bucket: Bucket) -> None:
-        for part in bucket.slices:
-            shape = self._parameters[part.index].shape
-            flat = self._flat[number]
-            self._views[part.index] = flat[part.offset : part.offset + part.numel].view(shape)
-            self._bucket_of[part.index] = number
+    def _lay(self, group: Group | None) -> None:
+        """Buckets as agreed on, in the memory of `group`."""
+        home = group if group is not None and group.size > 1 else None
+        agreed = home, self._bucket_bytes, self._sparse
+        if self._laid == agreed:
+            return
+        buckets = layout(self._specs, self._bucket_bytes, self._terms.groups, self._sparse)
+        self.layout_hash = layout_hash(self._specs, buckets)
+        former, self._laid = self._fusion, agreed
+        self._fusion = None if home is None else Fusion(self._parameters, buckets, home)
+        if former is not None:
+            former.hand_over(self._parameters, self._fusion)
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd has added this parameter's gradient. Runs in the backward thread."""
@@ -210,36 +244,80 @@ class GradientExchange:
             )
         self._adopt(index)
         self._arrivals[index] += 1
-        self._waiting[self._bucket_of[index]] -= 1
-        while self._launched < len(self._buckets) and self._waiting[self._launched] == 0:
+        if self._fusion is not None and index not in self._sparse:
+            self._waiting[self._fusion.bucket_of[index]] -= 1
+        while self._launched < len(self._waiting) and self._waiting[self._launched] == 0:
             self._launch()
 
     def _adopt(self, index: int) -> None:
         """The parameter's gradient, wherever autograd or the user put it, becomes the view of its bucket."""
-        parameter, view = self._parameters[index], self._views[index]
+        parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is view:
-            return
-        if gradient is None:
-            view.zero_()
-        elif gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
+            gradient = self._seen_sparse(index, gradient)
+        view = None if self._fusion is None else self._fusion.views[index]
+        if view is None:
+            parameter.grad = gradient
+        elif gradient is not view:
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient.detach())
+            parameter.grad = view
+
+    def _seen_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What is to be exchanged for it."""
+        if self._terms.sparse == "refused":
             raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
-        else:
-            view.copy_(gradient.detach())
-        parameter.grad = view
+        if self._terms.sparse == "kept":
+            self._found_sparse[index] = True
+            gradient = sparse.checked(self._names[index], gradient)
+            if self._fusion is None or index in self._sparse:
+                return gradient
+        return gradient.detach().to_dense()
 
     def _launch(self) -> None:
-        flat = self._flat[self._launched]
+        number, fusion = self._launched, self._fusion
         self._launched += 1
-        group, array = self._group, flat.numpy()
-        if group is None or group.size == 1:
-            return
+        assert fusion is not None  # or there would be no bucket
+        group = fusion.group
+        self._greet(group)
+        fusion.send(number)
+        array, dtype = fusion.array(number), fusion.buckets[number].dtype
+        wire = self._terms.wire if dtype == "float32" else None
+        scale = self._terms.factors(group.size)
+
+        def reduce() -> None:
+            fusion.ready(number)
+            group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
+
+        self._submit(reduce)
+
+    def _greet(self, group: Group) -> None:
         if group is not self._agreed:
             self._submit(lambda: self._agree(group))
             self._agreed = group
-        if self._prescale != 1.0:
-            flat.mul_(self._prescale)
-        self._submit(lambda: group.allreduce(array))
+
+    def _send_sparse(self) -> dict[int, torch.Tensor]:
+        """Gradients that lie in no bucket; filled by the engine's thread, in the order of the parameters."""
+        arrived: dict[int, torch.Tensor] = {}
+        if self._fusion is None:
+            return arrived
+        group = self._fusion.group
+        factor = float(np.prod(self._terms.factors(group.size)))
+        for index in sorted(self._sparse):
+            self._greet(group)
+            gradient = self._parameters[index].grad
+            own = sparse.checked(
+                self._names[index],
+                torch.zeros_like(self._parameters[index]) if gradient is None else gradient,
+            )
+
+            def gather(index: int = index, own: torch.Tensor = own) -> None:
+                arrived[index] = sparse.summed(group, own, factor)
+
+            self._submit(gather)
+        return arrived
 
     def _submit(self, work: Callable[[], None]) -> None:
         """To the engine's thread. What the step sent before has broken: raises that instead."""
@@ -251,27 +329,3 @@ class GradientExchange:
             work()
 
         self._sent = self._engine.submit(next_one)
-
-
-def _trainable(
-    named: Iterable[tuple[str, torch.nn.Parameter]],
-) -> tuple[list[str], list[torch.nn.Parameter], list[tuple[str, torch.nn.Parameter]]]:
-    """(names, parameters, frozen ones)"""
-    names, parameters, frozen = [], [], []
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            frozen.append((name, parameter))
-            continue
-        if parameter.device.type != "cpu":
-            raise InvalidInput(
-                f"parameter {name!r} is on {parameter.device}: only CPU parameters can be trained."
-            )
-        if parameter.dtype not in (torch.float32, torch.float64):
-            raise InvalidInput(
-                f"parameter {name!r} is {parameter.dtype}: only float32 and float64 can be trained."
-            )
-        names.append(name)
-        parameters.append(parameter)
-    if not parameters:
-        raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
-    return names, parameters, frozen

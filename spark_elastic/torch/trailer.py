@@ -26,6 +26,7 @@ _HEAD = np.dtype(
         ("rows", "<i8"),
         ("loss", "<f8"),
         ("denominator", "<f8"),
+        ("bucket_bytes", "<i8"),
     ]
 )
 
@@ -35,7 +36,8 @@ class Trailer:
     """One rank's part.
 
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
-    what the sum over all ranks is divided by (R8). present: which parameters got a gradient, one bool each.
+    what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
+    got one with rows missing, one bool each. bucket_bytes: the wish for the next step's layout; rank 0's counts.
     """
 
     position: Position
@@ -45,6 +47,8 @@ class Trailer:
     loss: float
     denominator: float
     present: npt.NDArray[np.bool_]
+    found_sparse: npt.NDArray[np.bool_]
+    bucket_bytes: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Verdict:
     loss: float
     denominator: float
     present: npt.NDArray[np.bool_]
+    found_sparse: npt.NDArray[np.bool_]
+    bucket_bytes: int
 
 
 def exchange(group: Group, mine: Trailer) -> Verdict:
@@ -70,17 +76,22 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
     head["epoch"], head["phase"], head["step"] = mine.position.epoch, mine.position.phase, mine.position.step
     head["version"], head["layout"], head["rows"] = mine.version, mine.layout, mine.rows
     head["loss"], head["denominator"] = mine.loss, mine.denominator
-    blob = np.frombuffer(head.tobytes() + np.packbits(mine.present).tobytes(), np.uint8)
+    head["bucket_bytes"] = mine.bucket_bytes
+    marks = np.concatenate([mine.present, mine.found_sparse])
+    blob = np.frombuffer(head.tobytes() + np.packbits(marks).tobytes(), np.uint8)
     gathered = group.allgather(blob)
     heads = np.frombuffer(gathered[:, : _HEAD.itemsize].tobytes(), _HEAD)
     _agree(group, heads)
-    masks = np.unpackbits(gathered[:, _HEAD.itemsize :], axis=1, count=len(mine.present)).astype(bool)
+    masks = np.unpackbits(gathered[:, _HEAD.itemsize :], axis=1, count=len(marks)).astype(bool)
+    present, found_sparse = np.split(np.logical_or.reduce(masks, axis=0), 2)
     return Verdict(
         version=int(heads["version"].max()),
         rows=int(heads["rows"].sum()),
         loss=_in_order(heads["loss"]),
         denominator=_in_order(heads["denominator"]),
-        present=np.logical_or.reduce(masks, axis=0),
+        present=present,
+        found_sparse=found_sparse,
+        bucket_bytes=int(heads["bucket_bytes"][0]),
     )
 
 

@@ -141,6 +141,8 @@ class StepTaker:
                     loss,
                     denominator,
                     self._exchange.present,
+                    self._exchange.found_sparse,
+                    self._exchange.bucket_bytes,
                 ),
             )
             self._check(verdict, here)
@@ -152,6 +154,7 @@ class StepTaker:
             before_apply()
             self._apply(verdict, share.planned, group.size > 1)
             self._metrics.commit()
+            self._exchange.agree(verdict.found_sparse, verdict.bucket_bytes)
             state.position = after(verdict)
             self._ledger.applied(group.fence, here, group.size)
         return verdict

@@ -48,8 +48,11 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
             gathered.append(self.fence)
             return self.group.allgather(array)
 
-        def allreduce(self, array: Any) -> None:
-            self.group.allreduce(array)
+        def allreduce(self, array: Any, **how: Any) -> None:
+            self.group.allreduce(array, **how)
+
+        def buffer(self, nbytes: int) -> Any:
+            return self.group.buffer(nbytes)
 
     models = [nn.Linear(4, 3) for _ in range(2)]
     exchanges = [GradientExchange(model.named_parameters()) for model in models]
@@ -91,8 +94,11 @@ def test_a_parameter_that_thaws_later_is_named() -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (nn.Linear(2, 2).bfloat16(), "'weight' is torch.bfloat16: only float32 and float64"),
-        (nn.Linear(2, 2, device="meta"), "'weight' is on meta: only CPU"),
+        (
+            nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}),
+            "'w' is torch.complex64: only float16, bfloat16",
+        ),
+        (nn.Linear(2, 2, device="meta"), "'weight' is on meta: only CPU and CUDA"),
         (nn.ReLU(), "no parameter that requires a gradient"),
     ],
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,67 +12,10 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch import Average, DistributedOptimizer, Sum, optimizer
-from spark_elastic.worker import seat
-from spark_elastic.worker.context import Current, Floor
+from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
+from spark_elastic.torch.compression import Compressor
+from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
-
-X = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-NET = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
-
-
-def net() -> torch.nn.Sequential:
-    """The same one each time, whatever other threads draw."""
-    return copy.deepcopy(NET)
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def plain(batches: list[torch.Tensor], make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
-    model = net()
-    opt = make(model.parameters())
-    for batch in batches:
-        opt.zero_grad()
-        model(batch).pow(2).mean().backward()
-        opt.step()
-    return weights(model)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1)
-
-
-class Here(threading.local):
-    """The current worker of each thread, as each process has one of its own."""
-
-    group: Group | None = None
-    floor: Floor
-    is_worker = False
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    made, floors = Here(), list[Floor]()
-
-    def current() -> Current | None:
-        if not made.is_worker:
-            return None
-        floors.append(made.floor)
-        return Current("w", group=made.group, floor=made.floor)
-
-    monkeypatch.setattr(optimizer, "current", current)
-    monkeypatch.setattr(seat, "current", current)
-    yield made
-    for floor in floors:
-        floor.engine.close()
-
-
-def enter(here: Here, group: Group | None) -> None:
-    here.group, here.floor, here.is_worker = group, Floor(), True
 
 
 @pytest.fixture
@@ -315,15 +257,22 @@ def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.
     opt.step()
 
 
+class Halves(Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor / 2, None
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"compression": object()}, "compression"),
-        ({"num_groups": 2}, "num_groups"),
-        ({"groups": [[]]}, "groups"),
-        ({"sparse_as_dense": True}, "sparse_as_dense"),
-        ({"process_set": object()}, "process_set"),
-        ({"op": "adasum"}, "Average or Sum"),
+        ({"compression": Halves}, "which the engine knows; got Halves"),
+        ({"num_groups": -1}, "1 or more"),
+        ({"groups": [[torch.nn.Parameter(torch.ones(1))]]}, "that the optimizer trains"),
+        ({"op": "adasum"}, "Average, Sum or Adasum"),
+        ({"op": Adasum, "compression": Compression.fp16}, "leave compression and groups out"),
+        ({"op": Adasum, "gradient_predivide_factor": 2.0}, "op=Adasum"),
         ({"backward_passes_per_step": 0}, "at least 1"),
         ({"gradient_predivide_factor": 2.0, "op": Sum}, "op=Sum"),
         ({"gradient_predivide_factor": 0.0}, "above 0"),

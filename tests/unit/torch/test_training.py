@@ -20,6 +20,7 @@ from spark_elastic.torch.ledger import NullLedger
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.objective import ModelLoss
 from spark_elastic.torch.precision import Scaling
+from spark_elastic.torch.terms import Terms
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.training import Clipping, Rules, Share, StepTaker, uninterrupted
 from tests.unit.torch.worlds import in_a_world
@@ -53,7 +54,7 @@ class Trainee:
         self.state = TorchState(
             self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
         )
-        self.exchange = GradientExchange(self.model.named_parameters(), bucket_bytes=64)
+        self.exchange = GradientExchange(self.model.named_parameters(), Terms(bucket_bytes=64))
         self.ledger = Order()
         objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
         rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
@@ -178,11 +179,11 @@ def test_r02_a_rank_writes_its_rows_before_any_bucket_goes_out() -> None:
     def work(group: Group) -> None:
         class Watching:
             rank, size, fence = group.rank, 2, group.fence
-            allgather, abort = group.allgather, group.abort
+            allgather, buffer, abort = group.allgather, group.buffer, group.abort
 
-            def allreduce(self, array: Any, op: str = "sum") -> None:
+            def allreduce(self, array: Any, *what: Any, **how: Any) -> None:
                 seen.append(list(trainee.ledger.lines))
-                group.allreduce(array, op)
+                group.allreduce(array, *what, **how)
 
         if group.rank == 0:
             trainee.take(Watching(), even(group))  # type: ignore[arg-type]
@@ -213,7 +214,10 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
             rank, size, fence = 0, 2, (1, 1)
             calls = 0
 
-            def allreduce(self, array: Any, op: str = "sum") -> None:
+            def buffer(self, nbytes: int) -> Any:
+                return np.zeros(nbytes, np.uint8)
+
+            def allreduce(self, array: Any, op: str = "sum", **how: Any) -> None:
                 array.fill(7)
                 self._call()
 

@@ -1,0 +1,161 @@
+"""How much does the exchange of gradients add to a training step, against torch's DistributedDataParallel over Gloo?
+
+    python benchmarks/training_step.py --json benchmarks/results/training_step.json
+
+Processes of one machine, each with one thread for arithmetic; float32, SGD. The local step (no exchange), ours and
+DDP's run in the same processes on nets of the same weights, in turns, step by step, in rotating order; a figure is the
+median over all rounds of the slowest rank's time. "added" is a step's time less the local step's. Beside it: what one
+allreduce of all gradients takes in shared memory while nothing else is done.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from elastic_collectives import Endpoint, Group, connect
+from report import Row, finish, parser
+from spark_elastic.torch import DistributedOptimizer
+from spark_elastic.worker.context import Current, set_current
+
+KEY = b"a benchmark's key"
+WARM_UP = 3  # rounds that open connections and touch memory
+
+
+@dataclass(frozen=True)
+class Net:
+    """layers: linear ones of `width`, two tensors each. rows: of a rank's batch."""
+
+    layers: int
+    width: int
+    rows: int
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.width * (self.width + 1)
+
+    def build(self) -> torch.nn.Module:
+        torch.manual_seed(1)
+        layers = [
+            layer
+            for _ in range(self.layers)
+            for layer in (torch.nn.Linear(self.width, self.width), torch.nn.ReLU())
+        ]
+        return torch.nn.Sequential(*layers)
+
+
+def _one_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rounds: int) -> None:
+    torch.set_num_threads(1)
+
+    def exchange(own: bytes) -> list[bytes]:
+        pipe.send(own)
+        blobs: list[bytes] = pipe.recv()
+        return blobs
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    with (
+        Endpoint(KEY) as end,
+        connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,
+    ):
+        set_current(Current(f"rank {rank}", group=group))
+        data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(rank))
+        steps, close = _contenders(net, data, group)
+        pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
+        close()
+        set_current(None)
+    dist.destroy_process_group()
+
+
+def _contenders(
+    net: Net, data: torch.Tensor, group: Group
+) -> tuple[list[Callable[[], object]], Callable[[], None]]:
+    """(local, ours, DDP's, the exchange alone), and what ends them."""
+    first = net.build()
+    models: list[torch.nn.Module] = [
+        first,
+        copy.deepcopy(first),
+        torch.nn.parallel.DistributedDataParallel(copy.deepcopy(first), gradient_as_bucket_view=True),
+    ]
+    optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    optimizers[1] = DistributedOptimizer(optimizers[1], models[1].named_parameters())
+
+    def step(which: int) -> None:
+        optimizers[which].zero_grad()
+        models[which](data).square().mean().backward()
+        optimizers[which].step()
+
+    placed = group.buffer(4 * net.parameters).view(np.float32)
+    alone: Callable[[], object] = lambda: group.allreduce(placed)  # noqa: E731
+    return [lambda: step(0), lambda: step(1), lambda: step(2), alone], optimizers[1].close
+
+
+def _times(turn: int, steps: list[Callable[[], object]], barrier: Callable[[], None]) -> list[float]:
+    """Seconds of one step of each contender."""
+    taken = [0.0] * len(steps)
+    for which in (*range(turn % len(steps), len(steps)), *range(turn % len(steps))):
+        barrier()
+        begin = time.perf_counter()
+        steps[which]()
+        taken[which] = time.perf_counter() - begin
+    return taken
+
+
+def measure(size: int, net: Net, rounds: int) -> list[Row]:
+    """Rows in milliseconds."""
+    spawn = get_context("spawn")
+    pipes, processes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=_one_rank, args=(theirs, rank, size, folder, net, rounds), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        blobs = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(blobs)
+        times = [pipe.recv() for pipe in pipes]
+        for process in processes:
+            process.join()
+    slowest = [[max(one) for one in zip(*turns, strict=True)] for turns in zip(*times, strict=True)]
+    local, ours, theirs, alone = (1000 * statistics.median(column) for column in zip(*slowest, strict=True))
+    case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
+    return [
+        Row(f"{case}: local step", local, None, "ms"),
+        Row(f"{case}: step", ours, theirs, "ms"),
+        Row(f"{case}: added", ours - local, theirs - local, "ms"),
+        Row(f"{case}: one allreduce of all", alone, None, "ms"),
+    ]
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--framework", choices=["torch"], default="torch")
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--layers", type=int, default=80)
+    arguments.add_argument("--width", type=int, default=559)
+    arguments.add_argument("--rows", type=int, default=32)
+    arguments.add_argument("--rounds", type=int, default=21)
+    chosen = arguments.parse_args()
+    net = Net(chosen.layers, chosen.width, chosen.rows)
+    finish("training_step", measure(chosen.ranks, net, chosen.rounds), chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

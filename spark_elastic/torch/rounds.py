@@ -1,0 +1,131 @@
+"""Exchange after exchange of a hand-written loop's gradients, over the groups of the process's current worker.
+
+Every step takes the group anew, since groups change between worlds; a process that is no worker trains alone, and so
+does one that is not in the process set. Training thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.protocol.types import START
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.trailer import Trailer, Verdict, exchange
+from spark_elastic.worker.context import current
+from spark_elastic.worker.seat import engine_of_process, group_of
+
+Marks = npt.NDArray[np.bool_]
+
+
+class Rounds:
+    """The exchanges of one optimizer. `done`: the gradients that there are have been exchanged."""
+
+    def __init__(
+        self,
+        named: list[tuple[str, torch.nn.Parameter]],
+        terms: Terms,
+        passes: int,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._passes = passes
+        self._process_set = process_set
+        self.exchange = GradientExchange(named, terms, self._open, engine_of_process)
+        self.done = False
+
+    def _open(self) -> None:
+        """Before a gradient counts: open a step in the current world, if none is."""
+        if self.exchange.is_open and not self.stale():
+            return
+        if self.stale() and self.exchange.any_arrived:
+            raise InvalidInput(
+                "the world changed after backward(): call zero_grad() before the next backward()."
+            )
+        self.exchange.open(group_for(self._process_set), self._passes)
+        self.done = False
+
+    def set_passes(self, passes: int) -> None:
+        if passes < 1 or self.exchange.is_open:
+            raise InvalidInput(
+                "backward_passes_per_step must be at least 1, and can be set between steps only."
+            )
+        self._passes = passes
+
+    def stale(self) -> bool:
+        """The open step belongs to a world that is over."""
+        return self.exchange.is_open and self.exchange.group is not group_for(self._process_set)
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        if self.exchange.is_open and not self.stale():
+            raise InvalidInput(
+                "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first."
+            )
+        self.exchange.clear()
+        self.done = False
+
+    def run(self) -> None:
+        """Exchange what there is.
+
+        Raises:
+            CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
+        """
+        swap = self.exchange
+        try:
+            if self.stale():
+                raise CollectiveError((), "the world changed between backward() and step()")
+            self._open()
+            there = np.array([parameter.grad is not None for parameter in swap.parameters])
+            swap.finish()
+            present = self._trailer(swap.group, there) if swap.group is not None else there
+        except CollectiveError:
+            swap.clear()
+            raise
+        swap.drop_absent(present)
+        self.done = True
+
+    def _trailer(self, group: Group, there: Marks) -> Marks:
+        swap = self.exchange
+        verdict = end_exchange(group, swap.layout_hash, there, swap.found_sparse, swap.bucket_bytes)
+        swap.agree(verdict.found_sparse, verdict.bucket_bytes)
+        return verdict.present
+
+
+def group_for(process_set: ProcessSet) -> Group | None:
+    """Who trains together now; None: this process trains alone.
+
+    Raises:
+        CollectiveError: between two worlds there is nobody.
+    """
+    here = current()
+    if here is None or process_set is global_process_set:
+        return None if here is None else group_of(here)
+    ranks, world = tuple(process_set.ranks), group_of(here)
+    if world.rank not in ranks or len(ranks) == 1:
+        return None
+    return here.floor.shared(f"gradients of {ranks}", lambda: world.subgroup(_number(ranks), ranks))
+
+
+def end_exchange(
+    group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int
+) -> Verdict:
+    """The trailer of an exchange in the current world, which hears of planned changes by it (R6)."""
+    here = current()
+    version = 0 if here is None or here.session is None else here.session.membership_version()
+    mine = Trailer(START, version, layout, 1, 0.0, 1.0, present, found_sparse, bucket_bytes)
+    verdict = exchange(group, mine)
+    if here is not None and here.group is group:  # what a part of the world heard is no agreement of all
+        here.floor.agree(verdict.version)
+    return verdict
+
+
+def _number(ranks: tuple[int, ...]) -> int:
+    """Of the subgroup's channel: the same on all members, and no other one's."""
+    return 1 + int.from_bytes(hashlib.sha256(f"gradients {ranks}".encode()).digest()[:7], "little")

@@ -1,0 +1,31 @@
+"""What becomes of gradients on their way from rank to rank. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spark_elastic.torch.buckets import BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What becomes of gradients on their way.
+
+    bucket_bytes: see `buckets.layout`; groups as well. average: divide by the world's size; predivide: by so much
+    before the sum and by the rest behind it. wire: how float32 travels, None for as it is. sparse: what becomes of
+    gradients with rows missing: they are "refused", made "dense", or "kept", from a world's second step on.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    groups: tuple[tuple[int, ...], ...] = ()
+    average: bool = False
+    predivide: float = 1.0
+    wire: str | None = None
+    sparse: str = "refused"
+
+    def factors(self, size: int) -> tuple[float, float]:
+        """(before, after) the sum."""
+        return 1.0 / self.predivide, self.predivide / (size if self.average else 1.0)
+
+
+PLAIN = Terms()  # summed as they are

@@ -1,0 +1,53 @@
+"""A small net trained by hand, alone or on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.worker.context import Floor
+
+X = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+NET = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def net() -> torch.nn.Sequential:
+    """The same one each time, whatever other threads draw."""
+    return copy.deepcopy(NET)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def plain(batches: list[torch.Tensor], make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
+    model = net()
+    opt = make(model.parameters())
+    for batch in batches:
+        opt.zero_grad()
+        model(batch).pow(2).mean().backward()
+        opt.step()
+    return weights(model)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1)
+
+
+class Here(threading.local):
+    """The current worker of each thread, as each process has one of its own."""
+
+    group: Group | None = None
+    floor: Floor
+    is_worker = False
+
+
+def enter(here: Here, group: Group | None) -> None:
+    here.group, here.floor, here.is_worker = group, Floor(), True

@@ -1,0 +1,171 @@
+"""`DistributedOptimizer`: what travels and how: groups, 16 bits, rows missing, parts of the world, Adasum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_collectives import CollectiveError, Group
+from elastic_collectives.arithmetic import reduced
+from spark_elastic.ops.process_sets import ProcessSet, add_process_set, remove_process_set
+from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
+from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
+from tests.unit.torch.worlds import in_a_world
+
+
+def trained(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Three steps of `net` over this rank's rows."""
+    enter(here, group)
+    model = net()
+    named = list(model.named_parameters())
+    if "groups" in how and not isinstance(how["groups"], int):
+        how["groups"] = [[named[i][1] for i in part] for part in how["groups"]]
+    opt: Any = DistributedOptimizer(adam(model.parameters()), named, **how)
+    for _ in range(3):
+        opt.zero_grad()
+        model(rows).pow(2).mean().backward()
+        opt.step()
+    opt.close()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", [{"num_groups": 2}, {"groups": 3}, {"groups": [[0, 3]]}])
+def test_groups_travel_together_and_change_nothing(here: Here, how: dict[str, Any]) -> None:
+    replicas = in_a_world(2, lambda group: trained(here, group, X[group.rank * 6 :][:6], **how))
+    assert torch.equal(*replicas)
+    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression", "error"),
+    [
+        (torch.float16, Compression.none, 2e-3),
+        (torch.bfloat16, Compression.none, 2e-2),
+        (torch.float32, Compression.none, 1e-6),
+        (torch.float32, Compression.fp16, 2e-3),
+        (torch.float32, Compression.bf16, 2e-2),
+    ],
+)
+def test_sums_of_few_bits_are_made_in_more(
+    here: Here, dtype: torch.dtype, compression: Any, error: float
+) -> None:
+    """Gradients 1/3, 2/3 and 1 of three ranks."""
+
+    def work(group: Group) -> torch.Tensor:
+        enter(here, group)
+        layer = torch.nn.Linear(40, 40, bias=False, dtype=dtype)
+        opt: Any = DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.1), op=Sum, compression=compression
+        )
+        (layer.weight * ((group.rank + 1) / 3)).sum().backward()
+        opt.synchronize()
+        assert layer.weight.grad is not None
+        found = layer.weight.grad.clone()
+        opt.close()
+        return found
+
+    first, *others = in_a_world(3, work)
+    assert all(torch.equal(first, other) for other in others)
+    assert first.dtype == dtype
+    assert torch.allclose(first.double(), torch.full_like(first, 2.0).double(), rtol=error)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool) -> None:
+    """Rank r looks at rows r and r + 1; rank 1 at none in the second step. The dense weight travels beside."""
+    looked = [[(0, 1), (1, 2)], [(0, 1), ()], [(0, 1), (1, 2)]]
+
+    def gradient(rank: int, step: int, embedding: Any, layer: Any) -> torch.Tensor:
+        rows = torch.tensor(looked[step][rank], dtype=torch.long)
+        out: torch.Tensor = layer(embedding(rows)).sum() + 0 * layer.weight.sum()
+        return out
+
+    def work(group: Group) -> tuple[torch.Tensor, list[bool]]:
+        enter(here, group)
+        torch.manual_seed(3)
+        embedding = torch.nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
+        layer = torch.nn.Linear(4, 2, dtype=torch.float64)
+        modules = torch.nn.ModuleList([embedding, layer])
+        opt: Any = DistributedOptimizer(
+            torch.optim.SGD(modules.parameters(), lr=0.1), sparse_as_dense=as_dense
+        )
+        kinds = []
+        for step in range(3):
+            opt.zero_grad()
+            gradient(group.rank, step, embedding, layer).backward()
+            opt.synchronize()
+            assert embedding.weight.grad is not None
+            kinds.append(embedding.weight.grad.is_sparse)
+            with opt.skip_synchronize():
+                opt.step()
+        opt.close()
+        return weights(modules), kinds
+
+    results = in_a_world(2, work)
+    torch.manual_seed(3)
+    modules = torch.nn.ModuleList(
+        [torch.nn.Embedding(6, 4, dtype=torch.float64), torch.nn.Linear(4, 2, dtype=torch.float64)]
+    )
+    opt = torch.optim.SGD(modules.parameters(), lr=0.1)
+    for step in range(3):
+        opt.zero_grad()
+        (sum(gradient(rank, step, *modules) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        opt.step()
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][0], weights(modules), rtol=0, atol=1e-12)
+    assert [kinds for _, kinds in results] == [[not as_dense] * 3] * 2
+
+
+def test_a_process_set_trains_together_and_others_alone(here: Here) -> None:
+    pair = ProcessSet([0, 2])
+    batches = [X[:4], X[4:8], X[8:]]
+    add = in_a_world(3, lambda group: enter(here, group) or (group.rank == 0 and add_process_set(pair)))
+    assert any(add)
+    try:
+        replicas = in_a_world(
+            3, lambda group: trained(here, group, batches[group.rank], process_set=pair), generation=2
+        )
+    finally:
+        remove_process_set(pair)
+    assert torch.equal(replicas[0], replicas[2])
+    both = torch.cat([batches[0], batches[2]])
+    assert torch.allclose(replicas[0], plain([both] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[1], plain([batches[1]] * 3, adam), rtol=0, atol=1e-12)
+
+
+def test_adasum_combines_the_steps_of_all_ranks(here: Here) -> None:
+    def work(group: Group) -> torch.Tensor:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=Adasum)
+        model(X[group.rank * 6 :][:6]).pow(2).mean().backward()
+        opt.step()
+        return weights(model)
+
+    first, second = in_a_world(2, work)
+    assert torch.equal(first, second)
+    changes = []
+    for part in (X[:6], X[6:]):
+        model = net()
+        model(part).pow(2).mean().backward()
+        changes.append([-0.1 * p.grad.numpy() for p in model.parameters() if p.grad is not None])
+    combined = [reduced(list(pair), "float64", "adasum", 1.0) for pair in zip(*changes, strict=True)]
+    wanted = weights(net()) + torch.from_numpy(np.concatenate([part.reshape(-1) for part in combined]))
+    assert torch.allclose(first, wanted, rtol=0, atol=1e-12)
+
+
+def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: Here) -> None:
+    def work(group: Group) -> None:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), op=Adasum)
+        model(X).pow(2).mean().backward()
+        group.abort("for the test")
+        with pytest.raises(CollectiveError):
+            opt.step()
+        assert torch.equal(weights(model), weights(net()))
+
+    in_a_world(2, work)
