@@ -38,6 +38,14 @@ def permutation(length: int, *words: int) -> Int64s:
     return np.argsort(keys).astype(np.int64, copy=False)
 
 
+def draws(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
+    """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `permutation` does."""
+    seeds = _mixed(np.uint64(_seeded(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
+    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    numbers: npt.NDArray[np.float64] = (_mixed(seeds[:, None] + counters) >> np.uint64(11)) * 2.0**-53
+    return numbers
+
+
 def _seeded(words: Sequence[int]) -> int:
     state = 0
     for word in words:

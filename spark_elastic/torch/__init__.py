@@ -44,6 +44,7 @@ from spark_elastic.torch.objects import (
 from spark_elastic.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch.progress import Progress, progress
 from spark_elastic.torch.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.scattering import (
     alltoall,
     alltoall_async,
@@ -90,6 +91,7 @@ __all__ = [
     "Product",
     "Progress",
     "ReduceOp",
+    "RowDropout",
     "Sum",
     "SyncBatchNorm",
     "add_process_set",
@@ -116,6 +118,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "draw_rows",
     "elastic",
     "get_process_set_ids_and_ranks",
     "global_process_set",

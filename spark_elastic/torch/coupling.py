@@ -8,6 +8,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+
 
 def world_dependence(model: torch.nn.Module) -> str | None:
     """One sentence that names the layers, or None: then weights equal those of any other world, up to rounding."""
@@ -21,11 +23,16 @@ def world_dependence(model: torch.nn.Module) -> str | None:
     )
 
 
+def shares_statistics(model: torch.nn.Module) -> bool:
+    """Whether forward passes of all ranks meet, so that each must make the same number of them, of all its rows."""
+    return any(isinstance(module, SyncBatchNorm) and module.training for module in model.modules())
+
+
 def _dependent(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if not module.training:
             continue
-        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
+        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm | SyncBatchNorm):
             yield name, f"{type(module).__name__}: statistics of each worker's own rows"
         elif _is_random(module):
             yield name, f"{type(module).__name__}: random in each worker"

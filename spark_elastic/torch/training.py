@@ -20,11 +20,13 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.buffers import BufferExchange
+from spark_elastic.torch.coupling import shares_statistics
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.ledger import Ledger
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.objective import Objective
 from spark_elastic.torch.precision import Scaling
+from spark_elastic.torch.row_dropout import draw_rows
 from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.trailer import Trailer, Verdict, exchange
@@ -120,7 +122,9 @@ class StepTaker:
         state, here = self._state, self._state.position
         before = ForwardSnapshot(state.model)
         try:
-            parts = list(share.micro_batches(self._rules.batch_size))
+            # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
+            meets = shares_statistics(state.model)
+            parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
             self._objective.begin(group, share)
             self._exchange.begin(group, len(parts))
             self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
@@ -162,7 +166,13 @@ class StepTaker:
     def _backward(self, parts: Sequence[Share]) -> tuple[float, float]:
         """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
         loss, denominator = 0.0, 0.0
+        here = self._state.position
         for part in parts:
+            draw_rows(self._state.model, part.row_ids, self._rules.seed, here.epoch, here.phase, here.step)
+            if not len(part):
+                output = self._state.model(*part.features)  # its layers meet those of the other ranks
+                sum(out.sum() for out in (output if isinstance(output, tuple | list) else (output,))).backward()
+                continue
             scored = self._objective(self._state.model, part)
             self._scaling.backward(scored.total / part.planned)
             self._metrics.add(scored, part.labels)

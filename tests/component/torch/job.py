@@ -24,10 +24,10 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch import LaunchResult, Site, supervise
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.processes import ProcessLauncher
-from spark_elastic.torch import progress
+from spark_elastic.torch import draw_rows, progress
 from spark_elastic.torch.checkpointing import CheckpointPolicy
 from spark_elastic.torch.train_spec import Brought, TrainSpec
 from spark_elastic.torch.train_task import TorchTrainTask
@@ -36,6 +36,7 @@ from spark_elastic.torch.training import Clipping
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
 RUN = "run"
+SEED = 3
 
 
 class Paced(torch.nn.Module):
@@ -143,7 +144,7 @@ class Job:
             weight=self.weight,
             batch_size=self.batch_size,
             epochs=self.epochs,
-            seed=3,
+            seed=SEED,
             clipping=self.clipping,
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
@@ -189,6 +190,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.T
     for epoch in range(job.epochs):
         for step in range(plan.steps):
             rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
             optimizer.zero_grad()
             if weights is None:
                 loss = job.loss(model(x[rows]), y[rows])

@@ -14,6 +14,7 @@ import torch
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch import RowDropout, SyncBatchNorm
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.torch.training import Clipping
 from tests.component.torch.job import (
@@ -53,6 +54,29 @@ def conv() -> torch.nn.Module:
     ).double()
 
 
+def synced() -> torch.nn.Module:
+    """Statistics of the whole step's rows: replaced by plain BatchNorm where one process has them all."""
+    torch.manual_seed(4)
+    return Paced(
+        torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
+        )
+    ).double()
+
+
+def dropping() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return Paced(
+        torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 20),
+            RowDropout(0.3),
+            torch.nn.Tanh(),
+            RowDropout(0.2),
+            torch.nn.Linear(20, CLASSES),
+        )
+    ).double()
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -70,6 +94,8 @@ JOBS = {
         torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)),
         clipping=Clipping(norm=0.05),
     ),
+    "statistics of all ranks": Job(synced(), sgd, torch.nn.CrossEntropyLoss()),
+    "dropout by rows": Job(dropping(), sgd, torch.nn.CrossEntropyLoss()),
     "row weights": Job(mlp(), adam, torch.nn.CrossEntropyLoss(), weight="w"),
 }
 
