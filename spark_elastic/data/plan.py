@@ -42,8 +42,7 @@ def draws(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
     """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `permutation` does."""
     seeds = _mixed(np.uint64(_seeded(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    numbers: npt.NDArray[np.float64] = (_mixed(seeds[:, None] + counters) >> np.uint64(11)) * 2.0**-53
-    return numbers
+    return (_mixed(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _seeded(words: Sequence[int]) -> int:

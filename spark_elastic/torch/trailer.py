@@ -37,7 +37,7 @@ class Trailer:
 
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
     what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
-    got one with rows missing, one bool each. bucket_bytes: the wish for the next step's layout; rank 0's counts.
+    got one with rows missing (None: none), one bool each. bucket_bytes: the wish for the next step's layout; rank 0's counts.
     """
 
     position: Position
@@ -47,8 +47,8 @@ class Trailer:
     loss: float
     denominator: float
     present: npt.NDArray[np.bool_]
-    found_sparse: npt.NDArray[np.bool_]
-    bucket_bytes: int
+    found_sparse: npt.NDArray[np.bool_] | None = None
+    bucket_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
     head["version"], head["layout"], head["rows"] = mine.version, mine.layout, mine.rows
     head["loss"], head["denominator"] = mine.loss, mine.denominator
     head["bucket_bytes"] = mine.bucket_bytes
-    marks = np.concatenate([mine.present, mine.found_sparse])
+    found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
+    marks = np.concatenate([mine.present, found_sparse])
     blob = np.frombuffer(head.tobytes() + np.packbits(marks).tobytes(), np.uint8)
     gathered = group.allgather(blob)
     heads = np.frombuffer(gathered[:, : _HEAD.itemsize].tobytes(), _HEAD)

@@ -171,7 +171,9 @@ class StepTaker:
             draw_rows(self._state.model, part.row_ids, self._rules.seed, here.epoch, here.phase, here.step)
             if not len(part):
                 output = self._state.model(*part.features)  # its layers meet those of the other ranks
-                sum(out.sum() for out in (output if isinstance(output, tuple | list) else (output,))).backward()
+                sum(
+                    out.sum() for out in (output if isinstance(output, tuple | list) else (output,))
+                ).backward()
                 continue
             scored = self._objective(self._state.model, part)
             self._scaling.backward(scored.total / part.planned)
