@@ -37,7 +37,7 @@ class Trailer:
 
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
     what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
-    got one with rows missing (None: none), one bool each. bucket_bytes: the wish for the next step's layout; rank 0's counts.
+    got one with rows missing (None: none), one bool each. bucket_bytes: the next step's layout, as rank 0 wishes.
     """
 
     position: Position
