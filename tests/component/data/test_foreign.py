@@ -1,0 +1,201 @@
+"""Parquet that somebody else wrote: what is read of it, what is refused, and row groups larger than memory."""
+
+from __future__ import annotations
+
+import decimal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.data.foreign import describe
+from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.readers import open_reader
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+READERS = [
+    "arrow",
+    pytest.param(
+        "petastorm",
+        marks=[
+            pytest.mark.petastorm,
+            pytest.mark.filterwarnings("ignore"),
+            pytest.mark.skipif(int(pa.__version__.split(".")[0]) > 14, reason="petastorm needs pyarrow 14"),
+        ],
+    ),
+]
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def write(folder: Path, name: str, columns: dict[str, Any], **options: Any) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, **options)
+
+
+def columns_of(first: int, rows: int) -> dict[str, Any]:
+    ids = np.arange(first, first + rows)
+    return {
+        "id": ids,
+        "x": pa.array([[i, -i, 1] for i in ids], pa.list_(pa.float32())),
+        "price": pa.array([decimal.Decimal(int(i)) / 4 for i in ids], pa.decimal128(10, 2)),
+        "odd": ids % 2 == 1,
+        "image": pa.array([bytes([i % 256]) * int(i) for i in ids], pa.binary()),
+        "day": pa.array(ids, pa.int32()).cast(pa.date32()),
+        "unused": pa.array([None] * rows, pa.string()),
+    }
+
+
+def everything(store: Store, manifest: Manifest, reader: str = "arrow") -> dict[str, np.ndarray]:
+    opened = open_reader(reader, store, manifest)
+    try:
+        groups = [opened.fetch(group) for group in range(len(manifest.row_groups))]
+        return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("reader", READERS)
+def test_every_kind_of_column_from_folders_by_partition(
+    tmp_path: Path, reader: str, piece_bytes: int
+) -> None:
+    write(tmp_path, "year=2023/part-0.parquet", columns_of(0, 25), row_group_size=11)
+    write(tmp_path, "year=2024/part-0.parquet", columns_of(25, 12))
+    write(tmp_path, "year=2024/part-1.parquet", columns_of(37, 0))
+    (tmp_path / "_SUCCESS").write_text("")
+    (tmp_path / "_delta" / "x.parquet").mkdir(parents=True)
+    store, names = Store.open(str(tmp_path)), ["id", "x", "price", "odd", "image", "day", "year"]
+    manifest = describe(store, names, transformed=True, piece_bytes=piece_bytes)
+    assert manifest.columns == (
+        Column("id", "int64"),
+        Column("x", "float32", (3,)),
+        Column("price", "float64"),
+        Column("odd", "bool"),
+        Column("image", "object"),
+        Column("day", "datetime64[D]"),
+        Column("year", "int64"),
+    )
+    found, ids = everything(store, manifest, reader), np.arange(37)
+    assert np.array_equal(found["id"], ids)
+    assert np.array_equal(found["x"], np.stack([ids, -ids, np.ones(37)], axis=1))
+    assert np.array_equal(found["price"], ids / 4)
+    assert np.array_equal(found["odd"], ids % 2 == 1)
+    assert [len(each) for each in found["image"]] == list(range(37))
+    assert np.array_equal(found["day"].astype("int64"), ids)
+    assert np.array_equal(found["year"], np.where(ids < 25, 2023, 2024))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_p1_a_step_takes_the_same_rows_by_any_reader(tmp_path: Path, reader: str) -> None:
+    write(
+        tmp_path, "a.parquet", {name: columns_of(0, 90)[name] for name in ("id", "image")}, row_group_size=40
+    )
+    store = Store.open(str(tmp_path))
+    manifest = describe(store, ["id", "image"], transformed=True, piece_bytes=400)
+    assert len(manifest.row_groups) > 3
+    plan = DataPlan(manifest.group_rows, 16, seed=2, lanes=3)
+    opened, seen = open_reader(reader, store, manifest), []
+    try:
+        for rank in range(3):
+            with StepLoader(plan, opened, manifest.columns).steps(1, 0, rank, 3) as steps:
+                for rows in steps:
+                    assert np.array_equal(rows.columns["id"], rows.row_ids)
+                    assert [len(each) for each in rows.columns["image"]] == rows.row_ids.tolist()
+                    seen += rows.row_ids.tolist()
+    finally:
+        opened.close()
+    assert sorted(seen) == list(range(90))
+
+
+def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
+    dense = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0, 4.0]}
+    sparse = {"type": 0, "size": 4, "indices": [1, 3], "values": [5.0, 6.0]}
+    empty = {"type": 0, "size": 4, "indices": [], "values": []}
+    write(tmp_path, "a.parquet", {"v": pa.array([sparse, dense, empty, sparse], VECTOR)})
+    store = Store.open(str(tmp_path))
+    manifest = describe(store, ["v"])
+    assert manifest.columns == (Column("v", "float32", (4,)),)
+    assert everything(store, manifest)["v"].tolist() == [
+        [0, 5, 0, 6],
+        [1, 2, 3, 4],
+        [0, 0, 0, 0],
+        [0, 5, 0, 6],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"x": pa.array([1.0, None, None])}, "column 'x' has 2 nulls in 3 rows"),
+        ({"x": pa.array([[1.0], [None]])}, "column 'x' has 1 nulls in 2 rows"),
+        (
+            {"x": pa.array([[1.0], [2.0, 3.0]])},
+            "have different lengths: row group 0 of 'a.parquet' has 3 values in 2",
+        ),
+        ({"x": pa.array(["a"])}, "'x' is string, which cannot be trained on"),
+        ({"x": pa.array([], pa.float32())}, "have no rows"),
+        ({"y": pa.array([1])}, r"no column 'x' in .*: it has \['y'\]"),
+    ],
+)
+@pytest.mark.parametrize("statistics", [True, False])
+def test_what_is_refused(tmp_path: Path, columns: dict[str, Any], says: str, statistics: bool) -> None:
+    write(tmp_path, "a.parquet", columns, write_statistics=statistics)
+    with pytest.raises(InvalidInput, match=says):
+        describe(Store.open(str(tmp_path)), ["x"])
+
+
+def test_lengths_that_add_up_by_chance_are_found_by_the_reader(tmp_path: Path) -> None:
+    write(tmp_path, "a.parquet", {"x": pa.array([[1.0, 1.0], [2.0], [3.0, 3.0, 3.0]])})
+    store = Store.open(str(tmp_path))
+    with pytest.raises(StoreError, match="arrays of a length other than 2"):
+        everything(store, describe(store, ["x"]))
+
+
+def test_files_that_disagree_and_no_files(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no Parquet file under"):
+        describe(Store.open(str(tmp_path)), ["x"])
+    write(tmp_path, "a.parquet", {"x": [1]})
+    write(tmp_path, "b.parquet", {"x": [1.0]})
+    with pytest.raises(InvalidInput, match=r"'x' is int64 in 'a\.parquet' and double in 'b\.parquet'"):
+        describe(Store.open(str(tmp_path)), ["x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("avro", "choose one of arrow, petastorm"), ("petastorm", "needs pyarrow 14")]
+)
+def test_a_reader_that_is_not_there(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "petastorm", None)
+    monkeypatch.delitem(sys.modules, "spark_elastic.data.petastorm_reader", raising=False)
+    manifest = Manifest((), (), (), "", "")
+    with pytest.raises(InvalidInput, match=says):
+        open_reader(name, Store.open("memory://x"), manifest)
+
+
+@pytest.mark.parametrize(
+    ("groups", "batch", "lanes"),
+    [((1,), 64 * 3, 16), ((10,), 4 * 64, 16), ((200,), 64 * 3, 4), ((1,) * 10_000, 64, 16)],
+)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size: int) -> None:
+    """One row, ten rows for four workers, one row group, ten thousand row groups."""
+    plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * lanes)
+    order = plan.order(0)
+    taken = [
+        plan.row_ids(order.share(step, rank, size)) for step in range(plan.steps) for rank in range(size)
+    ]
+    assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(sum(groups)))
