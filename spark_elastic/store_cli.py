@@ -1,0 +1,99 @@
+"""The command line tool `spark-elastic`: what a store holds, and what of it may go.
+
+Owns the options and how entries are shown; what may go is `data.inventory`'s. Runs in the main thread of its process.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+import spark_elastic
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.inventory import Entry, clean, entries
+from spark_elastic.data.store import Store
+from spark_elastic.errors import ElasticError, InvalidInput
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@click.group(name="spark-elastic")
+@click.version_option(spark_elastic.__version__)
+def group() -> None:
+    """Tools for stores of spark_elastic."""
+
+
+@group.group(name="store")
+def store_group() -> None:
+    """Data sets and runs in a store, a path or an fsspec url."""
+
+
+_OPTION = click.option(
+    "-o", "--option", "options", multiple=True, metavar="NAME=VALUE", help="For fsspec; repeatable."
+)
+
+
+@store_group.command(name="ls")
+@click.argument("url")
+@_OPTION
+def ls(url: str, options: tuple[str, ...]) -> None:
+    """List what is in the store at URL."""
+    _show(entries(_store(url, options)))
+
+
+@store_group.command(name="clean")
+@click.argument("url")
+@click.option("--older-than", required=True, help="Age of what goes, as in 12h, 30d or 2w.")
+@click.option("--unfinished", is_flag=True, help="Also runs that could be taken up again, and their rows.")
+@_OPTION
+def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
+    """Remove data sets and ended runs that nobody has written to for a while."""
+    gone = clean(_store(url, options), seconds(older_than), SystemClock().wall(), unfinished)
+    _show(gone)
+    click.echo(f"removed {len(gone)}, {sum(each.bytes for each in gone):,} bytes")
+
+
+def seconds(text: str) -> float:
+    """12h, 30d, 2w ... as seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if match is None:
+        raise InvalidInput(f"{text!r} is no age: give a number with s, m, h, d or w, as in 30d.")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _store(url: str, options: tuple[str, ...]) -> Store:
+    pairs: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise InvalidInput(f"--option takes NAME=VALUE; got {name!r}.")
+        pairs[name] = value
+    return Store.open(url, **pairs)
+
+
+def _show(shown: list[Entry]) -> None:
+    for each in shown:
+        when = (
+            "unknown"
+            if each.changed is None
+            else f"{datetime.fromtimestamp(each.changed, UTC):%Y-%m-%d %H:%M}"
+        )
+        state = "unfinished" if each.needed else ""
+        click.echo(f"{each.kind:6} {each.bytes:>15,} {when:16} {each.name} {state}".rstrip())
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        group()
+    except ElasticError as error:
+        click.echo(f"spark-elastic: {type(error).__name__}: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

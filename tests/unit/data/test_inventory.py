@@ -1,0 +1,77 @@
+"""What a store holds and what may go, over files and over memory."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from spark_elastic import store_cli
+from spark_elastic.data.inventory import clean, entries
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+LATER = 4e9  # seconds since 1970: long after anything that a test writes
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    found = Store.open(str(tmp_path) if request.param == "file" else f"memory://{uuid.uuid4().hex}")
+    fill(found)
+    return found
+
+
+def fill(store: Store) -> None:
+    def run(name: str, rows: str) -> None:
+        manifest = json.dumps({"files": [rows]})
+        store.write_bytes(f"runs/{name}/run.json", json.dumps({"manifest": manifest}).encode())
+
+    for name in ("old", "read"):
+        store.write_bytes(f"data/{name}/x/part.parquet", b"123")
+        store.write_bytes(f"data/{name}/manifest.json", b"45")
+    run("ended", "data/old/x/part.parquet")
+    store.write_bytes("runs/ended/result.json", b"{}")
+    run("open", "data/read/x/part.parquet")
+    store.write_bytes("somebody/else's", b"1")
+
+
+def test_what_an_unfinished_run_reads_stays(store: Store) -> None:
+    assert [(each.name, each.needed) for each in entries(store)] == [
+        ("data/old", False),
+        ("data/read", True),
+        ("runs/ended", False),
+        ("runs/open", True),
+    ]
+    assert entries(store)[0].bytes == 5
+    assert not clean(store, 3600, 0.0), "nothing is so old"
+    assert [each.name for each in clean(store, 3600, LATER)] == ["data/old", "runs/ended"]
+    assert [each.name for each in clean(store, 3600, LATER, unfinished=True)] == ["data/read", "runs/open"]
+    assert not entries(store)
+    assert store.read_bytes("somebody/else's") == b"1"
+
+
+def test_a_damaged_run_is_said(store: Store) -> None:
+    store.write_bytes("runs/open/run.json", b"{")
+    with pytest.raises(StoreError, match=r"runs/open/run\.json .* is damaged"):
+        entries(store)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    fill(Store.open(str(tmp_path)))
+    listed = CliRunner().invoke(store_cli.group, ["store", "ls", str(tmp_path)])
+    assert [line.split()[-2:] for line in listed.output.splitlines()][1] == ["data/read", "unfinished"]
+    cleaned = CliRunner().invoke(store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "0s"])
+    assert cleaned.output.endswith("removed 2, 65 bytes\n"), cleaned.output
+    kept = CliRunner().invoke(
+        store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "1d", "--unfinished"]
+    )
+    assert kept.output == "removed 0, 0 bytes\n"
+
+
+def test_ages() -> None:
+    assert [store_cli.seconds(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
+    with pytest.raises(InvalidInput, match="as in 30d"):
+        store_cli.seconds("soon")
