@@ -12,7 +12,7 @@ from tests.sources import ROOT, Module, modules
 # Highest first. A module may import those of lower rows, and its own folder. `testing` is for users' tests and ours.
 ROWS = (
     ("testing",),
-    ("launch", "running", "cli", "estimators"),
+    ("launch", "running", "cli", "store_cli", "estimators"),
     ("spark", "local", "torch", "tensorflow", "keras"),
     ("ops",),
     ("driver", "worker", "observe"),
@@ -50,7 +50,7 @@ FOREIGN = {
     "httpx": ("rendezvous",),
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
-    "click": ("cli",),
+    "click": ("cli", "store_cli"),
     "matplotlib": ("observe",),
     "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
     "numpy": ("data", "state", "worker", "ops", "torch", "tensorflow", "keras", "estimators", "testing"),
