@@ -102,6 +102,9 @@ def _refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--disable-cache", is_flag=True, hidden=True, expose_value=False, help="There is no cache of checks."
 )
 @click.option("--output-filename", type=click.Path(), help="Folder for what ranks print: rank.N/stdout.")
+@click.option("--run-id", help="Name under which commits are made durable; the same name again goes on.")
+@click.option("--store", help="Folder or fsspec url in which they are kept.")
+@click.option("--checkpoint-steps", type=int, help="So many commits from one to the next; default by time.")
 @click.option("--prefix-output-with-timestamp", is_flag=True, help="The time of day before each line.")
 @click.option(
     "--log-level", type=click.Choice(UNLOGGED, case_sensitive=False), help="Of the driver's own log."
@@ -133,6 +136,9 @@ class Wanted:
     blacklist_cooldown_range: tuple[float, float] | None = None
     gloo_timeout_seconds: float | None = None
     output_filename: str | None = None
+    run_id: str | None = None
+    store: str | None = None
+    checkpoint_steps: int | None = None
     prefix_output_with_timestamp: bool = False
     log_level: str | None = None
     verbose: bool = False
@@ -153,7 +159,13 @@ def play(wanted: Wanted) -> None:
     number = wanted.num_proc or (sum(fixed.values()) if fixed else None)
     if number is None:
         raise InvalidInput("spark-elastic-run needs -np, the number of workers to start with.")
-    named = {"num_workers": number, "min_workers": wanted.min_np, "max_workers": wanted.max_np}
+    named: dict[str, Any] = {
+        "num_workers": number,
+        "min_workers": wanted.min_np,
+        "max_workers": wanted.max_np,
+        "run_id": wanted.run_id,
+        "store": wanted.store,
+    }
     call = prepare(path, arguments, {name: value for name, value in named.items() if value}, _config(wanted))
     hosts, clock = Hosts(), SystemClock()
     config = call.options.config
@@ -165,7 +177,7 @@ def play(wanted: Wanted) -> None:
         Narration(sys.stdout, clock, wanted.prefix_output_with_timestamp, folder, wanted.verbose)
     ) as narration:
         discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
-        supervise(launcher, discovery, Site(), limits, config, call.name, narration)
+        supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
 
 
 def _config(wanted: Wanted) -> ElasticConfig:
@@ -176,6 +188,7 @@ def _config(wanted: Wanted) -> ElasticConfig:
         gather_timeout=wanted.start_timeout,
         cooldown_range=tuple(cooldown) if cooldown else None,
         collective_timeout=wanted.gloo_timeout_seconds,
+        checkpoint_steps=wanted.checkpoint_steps,
     )
 
 

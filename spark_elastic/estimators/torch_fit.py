@@ -45,7 +45,7 @@ from spark_elastic.spark.shipping import ship
 from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.torch.checkpointing import CheckpointPolicy
+from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.torch.train_spec import Brought, TrainSpec
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.torch.training import Clipping

@@ -16,6 +16,7 @@ import torch
 
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.state import attempts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ def checked(values: Mapping[str, Any]) -> Request:
     values = dict(values)
     model = _model(values["model"])
     store, run_id = values["store"], values["run_id"]
-    if run_id is not None and (not isinstance(run_id, str) or not run_id or "/" in run_id):
-        raise InvalidInput(f"run_id must be a name without slashes; got {run_id!r}.")
+    if run_id is not None:
+        attempts.check_name(run_id)
     return Request(
         model=model,
         optimizer=_optimizer(values["optimizer"], model),

@@ -16,8 +16,8 @@ from spark_elastic.protocol.failures import spell
 from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
 from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
-from spark_elastic.protocol.time_limit import may_end, time_is_up
-from spark_elastic.protocol.types import START, Fence, WorkerStatus, World
+from spark_elastic.protocol.time_limit import GRACE, may_end, time_is_up
+from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, WorkerStatus, World
 
 
 def settle(turn: Turn) -> None:
@@ -75,7 +75,9 @@ def _finish(turn: Turn) -> None:
 def _mind_running(turn: Turn, over_time: str) -> None:
     """A world that runs: it may stop as planned, be late with that or with its forming, or be asked to stop."""
     state = turn.state
-    wait = state.limits.regroup_timeout
+    wait = (
+        GRACE if over_time else state.limits.regroup_timeout
+    )  # a last checkpoint is written before they come
     if state.absent == 0:
         state.stage = Stage.REGROUPING
     elif state.regroup_since is not None:
@@ -109,7 +111,7 @@ def _announce(turn: Turn, over_time: str) -> None:
     if not why:
         state.change_since = None
     else:
-        state.version += 1
+        state.version += LAST_CHANGE if over_time else 1
         state.announced = True
         turn.say(
             Announce(f"world {state.generation} shall stop at its next step boundary: {why}", state.version)

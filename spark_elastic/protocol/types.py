@@ -41,6 +41,12 @@ class Position:
 
 
 START = Position(0, Phase.TRAIN, 0)
+LAST_CHANGE = 1 << 40  # membership versions from here on: behind this boundary the job ends
+
+
+def is_last(version: int) -> bool:
+    """Whether the change of that membership version is the job's end (R6: all ranks see it at the same boundary)."""
+    return version >= LAST_CHANGE
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch import LaunchResult, Site, bounds, launch, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.running.output import Output
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker.context import current
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.results import decode
@@ -77,7 +80,8 @@ def run(
     fn: a function, or the path of a script, whose arguments follow and which runs as `__main__`. Elastic is what it
     hands to `spark_elastic.torch.elastic.run`; all else begins anew, from `fn`'s beginning, in the world after a loss.
     arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
-    stdout, verbose, prefix_output_with_timestamp, preload, every field of `ElasticConfig`, and the arguments of
+    stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a call
+    with the same run_id goes on from the newest), every field of `ElasticConfig`, and the arguments of
     Horovod's `run_elastic` under their own names.
 
     Raises:
@@ -115,14 +119,15 @@ class Call:
         preflight(
             sc,
             self.program.pickled,
-            None,
+            self._store(),
             needs,
             config.start_timeout,
             place,
             "the function or its arguments",
         )
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        return results(launch(spark, self.program, limits, config, name, self.preload, self.narrator()))
+        run = self.held()
+        return results(launch(spark, self.program, limits, config, name, self.preload, self.narrator(), run))
 
     def over(
         self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None
@@ -130,9 +135,20 @@ class Call:
         """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
         limits = self.limits(default_workers)
         config = self.options.config
-        return results(
-            supervise(launcher, discovery, site or Site(), limits, config, self.name, self.narrator())
-        )
+        site = site or Site(run=self.held())
+        return results(supervise(launcher, discovery, site, limits, config, self.name, self.narrator()))
+
+    def held(self) -> HeldRun | None:
+        """The run, which is this driver's from here on; None without a `run_id`.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        run_id, store = self.options.run_id, self._store()
+        return None if run_id is None or store is None else HeldRun.take(store, run_id)
+
+    def _store(self) -> Store | None:
+        return None if self.options.store is None else Store.open(self.options.store)
 
     def limits(self, default_workers: int) -> Limits:
         number, least, most = self.options.workers(default_workers)
@@ -168,16 +184,25 @@ def prepare(
             )
         script = Script.read(os.fspath(fn), *(str(argument) for argument in given))
         chosen = options.parse(named, config)
-        program = FunctionProgram(script, environment=chosen.env)
+        program = FunctionProgram(script, environment=chosen.env, durable=_durable(chosen))
         slow, name = _slow_in(script.source), os.path.basename(script.path)
     else:
         args, kwargs, named = _positional(given, args, kwargs, named)
         chosen = options.parse(named, config)
         if not callable(fn):
             raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps)
+        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, _durable(chosen))
         slow, name = _slow_for(fn), getattr(fn, "__name__", type(fn).__name__)
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
+
+
+def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
+    """Where and when workers make commits durable."""
+    if chosen.run_id is None or chosen.store is None:
+        return None
+    config = chosen.config
+    policy = CheckpointPolicy(chosen.run_id, config.checkpoint_steps, config.checkpoint_seconds)
+    return Store.open(chosen.store), policy
 
 
 def results(launched: LaunchResult) -> list[Any]:

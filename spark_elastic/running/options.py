@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.state import attempts
 
 # Horovod's name -> ours.
 ALIASES = {
@@ -49,6 +50,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 OWN = (
     "num_workers", "min_workers", "max_workers", "env", "stdout", "verbose", "prefix_output_with_timestamp", "preload",
+    "run_id", "store",
 )  # fmt: skip
 
 
@@ -58,6 +60,7 @@ class Options:
 
     env: variables of the training processes. stdout: where their lines go, default standard output. verbose: 0 says
     nothing about worlds. preload: modules imported before a worker is warm; None: what the function seems to need.
+    run_id, store: commits are made durable there under that name, and another call with it goes on.
     """
 
     num_workers: int | None = None
@@ -68,6 +71,8 @@ class Options:
     verbose: int = 1
     prefix_output_with_timestamp: bool = False
     preload: tuple[str, ...] | None = None
+    run_id: str | None = None
+    store: str | None = None
     config: ElasticConfig = field(default_factory=ElasticConfig)
 
     def workers(self, default: int) -> tuple[int, int, int]:
@@ -131,6 +136,12 @@ def _check(mine: dict[str, Any]) -> None:
         raise InvalidInput("env must map names of variables to their values, all of them text.")
     if "preload" in mine:
         mine["preload"] = tuple(mine["preload"])
+    if (mine.get("run_id") is None) is not (mine.get("store") is None):
+        raise InvalidInput(
+            "run_id and store go together: the name of the run, and the folder or url where it is kept."
+        )
+    if "run_id" in mine:
+        attempts.check_name(mine["run_id"])
     if not hasattr(mine.get("stdout", _Writes), "write"):
         raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
 

@@ -10,9 +10,15 @@ import os
 import socket
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError
 
 TRIES = 100  # drivers that open the run at the same moment
+
+
+def check_name(run_id: object) -> None:
+    """Raises InvalidInput where a run cannot be called so."""
+    if not isinstance(run_id, str) or not run_id or "/" in run_id:
+        raise InvalidInput(f"run_id must be a name without slashes; got {run_id!r}.")
 
 
 def take(store: Store, run_id: str) -> int:

@@ -27,6 +27,7 @@ class CheckpointWriter:
         self._tell = tell
         self._changed = threading.Condition()
         self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
+        self._writing = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -38,6 +39,11 @@ class CheckpointWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
+
+    def flush(self) -> bool:
+        """Wait until all that was offered is written and told, or could not be; False after `END_WAIT` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is None and not self._writing, END_WAIT)
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -52,6 +58,7 @@ class CheckpointWriter:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting is not None)
                 job, self._waiting = self._waiting, None
+                self._writing = job is not None
             if job is None:
                 return
             fence, position, parts = job
@@ -61,3 +68,6 @@ class CheckpointWriter:
                 log.warning("checkpoint at %s not written: %s", position, error)
             except Exception:  # of whatever made the bytes; the next checkpoint may fare better
                 log.exception("checkpoint at %s not written", position)
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()

@@ -65,10 +65,14 @@ def _rounds(func: Callable[[], R], state: State, seat: Seat) -> R:
             if changed:
                 state.on_reset()
             _begin(state, seat)
-            return func()
+            result = func()
+            _last(state, seat)
+            return result
         except HostsUpdatedInterrupt:
             state.on_hosts_updated(float(seat.world.fence.generation), 0)
             state.count_save()  # one that broke at this boundary stands behind, and takes over from who did not
+            if seat.ends():
+                _last(state, seat)
         except MismatchError:
             raise  # not a loss that another world could mend
         except CollectiveError as broke:
@@ -92,8 +96,18 @@ def _begin(state: State, seat: Seat) -> None:
     if seat.kept.get(BEGUN) == world.fence:
         return  # the user's function called it again
     source, number = hand_over_of(world)
+    if world.resume:
+        number = None  # that of the checkpoint, which travels with it
+        if seat.group.rank == source and seat.durable is not None:
+            state.resume(seat.durable, world.resume)
     state.begin_world(source, number)
     seat.kept[BEGUN] = world.fence
+
+
+def _last(state: State, seat: Seat) -> None:
+    """No commit follows the newest."""
+    if seat.durable is not None and seat.group.rank == 0:
+        state.make_durable(seat.durable)
 
 
 def hand_over_of(world: World) -> tuple[int | None, int | None]:

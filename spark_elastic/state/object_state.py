@@ -6,13 +6,16 @@ What is restored, and what is handed over, is always one version of everything. 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.commit import Commits, Snapshot, Tray
+from spark_elastic.state.durable_commits import DurableCommits
 from spark_elastic.state.handlers import REGISTRY, PictureHandler, Registry, StateHandler, handler_for
 from spark_elastic.state.handover import hand_over, pickled
-from spark_elastic.state.state import State
+from spark_elastic.state.state import Seat, State
 
 
 class ObjectState(State):
@@ -57,6 +60,9 @@ class ObjectState(State):
         self._tell()
 
     def count_save(self) -> None:
+        seat = self._seat
+        if seat is not None and seat.durable is not None and seat.group.rank == 0:
+            seat.durable.committed(seat.world.fence, self._commits.newest())
         self.save()
 
     def save_again(self) -> None:
@@ -83,9 +89,32 @@ class ObjectState(State):
         if arrived is not None:
             self._commits.adopt(arrived)
             self._load(arrived)
+            self._number = arrived.version
         for handler in self._custom():
             handler.source_rank = self.source_rank
             handler.sync()
+
+    def sit(self, seat: Seat | None) -> None:
+        own = [name for name, h in self._handlers.items() if not isinstance(h, PictureHandler)]
+        if seat is not None and seat.durable is not None and own:
+            raise InvalidInput(
+                f"run_id= makes a state durable as one picture, and the handler of {own[0]!r} takes no part in it: "
+                "have it be a PictureHandler, or leave run_id out."
+            )
+        super().sit(seat)
+
+    def resume(self, durable: DurableCommits, candidates: Sequence[Checkpoint]) -> None:
+        kept = durable.restore(candidates)
+        if not self._is_mine(kept):
+            raise InvalidInput(
+                "the run's checkpoints are of a state of other names: make the same one, or use another run_id."
+            )
+        self._load(kept)
+        self._number = kept.version
+
+    def make_durable(self, durable: DurableCommits) -> None:
+        assert self._seat is not None
+        durable.finish(self._seat.world.fence, self._commits.newest())
 
     def reset(self) -> None:
         for handler in self._handlers.values():
@@ -93,12 +122,15 @@ class ObjectState(State):
 
     def take_from(self, other: State) -> None:
         kept = other._commits.newest() if isinstance(other, ObjectState) else None
-        if kept is None or set(kept.picture) != {"", *self._pictured()}:
+        if kept is None or not self._is_mine(kept):
             raise InvalidInput(
                 "the function made a state of other names than when it was called before: make the same one each time."
             )
         self._commits.adopt(kept)
         self.restore()
+
+    def _is_mine(self, kept: Snapshot) -> bool:
+        return set(kept.picture) == {"", *self._pictured()}
 
     def _custom(self) -> list[StateHandler]:
         return [handler for handler in self._handlers.values() if not isinstance(handler, PictureHandler)]

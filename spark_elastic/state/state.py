@@ -7,11 +7,13 @@ only. It must not know how its values are kept (`object_state`) nor how worlds a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.protocol.types import World
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Checkpoint, World
+from spark_elastic.state.durable_commits import DurableCommits
 
 
 class HostsUpdatedInterrupt(Exception):
@@ -49,6 +51,15 @@ class Seat(Protocol):
         Raises:
             CollectiveError: the group broke.
         """
+        ...
+
+    @property
+    def durable(self) -> DurableCommits | None:
+        """What makes this job's commits outlive all workers; None: nothing does."""
+        ...
+
+    def ends(self) -> bool:
+        """Whether the stop that all ranks agreed on is the job's end."""
         ...
 
     def next_world(self, error: CollectiveError | None) -> None:
@@ -153,11 +164,31 @@ class State(ABC):
             self.sync()
         self._tell()
 
+    def resume(self, durable: DurableCommits, candidates: Sequence[Checkpoint]) -> None:
+        """Become the newest durable commit.
+
+        Raises:
+            InvalidInput: this kind of state is kept in a way of its own. StoreError: no checkpoint is whole.
+        """
+        raise _not_durable(self)
+
+    def make_durable(self, durable: DurableCommits) -> None:
+        """The newest commit is the last one: it is durable when this returns. Of rank 0."""
+        raise _not_durable(self)
+
     def take_from(self, other: State) -> None:
         """Go on from the last commit of a state that an earlier call of the user's function made."""
         self.__dict__.update(other.__dict__)
         self.restore()
 
     def _tell(self) -> None:
-        if self._seat is not None:
+        # Before the first commit there is nothing that a checkpoint should give way to.
+        if self._seat is not None and self._number:
             self._seat.at(self._number)
+
+
+def _not_durable(state: State) -> InvalidInput:
+    return InvalidInput(
+        f"run_id= needs a state that can be made durable, an ObjectState or TorchState; this one is a "
+        f"{type(state).__name__}."
+    )

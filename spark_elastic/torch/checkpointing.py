@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,10 @@ from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.checkpoint_writer import CheckpointWriter
+from spark_elastic.state.schedule import CheckpointPolicy, Schedule
 from spark_elastic.torch.torch_state import TorchState
 
 PART = "state.pt"
-
-
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """Of run `run_id`: every `steps` steps, or `seconds` after the last one, whichever comes first; None: not by it."""
-
-    run_id: str
-    steps: int | None = None
-    seconds: float | None = 60.0
 
 
 class Checkpointing:
@@ -42,18 +33,13 @@ class Checkpointing:
     def __init__(
         self, store: Store, policy: CheckpointPolicy, clock: Clock, tell: Callable[[Checkpoint], object]
     ) -> None:
-        self._policy = policy
-        self._clock = clock
+        self._schedule = Schedule(policy, clock)
         self._writer = CheckpointWriter(Checkpoints(store, policy.run_id), tell)
-        self._last = clock.now()
-        self._steps = 0
         self._copied: tuple[Position, dict[str, Any]] | None = None
 
     def applied(self, state: TorchState) -> None:
         """A step was applied; copies the state where a checkpoint is due."""
-        self._steps += 1
-        if self._due():
-            self._last, self._steps = self._clock.now(), 0
+        if self._schedule.step():
             self._copied = state.position, copy.deepcopy(state.capture())
 
     def sealed(self, fence: Fence) -> None:
@@ -63,18 +49,18 @@ class Checkpointing:
             position, captured = copied
             self._writer.offer(fence, position, lambda: {PART: dumps(captured)})
 
+    def finish(self, fence: Fence, state: TorchState) -> None:
+        """All ranks stop here for good: the state is durable when this returns."""
+        self._copied = state.position, copy.deepcopy(state.capture())
+        self.sealed(fence)
+        self._writer.flush()
+
     def unsealed(self) -> None:
         """The world broke before anybody could know."""
         self._copied = None
 
     def close(self) -> None:
         self._writer.close()
-
-    def _due(self) -> bool:
-        steps, seconds = self._policy.steps, self._policy.seconds
-        if steps is not None and self._steps >= steps:
-            return True
-        return seconds is not None and self._clock.now() - self._last >= seconds
 
 
 def restore(store: Store, run_id: str, candidates: tuple[Checkpoint, ...], state: TorchState) -> Position:

@@ -12,8 +12,8 @@ from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
+from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.torch.callbacks import Callback
-from spark_elastic.torch.checkpointing import CheckpointPolicy
 from spark_elastic.torch.objective import FunctionLoss, LightningLoss, ModelLoss, ModelLosses, Objective
 from spark_elastic.torch.training import Clipping
 

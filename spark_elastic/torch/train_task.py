@@ -21,7 +21,7 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
-from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.protocol.types import Phase, Position, World, is_last
 from spark_elastic.torch.checkpointing import Checkpointing, restore
 from spark_elastic.torch.columns import Columns
 from spark_elastic.torch.coupling import world_dependence
@@ -162,6 +162,8 @@ class TorchTrainTask:
                 self._keep(world, applied=True)
                 self._report(group, session, verdict)
                 if verdict.version > world.version and self._state.position.phase is Phase.TRAIN:
+                    if self._checkpointing is not None and is_last(verdict.version):
+                        self._checkpointing.finish(world.fence, self._state)
                     return False
         return True
 

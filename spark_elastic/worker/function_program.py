@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 import cloudpickle
 
 from elastic_collectives import Group, MismatchError
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
+from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.state.elastic_loop import ENTERED
+from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker import results
 from spark_elastic.worker.context import current
 from spark_elastic.worker.program import Completed, Outcome, Session
@@ -24,6 +28,7 @@ class FunctionProgram:
     """`fn(*args, **kwargs)` on every worker.
 
     environment: variables of the training process, set before anything slow is imported. dumps: pickles the call.
+    durable: where commits are made durable, and when; None: nowhere.
     """
 
     def __init__(
@@ -33,7 +38,10 @@ class FunctionProgram:
         kwargs: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
         dumps: Callable[[object], bytes] = cloudpickle.dumps,
+        durable: tuple[Store, CheckpointPolicy] | None = None,
     ) -> None:
+        self._durable = durable
+        self._commits: DurableCommits | None = None
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
 
@@ -58,6 +66,10 @@ class FunctionProgram:
         here = current()
         assert here is not None
         session.kept.pop(ENTERED, None)
+        if self._durable is not None and self._commits is None:
+            store, policy = self._durable
+            self._commits = DurableCommits(store, policy, SystemClock(), session.wrote_checkpoint)
+            session.kept[DURABLE] = self._commits
         try:
             surround(world, group, here.address)
             fn, args, kwargs = cloudpickle.loads(self._call)
@@ -71,4 +83,5 @@ class FunctionProgram:
             ) from error
 
     def close(self) -> None:
-        """Nothing to free."""
+        if self._commits is not None:
+            self._commits.close()

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.protocol.types import Phase, Position, World, is_last
+from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.worker.context import Current, current
 from spark_elastic.worker.engine_thread import EngineThread
 from spark_elastic.worker.program import Session
@@ -19,6 +20,7 @@ class WorkerSeat:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._agreed = 0  # newest version that all ranks heard of
 
     @property
     def world(self) -> World:
@@ -46,7 +48,16 @@ class WorkerSeat:
             here.floor.clear()
             group_of(here).allreduce(newest, op="max")
             version = int(newest[0])
+        self._agreed = version
         return version > self.world.version
+
+    @property
+    def durable(self) -> DurableCommits | None:
+        durable: DurableCommits | None = self._session.kept.get(DURABLE)
+        return durable
+
+    def ends(self) -> bool:
+        return is_last(self._agreed)
 
     def next_world(self, error: CollectiveError | None) -> None:
         world, group = self._session.next_world(error)

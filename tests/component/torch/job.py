@@ -26,9 +26,9 @@ from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
-from spark_elastic.torch.checkpointing import CheckpointPolicy
 from spark_elastic.torch.train_spec import Brought, TrainSpec
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.torch.training import Clipping

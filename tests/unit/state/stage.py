@@ -16,6 +16,7 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.assignment import Place, assign, source_of
 from spark_elastic.protocol.types import START, Fence, Phase, Position, World
+from spark_elastic.state.durable_commits import DurableCommits
 
 DEADLINE = 20.0  # seconds
 
@@ -51,6 +52,7 @@ class Stage:
         self._members: list[Seat] = []
         self._threads: list[threading.Thread] = []
         self._first = size
+        self.durable: DurableCommits | None = None
         self.sizes: list[int] = []
         self.errors: list[BaseException] = []
         self.results: list[Any] = []
@@ -163,6 +165,13 @@ class Seat:
     @property
     def group(self) -> Group:
         return self._group
+
+    @property
+    def durable(self) -> DurableCommits | None:
+        return self._stage.durable
+
+    def ends(self) -> bool:
+        return False
 
     def at(self, commits: int) -> None:
         self.position = Position(0, Phase.TRAIN, commits)

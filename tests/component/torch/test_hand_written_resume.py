@@ -1,0 +1,88 @@
+"""P7 for hand-written loops on real processes: `run` with a run_id outlives its workers, its time and its driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import TimeLimitReached
+from spark_elastic.state.checkpoint import Checkpoints
+from tests.component.torch.hand_written import Run, train
+from tests.component.torch.test_hand_written import assert_exact
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
+
+cloudpickle.register_pickle_by_value(sys.modules[train.__module__])
+
+NEVER = (-1, 0)
+STEPS = 60
+DRIVER = """
+import sys
+import cloudpickle
+from tests.component.torch import hand_written as here
+
+cloudpickle.register_pickle_by_value(here)
+here.Run(
+    here.train, (600, (-1, 0)), room=3, num_workers=3, run_id="mine", store=sys.argv[1], checkpoint_steps=3
+).results()
+"""
+
+
+def newest_step(folder: Path) -> int:
+    """Of the run's newest durable commit; 0 where there is none."""
+    published = Checkpoints(Store.open(str(folder)), "mine").published()
+    return published[0].position.step if published else 0
+
+
+def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
+    first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
+    try:
+        until = time.monotonic() + 120
+        while newest_step(tmp_path) < 9:
+            assert first.poll() is None
+            assert time.monotonic() < until, "no checkpoint"
+            time.sleep(0.01)
+        fault(first.send_signal, signal.SIGKILL)
+    finally:
+        first.kill()
+        first.wait(60)
+    step = newest_step(tmp_path)
+    steps = step + 40
+    given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 3}
+    again = Run(train, (steps, NEVER), room=2, num_workers=2, **given)
+    killed: list[int] = []
+
+    def strike() -> None:
+        for slot in again.cluster.slots():
+            killed.append(slot)
+            fault(again.cluster.kill, slot)
+
+    again.at(step + 20, strike)
+    results = again.results()
+    assert len(killed) == 2
+    assert_exact(results, steps)
+    assert f"goes on from checkpoint 000001-000001-00000-0-{step:08d}" in again.lines.getvalue()
+    assert "goes on from checkpoint 000002-" in again.lines.getvalue()
+    assert results[0]["trained"][-1] == steps - 1
+    assert newest_step(tmp_path) == steps, "the end is not durable"
+
+
+def test_max_runtime_leaves_a_checkpoint_of_the_very_step(tmp_path: Path) -> None:
+    given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 1000}
+    first = Run(train, (100_000, NEVER), room=2, num_workers=2, max_runtime=12.0, **given)
+    with pytest.raises(TimeLimitReached):
+        first.results()
+    taken = [line for line in first.lines.getvalue().splitlines() if "] step " in line]
+    stopped = max(int(line.rpartition(" ")[2]) for line in taken)
+    results = Run(train, (stopped + 5, NEVER), room=1, num_workers=1, **given).results()
+    assert results[0]["trained"][0] >= stopped, "steps were taken again"
+    assert_exact(results, stopped + 5)
