@@ -38,7 +38,7 @@ class Evaluation:
         objective: Objective,
         columns: Columns,
         metrics: Metrics,
-        sealed: Callable[[World], None],
+        sealed: Callable[[World, int], None],
     ) -> None:
         """sealed: called when an exchange is complete, which says that the step before it is history (R1)."""
         self._spec, self._rows, self._state = spec, rows, state
@@ -55,7 +55,7 @@ class Evaluation:
                 for rows in steps:
                     verdict = self._step(group, self._columns.share(rows), session.membership_version())
                     session.tell(self._state.position)
-                    self._sealed(world)
+                    self._sealed(world, verdict.version)
                     if verdict.version > world.version:
                         return False
         finally:

@@ -162,8 +162,7 @@ class TorchTrainTask:
                 self._keep(world, applied=True)
                 self._report(group, session, verdict)
                 if verdict.version > world.version and self._state.position.phase is Phase.TRAIN:
-                    if self._checkpointing is not None and is_last(verdict.version):
-                        self._checkpointing.finish(world.fence, self._state)
+                    self._stops(world, verdict.version)
                     return False
         return True
 
@@ -204,10 +203,16 @@ class TorchTrainTask:
         if logs is not None:
             self._hooks.step_sealed(logs)
 
-    def _sealed(self, world: World) -> None:
-        """An exchange without a step of its own is complete."""
+    def _sealed(self, world: World, version: int = 0) -> None:
+        """An exchange without a step of its own is complete; version: newest of the membership that came with it."""
         self._keep(world, applied=False)
         self._show_step()
+        self._stops(world, version)
+
+    def _stops(self, world: World, version: int) -> None:
+        """Where the boundary is the job's last, it is made durable before anybody leaves."""
+        if self._checkpointing is not None and is_last(version):
+            self._checkpointing.finish(world.fence, self._state)
 
     def _keep(self, world: World, applied: bool) -> None:
         """An exchange is complete, so that the step before it is sealed; `applied`: and its own step was applied."""
