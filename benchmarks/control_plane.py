@@ -95,7 +95,7 @@ def drive(pipe: Connection, size: int) -> None:
     with RendezvousServer(
         swarm.KEY, 1, Hooks(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
     ) as server:
-        effects = Effects(server, NoLauncher(), Nobody(), lambda kept, surplus: None)
+        effects = Effects(server, NoLauncher(), Nobody(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())
         loop.start()
         pipe.send(server.address)

@@ -302,7 +302,7 @@ def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_worker
     return Limits(num_workers, min_workers, max_workers, **settings)
 
 
-def _unpublished(kept: tuple[Checkpoint, ...], surplus: tuple[Checkpoint, ...]) -> None:
+def _unpublished(kept: tuple[Checkpoint, ...]) -> None:
     """A job without a run has nowhere to write, and writes nothing."""
 
 

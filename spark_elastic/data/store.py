@@ -105,6 +105,12 @@ class Store:
             self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             self._write_and_rename(path, data)
 
+    def write_verified(self, name: str, data: bytes) -> None:
+        """Write an object, and read it back where the store is no local file system: somebody will rely on it (R15)."""
+        self.write_bytes(name, data)
+        if not self.is_local and self.read_bytes(name) != data:
+            raise StoreError(f"The store {self.url} does not give back what was written to {name!r}.")
+
     def create_exclusive(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one of that name; of several who try at once, one gets True.
 

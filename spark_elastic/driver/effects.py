@@ -19,8 +19,8 @@ class Audience(Protocol):
     def said(self, text: str) -> None: ...
 
 
-Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...], tuple[Checkpoint, ...]], None]
-"""Makes checkpoints count, newest first, and deletes the surplus; returns at once."""
+Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
+"""Makes checkpoints count, newest first, and deletes others; returns at once."""
 
 
 class Effects:
@@ -51,7 +51,7 @@ class Effects:
                 self._server.stop_worker(worker, reason, kill)
             case do.ReleaseSlot(reason, slot):
                 self._server.release_slot(slot, reason)
-            case do.PublishCheckpoint(_, kept, surplus):
-                self._publisher(kept, surplus)
+            case do.PublishCheckpoint(_, kept):
+                self._publisher(kept)
             case do.End(reason):
                 self._server.end(reason)

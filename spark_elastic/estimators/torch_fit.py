@@ -112,7 +112,7 @@ def _trained(
     run = HeldRun.take(store, run_id)
     with _data(df, request, store, run) as (record, data):
         manifest = record.rows()
-        spec = _spec(request, store, data, record, run_id, ledger)
+        spec = _spec(request, store, data, record, run, ledger)
         launched = _train(df.sparkSession, request, spec, run)
     trained = json.loads(launched.results[0])
     result = RunResult(
@@ -222,7 +222,7 @@ def _plan(request: Request, manifest: Manifest) -> DataPlan:
 
 
 def _spec(
-    request: Request, store: Store, data: Store, record: RunRecord, run_id: str, ledger: str | None
+    request: Request, store: Store, data: Store, record: RunRecord, run: HeldRun, ledger: str | None
 ) -> TrainSpec:
     manifest, config = record.rows(), request.config
     return TrainSpec(
@@ -230,7 +230,8 @@ def _spec(
         manifest=manifest,
         plan=record.plan(manifest),
         store=store,
-        result=f"runs/{run_id}/model.pt",
+        # An older driver that lost the run may still write its own.
+        result=f"runs/{run.run_id}/model-{run.attempt:06d}.pt",
         features=_inputs(request, manifest),
         labels=request.label_cols,
         weight=request.sample_weight_col,
@@ -239,7 +240,7 @@ def _spec(
         seed=request.seed,
         clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
         ledger=ledger,
-        checkpoints=CheckpointPolicy(run_id, config.checkpoint_steps, config.checkpoint_seconds),
+        checkpoints=CheckpointPolicy(run.run_id, config.checkpoint_steps, config.checkpoint_seconds),
     )
 
 

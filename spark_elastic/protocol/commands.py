@@ -69,10 +69,9 @@ class ReleaseSlot(Command):
 
 @dataclass(frozen=True)
 class PublishCheckpoint(Command):
-    """From now on `kept` (newest first) are what a run resumes from; `surplus` may be deleted."""
+    """From now on `kept` (newest first) are what a run resumes from; others may be deleted."""
 
     kept: tuple[Checkpoint, ...]
-    surplus: tuple[Checkpoint, ...]
 
 
 class Outcome(Enum):

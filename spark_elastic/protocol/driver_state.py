@@ -66,7 +66,8 @@ class DriverState:
     checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most;
     unsure_in: numbers of their slot jobs.
     listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
-    part in a world. withheld: slot jobs that are not asked for before a member is lost. recall: one was.
+    part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
+    withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
     """
 
@@ -88,6 +89,8 @@ class DriverState:
     listed: tuple[tuple[str, int], ...] | None = None
     blacklist: Blacklist = field(default_factory=Blacklist)
     kills: Table[SlotId, int] = field(default_factory=Table)
+    killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)
+    yielded: str = ""
     withheld: int = 0
     recall: bool = False
     arrivals: int = 0

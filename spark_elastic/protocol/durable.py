@@ -21,10 +21,8 @@ def checkpoint_written(turn: Turn, event: on.CheckpointWritten) -> None:
     of_this_run = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
     if not of_this_run or (state.checkpoints and not _further(new, state.checkpoints[0])):
         return
-    known = (new, *state.checkpoints)
-    state.checkpoints = known[: state.limits.checkpoints_kept]
-    surplus = known[state.limits.checkpoints_kept :]
-    turn.say(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints, surplus))
+    state.checkpoints = (new, *state.checkpoints)[: state.limits.checkpoints_kept]
+    turn.say(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints))
 
 
 def _further(new: Checkpoint, old: Checkpoint) -> bool:

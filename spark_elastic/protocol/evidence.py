@@ -79,6 +79,7 @@ def lose_slot(turn: Turn, slot: SlotRecord, reason: str, dead: bool = True) -> N
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
     state.blacklist = state.blacklist.forget(slot.slot)
     state.kills = state.kills.drop(slot.slot)
+    state.killed = state.killed.drop(slot.slot)
     job = state.jobs.get(slot.job)
     if job is not None:
         state.jobs = state.jobs.put(slot.job, replace(job, slots=job.slots - 1))

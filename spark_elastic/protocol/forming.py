@@ -239,6 +239,8 @@ def _shortage(turn: Turn, count: int) -> str:
     ]
     if cooling:
         parts.append(f"cooling down: {names(cooling)}")
+    if state.yielded and not state.generation:
+        parts.append(f"its slots were given back in between: {state.yielded}")
     if state.fruitless_end:
         parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
     return "; ".join(parts)

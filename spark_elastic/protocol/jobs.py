@@ -88,6 +88,7 @@ def yield_slots(turn: Turn, reason: str) -> None:
     state = turn.state
     if state.generation or turn.count_newcomers() >= state.limits.min_workers:
         return
+    state.yielded = reason
     for slot in tuple(state.slots.values()):
         job = state.jobs.get(slot.job)
         if job is not None:

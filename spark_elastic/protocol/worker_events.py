@@ -17,6 +17,7 @@ from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
 
 KILLED = (-9, -15)  # exit codes of a process that was killed from outside
+KILLS_PER_SLOT = 20  # within the failure window that are a loss and nobody's failure
 KILLS_BORNE = 2  # such ends of one slot's workers in a row, before they took part in a world
 
 
@@ -171,7 +172,7 @@ def _count(
     turn: Turn, event: on.WorkerExited, took_part: bool, position: Position | None, detail: str
 ) -> None:
     """A process that was killed is a loss like that of a host, and its slot is not to blame, unless its workers are
-    killed one after the other before they ever take part in a world."""
+    killed one after the other before they ever take part in a world, or again and again within the failure window."""
     state = turn.state
     slot = event.worker.rpartition(".")[0]
     if event.out_of_memory:
@@ -179,10 +180,23 @@ def _count(
     elif event.exit_code in KILLED:
         kills = 0 if took_part else state.kills.get(slot, 0) + 1
         state.kills = state.kills.put(slot, kills)
-        if kills <= KILLS_BORNE:
+        often = _killed(turn, slot)
+        if kills <= KILLS_BORNE and often <= KILLS_PER_SLOT:
             return
-        detail += f"; {kills} of its slot were killed in a row before they took part in a world"
+        if kills > KILLS_BORNE:
+            detail += f"; {kills} of its slot were killed in a row before they took part in a world"
+        else:
+            detail += f"; {often} of its slot were killed within {state.limits.failure_window:g} s"
     _blame(turn, Failure(turn.now, state.generation, event.worker, position, "", detail))
+
+
+def _killed(turn: Turn, slot: SlotId) -> int:
+    """Note that a worker of the slot was killed; how many were within the failure window."""
+    state = turn.state
+    oldest = turn.now - state.limits.failure_window
+    times = (*(at for at in state.killed.get(slot, ()) if at >= oldest), turn.now)
+    state.killed = state.killed.put(slot, times)
+    return len(times)
 
 
 def _blame(turn: Turn, failure: Failure) -> None:

@@ -35,14 +35,14 @@ class Checkpoints:
         """Write the parts and, last, what they are. It counts once the driver has published it.
 
         Raises:
-            StoreError: the store cannot be written.
+            StoreError: the store cannot be written, or does not give back what was.
         """
         name = name_of(fence, position)
         for part, data in parts.items():
-            self._store.write_bytes(f"{self._folder}/{name}/{part}", data)
+            self._store.write_verified(f"{self._folder}/{name}/{part}", data)
         held = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
         manifest = json.dumps({"parts": held}, sort_keys=True).encode()
-        self._store.write_bytes(f"{self._folder}/{name}/{MANIFEST}", manifest)
+        self._store.write_verified(f"{self._folder}/{name}/{MANIFEST}", manifest)
         return Checkpoint(fence, position, name, _sha256(manifest))
 
     def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -93,10 +93,21 @@ class Checkpoints:
                 log.warning("%s cannot be read, the list before it is taken: %s", name, error)
         return ()
 
-    def delete(self, checkpoint: Checkpoint) -> None:
-        """Its manifest first, so that what is half deleted is never taken for whole."""
-        self._store.delete(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
-        self._store.remove_tree(f"{self._folder}/{checkpoint.name}")
+    def sweep(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
+        """Delete what the published list of `attempt` has no use for: what it superseded, and what dead attempts left.
+
+        The manifest first, so that what is half deleted is never taken for whole. What is further than the newest of
+        `kept` may be about to be told, and stays.
+        """
+        names = {checkpoint.name for checkpoint in kept}
+        newest = max(names, default="")
+        for path in self._store.list(self._folder):
+            name = path.rpartition("/")[2]
+            if name in names or not name[:1].isdigit():
+                continue
+            if name < newest or int(name.partition("-")[0]) < attempt:
+                self._store.delete(f"{path}/{MANIFEST}")
+                self._store.remove_tree(path)
 
 
 def name_of(fence: Fence, position: Position) -> str:

@@ -30,7 +30,7 @@ class HeldRun:
     def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: Several) -> None:
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
         self._folder = Checkpoints(store, run_id)
-        self._orders: queue.SimpleQueue[tuple[Several, Several] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Several | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -59,8 +59,8 @@ class HeldRun:
         )
         self._thread.start()
 
-    def publish(self, kept: Several, surplus: Several) -> None:
-        self._orders.put((kept, surplus))
+    def publish(self, kept: Several) -> None:
+        self._orders.put(kept)
 
     def close(self) -> None:
         """Publish what was ordered, and end."""
@@ -71,15 +71,15 @@ class HeldRun:
     def _run(self, lost: Callable[[str], None]) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                self.carry_out(*order)
+                self.carry_out(order)
             except JobCancelled as taken:
                 lost(str(taken))
                 return
             except Exception as error:  # of whatever file system; the next order may fare better
                 log.warning("a checkpoint could not be published: %s", error)
 
-    def carry_out(self, kept: Several, surplus: Several) -> None:
-        """Publish `kept`, then delete `surplus`. Blocks.
+    def carry_out(self, kept: Several) -> None:
+        """Publish `kept`, then delete what they leave without use. Blocks.
 
         Raises:
             JobCancelled: another driver holds the run; StoreError: the store failed.
@@ -87,5 +87,4 @@ class HeldRun:
         self.check()
         self._folder.publish(self.attempt, kept)
         self.check()  # the one that took it over meanwhile may go on from one of these
-        for checkpoint in surplus:
-            self._folder.delete(checkpoint)
+        self._folder.sweep(self.attempt, kept)

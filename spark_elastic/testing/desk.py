@@ -97,8 +97,8 @@ class Desk:
                     self._stop(command)
                 case do.ReleaseSlot(reason, slot):
                     self._release(slot, reason)
-                case do.PublishCheckpoint(_, kept, surplus):
-                    self.sim.at(PUBLISHING, partial(self._publish_checkpoint, kept, surplus))
+                case do.PublishCheckpoint(_, kept):
+                    self.sim.at(PUBLISHING, partial(self._publish_checkpoint, kept))
                 case do.End():
                     self.end = command
 
@@ -247,11 +247,11 @@ class Desk:
             if member.worker in self.held:
                 self._answer(member.worker)
 
-    def _publish_checkpoint(self, kept: Several, surplus: Several) -> None:
+    def _publish_checkpoint(self, kept: Several) -> None:
         if self.dead:
             return
         try:
-            self.run.carry_out(kept, surplus)
+            self.run.carry_out(kept)
         except JobCancelled as taken:
             self.post(on.CancelRequested(0, str(taken)))
             return

@@ -285,7 +285,7 @@ class TorchTrainTask:
         if group.rank == 0:
             buffer = io.BytesIO()
             torch.save(self._state.model.state_dict(), buffer)
-            self._spec.store.write_bytes(self._spec.result, buffer.getvalue())
+            self._spec.store.write_verified(self._spec.result, buffer.getvalue())
             written = hashlib.sha256(buffer.getbuffer()).hexdigest()
         return json.dumps(
             {

@@ -134,7 +134,7 @@ def test_members_of_a_blacklisted_host_stay() -> None:
 
 
 def test_a_killed_process_is_a_loss_and_no_crash() -> None:
-    """Twenty of each kind must not exhaust a budget of ten."""
+    """Twenty of each kind must not exhaust a budget of ten; a slot that goes on being killed is to blame."""
     bench = Bench()
     bench.start(1, 2, 3, 4)
     for number in range(1, 21):
@@ -145,6 +145,9 @@ def test_a_killed_process_is_a_loss_and_no_crash() -> None:
         bench.form()
     assert not bench.state.blacklist
     assert not bench.state.failures
+    bench.on(on.WorkerExited(0, name(2, 21), -9))
+    assert "21 of its slot were killed within 600 s" in bench.state.failures[0].detail
+    assert "2-0" in bench.state.blacklist.slots
 
 
 def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> None:

@@ -216,6 +216,8 @@ def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
     bench.on(on.SlotJobEnded(0, 1, "released"))
     assert bench.all(LaunchSlot)[-1].delay >= 4.0
+    bench.wait(bench.limits.start_timeout + 1.0)
+    assert "given back in between: another fit" in bench.end.reason, "nobody knows which job was in the way"
 
 
 def test_r17_a_world_keeps_its_slots() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
@@ -104,8 +105,8 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
     lost: list[str] = []
     run.start(lost.append)
     first, second = written(store, 1), written(store, 2)
-    run.publish((first,), ())
-    run.publish((second,), (first,))
+    run.publish((first,))
+    run.publish((second,))
     run.close()
     assert not lost
     assert HeldRun.take(store, "r").checkpoints == (second,)
@@ -113,12 +114,35 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
         Checkpoints(store, "r").read(first)
 
 
+def test_what_nobody_published_is_deleted_once_a_newer_one_counts(store: Store) -> None:
+    """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
+    left, old = written(store, 9), written(store, 3)
+    Checkpoints(store, "r").publish(1, [old])
+    attempts.take(store, "r")
+    run = HeldRun.take(store, "r")
+    late, new, next_one = (written(store, step, run.attempt) for step in (4, 5, 6))
+    store.write_bytes(f"runs/r/checkpoints/{late.name}x/a", b"half")
+    run.carry_out((new, old))
+    there = {name.rpartition("/")[2] for name in store.list("runs/r/checkpoints")}
+    assert there == {old.name, new.name, next_one.name, "published-000001.json", "published-000002.json"}
+    assert left.name not in there
+
+
+def test_r15_what_the_store_does_not_give_back_is_not_told() -> None:
+    """An object store answered that it had written."""
+    store = memory_store()
+    pipe = store.filesystem.pipe_file
+    store.filesystem.pipe_file = lambda path, data, **more: pipe(path, data[:-1], **more)
+    with pytest.raises(StoreError):
+        written(store, 1)
+
+
 def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_says_who_has_it(store: Store) -> None:
     old = HeldRun.take(store, "r")
     lost: list[str] = []
     old.start(lost.append)
     assert HeldRun.take(store, "r").attempt == 2
-    old.publish((written(store, 1),), ())
+    old.publish((written(store, 1),))
     old.close()
     assert lost == ["run 'r' was taken over by another driver (attempt 2; this one is attempt 1)"]
     assert Checkpoints(store, "r").published() == ()
