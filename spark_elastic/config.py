@@ -165,9 +165,11 @@ class OperationConfig:
     fusion_threshold: bytes of small reductions that travel as one. warn_after: until rank 0 says which ranks have not
     asked for an operation. wait_at_most: until a handle gives up; None: the job's `collective_timeout`. stuck_after:
     until ranks that all wait for different operations are told. timeline: a trace to begin with. timeline_mark_cycles:
-    rounds are marked in it.
+    rounds are marked in it. bucket_bytes: of gradients that are exchanged at once; 0: of each alone; None: 8, 25 or
+    64 MiB, whichever is the quickest in a world's first 15 steps.
     """
 
+    bucket_bytes: int | None = None
     fusion_threshold: int = 64 << 20
     warn_after: float = 10.0
     wait_at_most: float | None = None
@@ -178,6 +180,7 @@ class OperationConfig:
 
 # Horovod's names, which count where ours are unset.
 _HOROVODS = {
+    "bucket_bytes": "HOROVOD_FUSION_THRESHOLD",
     "fusion_threshold": "HOROVOD_FUSION_THRESHOLD",
     "warn_after": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "wait_at_most": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
@@ -203,4 +206,8 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
     values["wait_at_most"] = values.get("wait_at_most") or None
     if values.get("timeline") == "DYNAMIC":
         del values["timeline"]
+    if environment.get("HOROVOD_AUTOTUNE") == "0":
+        values.setdefault("bucket_bytes", 25 << 20)
+    if "bucket_bytes" in values:
+        values["bucket_bytes"] = max(1, values["bucket_bytes"])
     return OperationConfig(**values)

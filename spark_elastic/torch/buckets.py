@@ -77,7 +77,11 @@ def _packed(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | Non
     end = 0
     for index in order:
         spec = specs[index]
-        most = math.inf if bucket_bytes is None else (bucket_bytes if buckets else FIRST_BUCKET)
+        most = (
+            math.inf
+            if bucket_bytes is None
+            else (bucket_bytes if buckets else min(FIRST_BUCKET, bucket_bytes))
+        )
         if slices and (specs[slices[0].index].kind != spec.kind or end + spec.numel > most // spec.itemsize):
             buckets.append(Bucket(specs[slices[0].index].dtype, end, tuple(slices)))
             slices, end = [], 0

@@ -17,12 +17,14 @@ import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group, MismatchError
+from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import sparse
 from spark_elastic.torch.buckets import layout, layout_hash
 from spark_elastic.torch.fusion import Fusion
 from spark_elastic.torch.terms import PLAIN, Terms
 from spark_elastic.torch.trainable import specs, trainable
+from spark_elastic.torch.tuning import Tuner
 from spark_elastic.worker.engine_thread import EngineThread
 
 
@@ -49,6 +51,9 @@ class GradientExchange:
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._found_sparse = np.zeros(len(self._specs), np.bool_)
         self._laid: object = None  # what the layout was made from
+        self._tuner = Tuner(0)
+        self._clock = SystemClock()
+        self._began = 0.0
         self._fusion: Fusion | None = None  # None: trains alone, and gradients stay where autograd puts them
         self._group: Group | None = None
         self._agreed: Group | None = None
@@ -93,7 +98,7 @@ class GradientExchange:
     @property
     def bucket_bytes(self) -> int:
         """The layout that this rank wishes for the next step."""
-        return self._bucket_bytes
+        return self._tuner.wish if self._terms.tuned else self._bucket_bytes
 
     @property
     def any_arrived(self) -> bool:
@@ -134,9 +139,12 @@ class GradientExchange:
         self._engine, self._sent = self._engine_now() or self._own, None
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse, self._bucket_bytes = frozenset(), self._terms.bucket_bytes
+            total = sum(spec.numel * spec.itemsize for spec in self._specs) if self._terms.tuned else 0
+            self._tuner = Tuner(total)
         self._lay(group)
         self._group, self._passes, self._launched, self._open = group, passes, 0, True
         self._arrivals = [0] * len(self._parameters)
+        self._began = self._clock.now()
         self._found_sparse[:] = False
         buckets = [] if self._fusion is None else self._fusion.buckets
         self._waiting = [len(bucket.slices) * passes for bucket in buckets]
@@ -175,6 +183,7 @@ class GradientExchange:
             self._fusion.receive()
         for index, gradient in rows.items():
             self._parameters[index].grad = gradient
+        self._tuner.took(self._clock.now() - self._began)
         self._open = False
 
     def drain(self) -> None:

@@ -19,7 +19,7 @@ from spark_elastic.torch.compression import NoneCompressor, checked_compression
 from spark_elastic.torch.named import named_parameters_of
 from spark_elastic.torch.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.torch.rounds import Rounds
-from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.terms import as_set
 
 Plain = TypeVar("Plain", bound=torch.optim.Optimizer)
 Groups = Sequence[Sequence[torch.nn.Parameter]]
@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
             "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
         )
     named = named_parameters_of(optimizer, named_parameters)
-    terms = Terms(
+    terms = as_set(
         groups=_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from spark_elastic.config import operations_from_env
 from spark_elastic.torch.buckets import BUCKET_BYTES
 
 
@@ -11,12 +13,13 @@ from spark_elastic.torch.buckets import BUCKET_BYTES
 class Terms:
     """What becomes of gradients on their way.
 
-    bucket_bytes: see `buckets.layout`; groups as well. average: divide by the world's size; predivide: by so much
-    before the sum and by the rest behind it. wire: how float32 travels, None for as it is. sparse: what becomes of
-    gradients with rows missing: they are "refused", made "dense", or "kept", from a world's second step on.
+    bucket_bytes, groups: see `buckets.layout`; tuned: the tuner finds another size. average: divide by the world's
+    size; predivide: by so much before the sum and by the rest behind it. wire: how float32 travels, None for as it is.
+    sparse: gradients with rows missing are "refused", made "dense", or "kept", from a world's second step on.
     """
 
     bucket_bytes: int = BUCKET_BYTES
+    tuned: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     average: bool = False
     predivide: float = 1.0
@@ -29,3 +32,9 @@ class Terms:
 
 
 PLAIN = Terms()  # summed as they are
+
+
+def as_set(**others: Any) -> Terms:
+    """With the bucket size of this process's settings."""
+    size = operations_from_env().bucket_bytes
+    return Terms(bucket_bytes=size or BUCKET_BYTES, tuned=size is None, **others)

@@ -32,6 +32,7 @@ from spark_elastic.torch.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.optimizers import made
 from spark_elastic.torch.precision import Scaling
+from spark_elastic.torch.terms import as_set
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.torch.trailer import Verdict
 from spark_elastic.torch.train_spec import Brought, TrainSpec
@@ -72,7 +73,7 @@ class TorchTrainTask:
             **_no_sums(),
         )
         self._scaling = scaling
-        self._exchange = GradientExchange(model.named_parameters(), engine=engine_of_process)
+        self._exchange = GradientExchange(model.named_parameters(), as_set(), engine=engine_of_process)
         self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
         rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._taker = StepTaker(

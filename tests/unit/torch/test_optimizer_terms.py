@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.arithmetic import reduced
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, remove_process_set
-from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
+from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum, tuning
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
 
@@ -76,6 +77,9 @@ def test_sums_of_few_bits_are_made_in_more(
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool) -> None:
     """Rank r looks at rows r and r + 1; rank 1 at none in the second step. The dense weight travels beside."""
+    first = torch.nn.ModuleList(
+        [torch.nn.Embedding(6, 4, dtype=torch.float64), torch.nn.Linear(4, 2, dtype=torch.float64)]
+    )
     looked = [[(0, 1), (1, 2)], [(0, 1), ()], [(0, 1), (1, 2)]]
 
     def gradient(rank: int, step: int, embedding: Any, layer: Any) -> torch.Tensor:
@@ -85,10 +89,9 @@ def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool
 
     def work(group: Group) -> tuple[torch.Tensor, list[bool]]:
         enter(here, group)
-        torch.manual_seed(3)
-        embedding = torch.nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
-        layer = torch.nn.Linear(4, 2, dtype=torch.float64)
-        modules = torch.nn.ModuleList([embedding, layer])
+        modules = copy.deepcopy(first)
+        embedding, layer = modules
+        embedding.sparse = True
         opt: Any = DistributedOptimizer(
             torch.optim.SGD(modules.parameters(), lr=0.1), sparse_as_dense=as_dense
         )
@@ -105,10 +108,7 @@ def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool
         return weights(modules), kinds
 
     results = in_a_world(2, work)
-    torch.manual_seed(3)
-    modules = torch.nn.ModuleList(
-        [torch.nn.Embedding(6, 4, dtype=torch.float64), torch.nn.Linear(4, 2, dtype=torch.float64)]
-    )
+    modules = first
     opt = torch.optim.SGD(modules.parameters(), lr=0.1)
     for step in range(3):
         opt.zero_grad()
@@ -169,3 +169,27 @@ def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: He
         assert torch.equal(weights(model), weights(net()))
 
     in_a_world(2, work)
+
+
+def test_p2_a_layout_that_changes_in_mid_training_changes_nothing(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "CANDIDATES", (256, 64, 320))
+    steps = 3 * tuning.STEPS + 2
+
+    def work(group: Group) -> tuple[torch.Tensor, set[int]]:
+        enter(here, group)
+        model, layouts = net(), set()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
+        for _ in range(steps):
+            model(X[group.rank * 6 :][:6]).pow(2).mean().backward()
+            opt.step()
+            layouts.add(opt._rounds.exchange.layout_hash)
+            opt.zero_grad()
+        opt.close()
+        return weights(model), layouts
+
+    (first, layouts), (second, _) = in_a_world(2, work)
+    assert len(layouts) > 1
+    assert torch.equal(first, second)
+    assert torch.allclose(first, plain([X] * steps, adam), rtol=0, atol=1e-12)
