@@ -1,8 +1,9 @@
-"""Named operations over one group: a thread that learns what all ranks have asked for, and carries it out.
+"""Named operations over one group: ranks tell each other what they have asked for, and carry out what all have.
 
 A round is one small exchange, in which each rank says what is new. A rank that was asked for something begins one, and
 waits inside it for those that were not; where nobody was, the ranks meet now and then.
-`submit`, `join` and handles are for any thread. The group is this thread's alone; once it broke, so did the channel.
+Whoever waits for an operation drives the rounds; while nobody does, a thread of the channel's own. `submit`, `join`
+and handles are for any thread. Once the group broke, so did the channel.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from spark_elastic.ops.stall import StallWatch
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.vocabulary import Word
 
-HEAD = 256  # bytes of the exchange that each round begins with
+HEAD = 512  # bytes of the exchange that each round begins with
 _LENGTH = 4  # of them, how long the message is; the next one says whether the rank is stuck
+CYCLE = 0.001  # seconds in which more may be asked for before the channel's thread begins a round
+CYCLES = 5  # of them at most, as long as more is asked for
 IDLE = 0.5  # seconds between rounds of ranks that were asked for nothing
 BACK_OFF = (0.001, 0.05)  # seconds, while each rank has asked for something and none of it is due
 JOIN = Request("join")
@@ -59,18 +62,27 @@ class Channel:
         self._join: Operation | None = None
         self._error: CollectiveError | None = None
         self._thread: threading.Thread | None = None
+        self._wanted = threading.Event()  # by its thread
+        self._driving = threading.Lock()  # held for a round, and by whom what follows is changed
+        self._met = desk.clock.now()
         self._quiet_since = desk.clock.now()
         self._back_off = BACK_OFF[0]
 
     def submit(
-        self, request: Request, arrays: Sequence[Array] = (), splits: list[int] | None = None
+        self,
+        request: Request,
+        arrays: Sequence[Array] = (),
+        splits: list[int] | None = None,
+        awaited: bool = False,
     ) -> Operation:
         """Ask for an operation; its arrays belong to the channel until the handle is done.
+
+        awaited: the caller waits for it at once, and nobody else needs to see to it.
 
         Raises:
             InvalidInput: it makes no sense, or one of that name is under way. CollectiveError: the group broke.
         """
-        operation = Operation(request, arrays, self._desk, splits)
+        operation = Operation(request, arrays, self._desk, self._progress, splits)
         check(operation, self.group.size)
         with self._news:
             self._check()
@@ -84,12 +96,12 @@ class Channel:
                 return operation
             if request.name is not None:
                 self._named[request.name] = operation
-            self._add(operation)
+            self._add(operation, awaited)
         return operation
 
     def join(self) -> Operation:
         """Take part in reductions with nothing to add, until all ranks do; outputs: the rank that was last to join."""
-        operation = Operation(JOIN, (), self._desk)
+        operation = Operation(JOIN, (), self._desk, self._progress)
         with self._news:
             self._check()
             if self._join is not None:
@@ -98,7 +110,7 @@ class Channel:
                 operation.settle((np.zeros(1, np.int64),))
                 return operation
             self._join = operation
-            self._add(operation)
+            self._add(operation, awaited=False)
         return operation
 
     def close(self) -> None:
@@ -107,6 +119,7 @@ class Channel:
         with self._news:
             self._error = self._error or CollectiveError((), "the channel is closed")
             self._news.notify_all()
+        self._wanted.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -114,25 +127,74 @@ class Channel:
         if self._error is not None:
             raise type(self._error)(self._error.ranks, self._error.reason)
 
-    def _add(self, operation: Operation) -> None:
+    def _add(self, operation: Operation, awaited: bool) -> None:
         self._new.append(operation)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
             self._thread.start()
-        self._news.notify_all()
+        if not awaited:
+            self._wanted.set()
 
-    # ---- the channel's thread
+    # ---- whoever drives
 
     def _run(self) -> None:
+        """The channel's thread."""
+        while self._error is None:
+            asked = self._wanted.wait(IDLE)
+            self._wanted.clear()
+            self._let_more_come()
+            with self._driving:
+                # Somebody who waits may have done it meanwhile.
+                if self._has_work() if asked else self._clock.now() - self._met > IDLE / 2:
+                    self._advance()
+            self._tell()
+
+    def _let_more_come(self) -> None:
+        for _ in range(CYCLES):
+            before = len(self._new)
+            if not before:
+                return
+            self._clock.sleep(CYCLE)
+            if len(self._new) <= before:
+                return
+
+    def _progress(self, operation: Operation) -> None:
+        """For a thread that waits: until the operation is done."""
+        while not operation.done:
+            if self._driving.acquire(blocking=False):
+                try:
+                    self._advance()
+                finally:
+                    self._driving.release()
+                    self._tell()
+            else:
+                with self._news:
+                    self._news.wait_for(lambda: operation.done or not self._driving.locked())
+
+    def _has_work(self) -> bool:
+        return bool(self._new or self._live or self._join or self._error)
+
+    def _tell(self) -> None:
+        """Behind a round: who waits looks again, and what is left is the thread's."""
+        if self._has_work():
+            self._wanted.set()
+        with self._news:
+            self._news.notify_all()
+
+    def _advance(self) -> None:
+        """One round, unless the channel is broken."""
+        if self._error is not None:
+            return
         try:
-            while self._error is None:
-                self._turn(self._next_words())
+            self._turn(self._next_words())
         except CollectiveError as error:
             self._break(error)
-        except Exception as error:  # peers must not wait for this rank until their timeout
+        except BaseException as error:  # peers must not wait for this rank until their timeout
             reason = f"rank {self.group.rank} cannot go on: {type(error).__name__}: {error}"
             self.group.abort(reason)
             self._break(CollectiveError((self.group.rank,), reason))
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: CollectiveError) -> None:
         with self._news:
@@ -144,7 +206,8 @@ class Channel:
     def _next_words(self) -> list[Word]:
         """Waits until a round is worth while; what this rank says in it."""
         with self._news:
-            self._news.wait_for(lambda: self._new or self._error, self._pause())
+            if (self._live or self._join) and self._negotiation.everybody_waits:
+                self._news.wait_for(lambda: self._new or self._error, self._back_off)
             new, self._new = self._new, []
         if new:
             self._quiet_since = self._clock.now()
@@ -158,14 +221,10 @@ class Channel:
         self._announcing = [operation for operation in new if operation.request is not JOIN]
         return words
 
-    def _pause(self) -> float:
-        if not self._live and self._join is None:
-            return IDLE
-        return self._back_off if self._negotiation.everybody_waits else 0.0
-
     def _turn(self, words: list[Word]) -> None:
         begin = self._clock.now()
         said, stuck = self._exchange(self._negotiation.write(words))
+        self._met = self._clock.now()
         came = self._negotiation.hear(said, stuck)
         for label, operation in zip(came.mine, self._announcing, strict=True):
             operation.label, operation.announced = label, begin

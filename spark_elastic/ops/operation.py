@@ -34,6 +34,7 @@ class Operation:
         request: Request,
         arrays: Sequence[Array],
         desk: Desk,
+        progress: Callable[[Operation], None],
         splits: list[int] | None = None,
     ) -> None:
         self.request = request
@@ -44,6 +45,7 @@ class Operation:
         self.announced = self.asked
         self.outputs: tuple[Array, ...] = ()
         self._desk = desk
+        self._progress = progress
         self._waited_from: float | None = None
         self._done = False
         self._error: CollectiveError | None = None
@@ -54,15 +56,15 @@ class Operation:
         return self._done
 
     def wait(self) -> tuple[Array, ...]:
-        """Until it is done; the channel's deadlines bound it.
+        """Until it is done; this thread helps. The channel's deadlines bound it.
 
         Raises:
             CollectiveError: it failed, or the world broke.
         """
         if not self._done:
-            with self._desk.waiting(), self._desk.news:
-                self._waited_from = self._waited_from or self._desk.clock.now()
-                self._desk.news.wait_for(lambda: self._done)
+            self._waited_from = self._waited_from or self._desk.clock.now()
+            with self._desk.waiting():
+                self._progress(self)
         if self._error is not None:
             raise type(self._error)(self._error.ranks, self._error.reason)
         return self.outputs

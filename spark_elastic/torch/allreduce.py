@@ -74,7 +74,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """As `allreduce`, into `tensor`."""
     how = _how(average, op, prescale_factor, postscale_factor, process_set)
-    return start([tensor], name, how, in_place=True)()[0]  # type: ignore[no-any-return]
+    return start([tensor], name, how, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def allreduce_async_(
@@ -131,7 +131,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """As `grouped_allreduce`, into `tensors`."""
     how = _how(average, op, prescale_factor, postscale_factor, process_set)
-    return start(tensors, name, how, in_place=True)()  # type: ignore[no-any-return]
+    return start(tensors, name, how, in_place=True, awaited=True)()  # type: ignore[no-any-return]
 
 
 def grouped_allreduce_async_(
@@ -148,8 +148,10 @@ def grouped_allreduce_async_(
     return start(tensors, name, how, in_place=True)
 
 
-def start(tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool) -> Handle:
-    """The handle brings a list of tensors."""
+def start(
+    tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool, awaited: bool = False
+) -> Handle:
+    """The handle brings a list of tensors. awaited: it is waited for at once."""
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     working = [on_host(tensor) if in_place else host_copy(tensor) for tensor in tensors]
@@ -163,7 +165,9 @@ def start(tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place:
         how.scale,
         wire,
     )
-    operation = channel_of(how.process_set).submit(request, [array_of(each) for each in working])
+    operation = channel_of(how.process_set).submit(
+        request, [array_of(each) for each in working], awaited=awaited
+    )
 
     def finish(_: object) -> list[torch.Tensor]:
         results = back(working)
@@ -226,8 +230,8 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.how = how
-        return tuple(start(tensors, name, how, in_place=False)())
+        return tuple(start(tensors, name, how, in_place=False, awaited=True)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *start(gradients, None, ctx.how, in_place=False)()
+        return None, None, *start(gradients, None, ctx.how, in_place=False, awaited=True)()

@@ -16,7 +16,7 @@ from spark_elastic.torch.reduce_op import Average, ReduceOp, Sum
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    channel_of(process_set).submit(Request(kinds.BARRIER)).wait()
+    channel_of(process_set).submit(Request(kinds.BARRIER), awaited=True).wait()
 
 
 def join(device: int = -1) -> int:

@@ -47,6 +47,12 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """As `grouped_allgather`; not differentiable."""
+    return _gather(tensors, name, process_set)
+
+
+def _gather(
+    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
+) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     # Peers read the caller's memory until the handle is done, as with all operations.
@@ -58,7 +64,7 @@ def grouped_allgather_async(
         tuple(name_of(each.dtype) for each in rows),
         tuple((-1, *each.shape[1:]) for each in rows),
     )
-    operation = channel_of(process_set).submit(request, [array_of(each) for each in rows])
+    operation = channel_of(process_set).submit(request, [array_of(each) for each in rows], awaited=awaited)
     return Handle(
         operation,
         lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
@@ -94,7 +100,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `broadcast`, into `tensor`."""
-    return broadcast_all([tensor], root_rank, name, process_set)()[0]  # type: ignore[no-any-return]
+    return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
@@ -109,9 +115,13 @@ def broadcast_async_(
 
 
 def broadcast_all(
-    tensors: Sequence[torch.Tensor], root_rank: int, name: str | None, process_set: ProcessSet
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    awaited: bool = False,
 ) -> Handle:
-    """Several tensors, in place, as one operation."""
+    """Several tensors, in place, as one operation. awaited: it is waited for at once."""
     if root_rank not in process_set.ranks:
         raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
     working = [on_host(tensor) for tensor in tensors]
@@ -122,7 +132,7 @@ def broadcast_all(
         tuple(tuple(each.shape) for each in working),
         root=process_set.ranks.index(root_rank),
     )
-    operation = channel_of(process_set).submit(request, [array_of(each) for each in working])
+    operation = channel_of(process_set).submit(request, [array_of(each) for each in working], awaited=awaited)
     return Handle(
         operation, lambda _: [put_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
     )
@@ -135,7 +145,7 @@ class _AllGather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.process_set = process_set
         ctx.shapes = [tensor.shape for tensor in tensors]
-        return tuple(grouped_allgather_async(tensors, name, process_set)())
+        return tuple(_gather(tensors, name, process_set, awaited=True)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -55,7 +55,7 @@ def broadcast_parameters(
             tensors.append(tensor.data)
         elif tensor is not None:
             raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
-    broadcast_all(tensors, root_rank, "parameters", global_process_set)()
+    broadcast_all(tensors, root_rank, "parameters", global_process_set, awaited=True)()
 
 
 def broadcast_optimizer_state(
