@@ -60,6 +60,7 @@ class Channel:
         self._live: dict[str, Operation] = {}  # announced, not due
         self._named: dict[str, Operation] = {}  # the newest of each name
         self._join: Operation | None = None
+        self._steps = 0  # before it
         self._error: CollectiveError | None = None
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()  # by its thread
@@ -99,8 +100,11 @@ class Channel:
             self._add(operation, awaited)
         return operation
 
-    def join(self) -> Operation:
-        """Take part in reductions with nothing to add, until all ranks do; outputs: the rank that was last to join."""
+    def join(self, steps: int = 0) -> Operation:
+        """Take part in reductions with nothing to add, until all ranks do; outputs: the rank that was last to join.
+
+        steps: that this rank has taken in this world together with the others, by other means than operations.
+        """
         operation = Operation(JOIN, (), self._desk, self._progress)
         with self._news:
             self._check()
@@ -109,7 +113,7 @@ class Channel:
             if self.group.size == 1:
                 operation.settle((np.zeros(1, np.int64),))
                 return operation
-            self._join = operation
+            self._join, self._steps = operation, steps
             self._add(operation, awaited=False)
         return operation
 
@@ -211,7 +215,7 @@ class Channel:
             new, self._new = self._new, []
         if new:
             self._quiet_since = self._clock.now()
-        words = [Word() if operation.request is JOIN else Word(operation.request) for operation in new]
+        words = [Word(None if o.request is JOIN else o.request, joined=self._steps) for o in new]
         now = self._clock.now()
         words += [
             Word(expired=label)

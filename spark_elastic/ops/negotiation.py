@@ -52,7 +52,7 @@ class Negotiation:
         self._words = Vocabulary()
         self._table: dict[str, _Entry] = {}
         self._unnamed: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
-        self._joined: list[int] = []  # in the order in which they did
+        self._joined: dict[int, int] = {}  # behind how many steps; in the order in which they did
 
     @property
     def undecided(self) -> dict[str, tuple[int, ...]]:
@@ -86,12 +86,12 @@ class Negotiation:
         return Round(tuple(due), tuple(mine), last)
 
     def _take(self, rank: int, word: Word) -> str | None:
-        if word.join:
-            self._joined.append(rank)
-        elif word.expired is not None:
+        if word.expired is not None:
             if word.expired in self._table:
                 self._table[word.expired].expired = True
-        elif word.request is not None:
+        elif word.request is None:
+            self._joined[rank] = word.joined
+        else:
             label = word.request.name or self._next_unnamed(rank, word.request.kind)
             self._table.setdefault(label, _Entry()).requests[rank] = word.request
             return label
@@ -141,7 +141,8 @@ class Negotiation:
     def _all_joined(self) -> int | None:
         if len(self._joined) < self._size:
             return None
-        last = self._joined[-1]
+        # Steps are taken beside the rounds: of ranks that joined at about the same time, the one with most was last.
+        last = max(reversed(self._joined), key=lambda rank: self._joined[rank])
         self._joined.clear()
         # Ranks that joined early asked for fewer than others.
         for counts in self._unnamed.values():

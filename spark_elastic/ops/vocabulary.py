@@ -21,14 +21,12 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Word:
-    """One thing that a rank says in a round: a request, that it has joined, or that an operation waited too long."""
+    """One thing that a rank says in a round: a request, that it has joined (behind so many steps), or that an operation
+    waited too long."""
 
     request: Request | None = None
     expired: str | None = None
-
-    @property
-    def join(self) -> bool:
-        return self.request is None and self.expired is None
+    joined: int = 0
 
 
 class Vocabulary:
@@ -44,7 +42,9 @@ class Vocabulary:
 
     def _written(self, word: Word) -> bytes:
         if word.request is None:
-            return _NUMBER.pack(_JOIN) if word.expired is None else _long(_EXPIRED, word.expired.encode())
+            if word.expired is not None:
+                return _long(_EXPIRED, word.expired.encode())
+            return _NUMBER.pack(_JOIN) + _LENGTH.pack(word.joined)
         number = self._numbers.get(word.request)
         return _long(_NEW, word.request.to_json()) if number is None else _NUMBER.pack(number)
 
@@ -69,13 +69,14 @@ class Vocabulary:
         while at < len(text):
             (number,) = _NUMBER.unpack_from(text, at)
             at += _NUMBER.size
-            if number == _JOIN:
-                yield Word()
-            elif number < _EXPIRED:
+            if number < _JOIN:
                 yield Word(self._requests[number])
+                continue
+            (length,) = _LENGTH.unpack_from(text, at)
+            at += _LENGTH.size
+            if number == _JOIN:
+                yield Word(joined=length)
             else:
-                (length,) = _LENGTH.unpack_from(text, at)
-                at += _LENGTH.size
                 told = text[at : at + length]
                 at += length
                 yield Word(Request.from_json(told)) if number == _NEW else Word(expired=told.decode())

@@ -9,9 +9,11 @@ from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.request import Request
+from spark_elastic.ops.world import world
 from spark_elastic.torch.gathering import grouped_allgather_async
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.reduce_op import Average, ReduceOp, Sum
+from spark_elastic.torch.rounds import rounds_of_process
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -22,10 +24,25 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """For a rank that is out of data: take part in the others' reductions with nothing to add, until all have joined.
 
-    Averages divide by the world's size all the same. device: Horovod's; of no use here. Returns the rank that joined
-    last.
+    Averages divide by the world's size all the same. The steps of a `DistributedOptimizer` are taken part in, not
+    applied: as with Horovod, the newest weights are those of the rank that joined last, which is what this returns.
+    device: of no use here.
+
+    Raises:
+        InvalidInput: several such optimizers are in use, or gradients were not exchanged.
+        CollectiveError: the world changed.
     """
-    return int(channel_of().join().wait()[0][0])
+    rounds = list(rounds_of_process())
+    if len(rounds) > 1:
+        raise InvalidInput(
+            f"join() cannot tell which of {len(rounds)} optimizers the others step: close() all but one."
+        )
+    group = world()
+    joined = channel_of().join(sum(one.steps_in(group) for one in rounds))
+    for one in rounds:
+        while one.run_without_data():
+            pass  # until nobody has data
+    return int(joined.wait()[0][0])
 
 
 def sparse_allreduce_async(

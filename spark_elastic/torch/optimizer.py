@@ -164,7 +164,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def close(self) -> None:
         """End the engine thread and let go of the gradients; for processes that outlive their training."""
-        self._rounds.exchange.close()
+        self._rounds.close()
 
     def _exchanged(self, closure: Callable[[], Any]) -> Any:
         value = closure()

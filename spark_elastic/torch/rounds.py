@@ -7,6 +7,7 @@ does one that is not in the process set. Training thread only.
 from __future__ import annotations
 
 import hashlib
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.terms import Terms
 from spark_elastic.torch.trailer import Trailer, Verdict, exchange
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import current, floor_of_process
 from spark_elastic.worker.seat import engine_of_process, group_of
 
 Marks = npt.NDArray[np.bool_]
@@ -39,6 +40,8 @@ class Rounds:
         self._process_set = process_set
         self.exchange = GradientExchange(named, terms, self._open, engine_of_process)
         self.done = False
+        self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
+        rounds_of_process().add(self)
 
     def _open(self) -> None:
         """Before a gradient counts: open a step in the current world, if none is."""
@@ -89,13 +92,50 @@ class Rounds:
             swap.clear()
             raise
         swap.drop_absent(present)
+        self._steps = swap.group, self.steps_in(swap.group) + 1
         self.done = True
 
+    def steps_in(self, group: Group | None) -> int:
+        """Exchanges of this rank's own gradients in that group."""
+        return self._steps[1] if self._steps[0] is group else 0
+
+    def close(self) -> None:
+        """The optimizer is not in use any more."""
+        rounds_of_process().discard(self)
+        self.exchange.close()
+
+    def run_without_data(self) -> bool:
+        """An exchange of a rank that has joined; False once no rank has data any more.
+
+        Raises:
+            InvalidInput: there are gradients that were not exchanged. CollectiveError: the exchange broke.
+        """
+        if self.exchange.under_way and not self.stale():
+            raise InvalidInput("join() was called between backward() and step(): call step() first.")
+        group = group_for(self._process_set)
+        if group is None or group.size == 1:
+            return False
+        self.exchange.begin(group, 0)
+        try:
+            self.exchange.finish()
+            verdict = self._told(group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0)
+        finally:
+            self.exchange.clear()
+        return verdict.rows > 0
+
     def _trailer(self, group: Group, there: Marks) -> Marks:
+        return self._told(group, there, rows=1).present
+
+    def _told(self, group: Group, there: Marks, rows: int) -> Verdict:
         swap = self.exchange
-        verdict = end_exchange(group, swap.layout_hash, there, swap.found_sparse, swap.bucket_bytes)
+        verdict = end_exchange(group, swap.layout_hash, there, swap.found_sparse, swap.bucket_bytes, rows)
         swap.agree(verdict.found_sparse, verdict.bucket_bytes)
-        return verdict.present
+        return verdict
+
+
+def rounds_of_process() -> WeakSet[Rounds]:
+    """Of all optimizers that are in use."""
+    return floor_of_process().shared("optimizers", WeakSet)
 
 
 def group_for(process_set: ProcessSet) -> Group | None:
@@ -114,12 +154,15 @@ def group_for(process_set: ProcessSet) -> Group | None:
 
 
 def end_exchange(
-    group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int
+    group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int, rows: int = 1
 ) -> Verdict:
-    """The trailer of an exchange in the current world, which hears of planned changes by it (R6)."""
+    """The trailer of an exchange in the current world, which hears of planned changes by it (R6).
+
+    rows: 0 on a rank that has joined.
+    """
     here = current()
     version = 0 if here is None or here.session is None else here.session.membership_version()
-    mine = Trailer(START, version, layout, 1, 0.0, 1.0, present, found_sparse, bucket_bytes)
+    mine = Trailer(START, version, layout, rows, 0.0, 1.0, present, found_sparse, bucket_bytes)
     verdict = exchange(group, mine)
     if here is not None and here.group is group:  # what a part of the world heard is no agreement of all
         here.floor.agree(verdict.version)

@@ -128,6 +128,12 @@ def test_joined_ranks_are_not_waited_for_and_the_last_one_is_told() -> None:
     assert ranks.say([reduction(None)], [reduction(None)], [reduction(None)]).due[0].label == due.label
 
 
+def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:
+    ranks = Ranks(3)
+    assert ranks.say([Word(joined=5)], [Word(joined=7)], [Word(joined=5)]).last_joined == 1
+    assert ranks.say([Word()], [Word()], [Word()]).last_joined == 2
+
+
 def test_what_a_joined_rank_cannot_take_part_in_fails() -> None:
     ranks = Ranks(2)
     ranks.say([Word()], [])

@@ -51,6 +51,9 @@ def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
             return work(group)
         finally:
             all_done.wait(20)
+            here = context.current()
+            assert here is not None
+            here.floor.engine.close()
 
     try:
         with ThreadPoolExecutor(size) as pool:

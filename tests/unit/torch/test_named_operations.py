@@ -201,6 +201,28 @@ def test_ranks_out_of_data_join(world: World) -> None:
     assert world(3, work) == [([2.0, 1.0], 0), ([2.0], 0), ([], 0)]
 
 
+def test_ranks_out_of_data_take_part_in_the_steps_of_others(world: World) -> None:
+    def work(group: Group) -> tuple[float, int]:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        for step in range(3 - group.rank):
+            optimizer.zero_grad()
+            (weight * 3.0).sum().backward()
+            optimizer.step()
+            if step % 2:
+                hvd.allreduce(torch.ones(1), name="metric")
+        last = hvd.join()
+        hvd.broadcast_parameters({"w": weight}, last)
+        second = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        with pytest.raises(InvalidInput, match="2 optimizers"):
+            hvd.join()
+        for one in (optimizer, second):
+            one.close()
+        return weight.item(), last
+
+    assert world(3, work) == [(-6.0, 0)] * 3  # three ranks' average of 3, then of two and of one over three
+
+
 def test_gradients_of_all_that_have_some(world: World) -> None:
     def work(group: Group) -> list[list[float]]:
         w = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(5)]
