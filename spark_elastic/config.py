@@ -44,6 +44,7 @@ class ElasticConfig:
     ship: send this package (not numpy or the framework) to the executors, where only the driver has it.
     cpus_per_worker: threads of a worker's own arithmetic (OMP_NUM_THREADS); None: `spark.task.cpus`.
     show_logs: print the workers' output, prefixed with their rank.
+    status_page: the driver serves a page that shows the job, at an address that the log says once.
     journal: a file of the driver's machine to which every event and decision is added, for
         `spark_elastic.testing.replay`; None for none.
     """
@@ -73,6 +74,7 @@ class ElasticConfig:
     ship: bool = False
     cpus_per_worker: int | None = None
     show_logs: bool = True
+    status_page: bool = True
     journal: str | None = None
 
     def __post_init__(self) -> None:

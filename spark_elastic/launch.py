@@ -37,6 +37,7 @@ from spark_elastic.errors import (
 from spark_elastic.observe.changes import WorldChange
 from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.status_page import pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
@@ -46,6 +47,7 @@ from spark_elastic.rendezvous.descriptors import make_room
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.status_door import StatusDoor
 from spark_elastic.state.held_run import HeldRun
 
 if TYPE_CHECKING:
@@ -165,6 +167,11 @@ class _Audience:
     def said(self, text: str) -> None:
         log.info("%s", text)
 
+    def announces(self, text: str) -> None:
+        """For those who read logs and those who watch."""
+        self.said(text)
+        self._tell(lambda: self.narrator.tell(text))
+
     def lines(self, lines: LogLines) -> None:
         rank = self.ranks.get(lines.worker)
         for line in lines.lines:
@@ -270,12 +277,15 @@ def supervise(
     bind = Bind(site.bind, config.driver_port, site.advertise)
     run = site.run
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    server = RendezvousServer(key, attempt, hooks, clock, bind)
+    door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
+    server = RendezvousServer(key, attempt, hooks, clock, bind, door)
     effects = Effects(server, launcher, audience, run.publish if run is not None else _unpublished)
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
     make_room(limits.max_workers)
     server.start()
+    if door is not None:
+        audience.announces(f"the status page of {name}: {door.url(server.address)}")
     with (
         ExitStack() as closing
     ):  # last in, first out; an interrupt while one closes does not spare the others

@@ -21,6 +21,7 @@ from spark_elastic.rendezvous.logs import LogPump
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import Routes
 from spark_elastic.rendezvous.serving import Bind, Serving, dialled, listen
+from spark_elastic.rendezvous.status_door import Entrance, StatusDoor
 
 LEAST_KEY_BYTES = 16
 
@@ -54,10 +55,19 @@ class Hooks:
 
 
 class RendezvousServer:
-    """key: the job's secret. attempt: of the run (R10); requests of another are answered as stale."""
+    """key: the job's secret. attempt: of the run (R10); requests of another are answered as stale.
+
+    door: to pages for people; None for none.
+    """
 
     def __init__(
-        self, key: bytes, attempt: int, hooks: Hooks, clock: Clock, bind: Bind | None = None
+        self,
+        key: bytes,
+        attempt: int,
+        hooks: Hooks,
+        clock: Clock,
+        bind: Bind | None = None,
+        door: StatusDoor | None = None,
     ) -> None:
         if len(key) < LEAST_KEY_BYTES:
             raise InvalidInput(
@@ -74,7 +84,7 @@ class RendezvousServer:
         routes = Routes(
             self._board, hooks.post, clock, self._logs.put, hooks.admit, hooks.on_report, hooks.beat_every
         )
-        self._gate = Gate(key, attempt, routes.handlers())
+        self._entrance = Entrance(Gate(key, attempt, routes.handlers()), door)
         self._serving: Serving | None = None
         self._address = ""
 
@@ -86,7 +96,7 @@ class RendezvousServer:
         """
         listener = listen(self._bind)
         self._address = dialled(self._bind, listener)
-        self._serving = Serving(self._gate, listener)
+        self._serving = Serving(self._entrance, listener)
         self._serving.start()
         self._logs.start()
 

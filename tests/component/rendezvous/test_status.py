@@ -1,0 +1,102 @@
+"""The status page over real sockets: beside the workers' gate, and behind a proxy that puts a prefix before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urljoin
+
+import httpx
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.status_page import pages
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.status_door import StatusDoor
+
+PREFIX = "/driver-proxy/4040"
+
+
+@contextmanager
+def serving() -> Iterator[tuple[RendezvousServer, StatusDoor]]:
+    clock = SystemClock()
+    door = StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock)
+    hooks = Hooks(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server:
+        yield server, door
+
+
+@contextmanager
+def proxy(address: str) -> Iterator[str]:
+    """Passes GET below PREFIX on to the server, without it, as the proxies of notebooks and clusters do."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith(PREFIX + "/"):
+                self.send_error(404)
+                return
+            passed = {k: v for k, v in self.headers.items() if k.lower() in ("cookie", "x-status-token")}
+            answer = httpx.get(f"http://{address}{self.path.removeprefix(PREFIX)}", headers=passed)
+            self.send_response(answer.status_code)
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}{PREFIX}"
+    finally:
+        server.shutdown()
+        thread.join(5)
+        server.server_close()
+
+
+def test_page_data_and_metrics_behind_a_path_prefix() -> None:
+    with (
+        serving() as (server, door),
+        proxy(server.address) as prefix,
+        httpx.Client(follow_redirects=True) as visitor,
+    ):
+        short = visitor.get(f"{prefix}/status?token={door.token}")
+        assert str(short.url).startswith(f"{prefix}/status/?")
+        assert "<h2>Workers</h2>" in short.text
+        # As the page's script asks: by a relative address, with the cookie alone.
+        data = visitor.get(urljoin(str(short.url), "data"))
+        assert data.json()["name"] == "job"
+        assert "spark_elastic_world_size" in visitor.get(urljoin(str(short.url), "metrics")).text
+        assert httpx.get(f"{prefix}/status/data").status_code == 401
+
+
+def test_the_gate_stays_shut_for_holders_of_the_token() -> None:
+    with serving() as (server, door):
+        headers = {"x-status-token": door.token, "authorization": f"Bearer {door.token}"}
+        for path in ("/v1/hello", "/v1/worker/report", "/status/data"):
+            assert httpx.post(f"http://{server.address}{path}", headers=headers).status_code == 401
+        assert httpx.get(f"http://{server.address}/v1/hello", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("size", [20_000, 60_000])
+def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> None:
+    with serving() as (server, door):
+        try:
+            answer = httpx.get(f"http://{server.address}/status/", params={"token": "x" * size})
+            assert answer.status_code in (400, 401, 414, 431)
+        except httpx.HTTPError:
+            pass  # cut off while still sending
+        assert httpx.get(door.url(server.address)).status_code == 200
+
+
+def test_without_a_door_there_is_no_page() -> None:
+    hooks = Hooks(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, hooks, SystemClock()) as server:
+        assert httpx.get(f"http://{server.address}/status/").status_code == 401

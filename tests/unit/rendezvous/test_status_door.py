@@ -1,0 +1,184 @@
+"""Who gets in by the door for people, and what it answers; over ASGI, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from spark_elastic.rendezvous.status_door import BURST, FRESH, Entrance, Page, StatusDoor
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@dataclass
+class Answer:
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+class Visitor:
+    """A door with three pages, and how one asks at it."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock()
+        self.made = 0
+        kinds = {"": "text/html", "data": "application/json", "metrics": "text/plain"}
+        pages = {name: Page(kind, self._make) for name, kind in kinds.items()}
+        self.door = StatusDoor({**pages, "broken": Page("text/plain", self._break)}, self.clock)
+
+    def _make(self) -> bytes:
+        self.made += 1
+        return b"made"
+
+    def _break(self) -> bytes:
+        raise RuntimeError("defect")
+
+    def ask(
+        self, path: str, query: str = "", headers: Sequence[tuple[str, str]] = (), method: str = "GET"
+    ) -> Answer:
+        answer = Answer()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                answer.body += message["body"]
+
+        async def receive() -> Any:
+            raise AssertionError("no body is ever read")
+
+        async def gate(scope: Any, receive: Any, send: Any) -> None:
+            answer.status = 499
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": query.encode(),
+            "headers": [(name.encode(), value.encode()) for name, value in headers],
+        }
+        asyncio.run(Entrance(gate, self.door)(scope, receive, send))
+        return answer
+
+    def enter(self, path: str = "/status/") -> Answer:
+        return self.ask(path, f"token={self.door.token}")
+
+
+@pytest.fixture
+def visitor() -> Visitor:
+    return Visitor()
+
+
+def test_the_address_gives_a_cookie_that_opens_the_rest(visitor: Visitor) -> None:
+    first = visitor.enter()
+    cookie = first.headers["set-cookie"]
+    assert (first.status, first.body) == (200, b"made")
+    assert "HttpOnly" in cookie
+    assert "SameSite" in cookie
+    assert visitor.door.token not in cookie
+    assert "path" not in cookie.lower()  # a proxy's prefix is not ours to know
+    later = visitor.ask("/status/data", headers=[("cookie", cookie.split(";")[0])])
+    assert (later.status, later.headers["content-type"]) == (200, "application/json")
+    assert "set-cookie" not in later.headers
+
+
+@pytest.mark.parametrize("name", ["x-status-token", "authorization"])
+def test_the_token_opens_as_a_header_too(visitor: Visitor, name: str) -> None:
+    value = visitor.door.token if name.startswith("x") else f"Bearer {visitor.door.token}"
+    assert visitor.ask("/metrics", headers=[(name, value)]).status == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "headers"),
+    [
+        ("", []),
+        ("token=", []),
+        ("token=guess", []),
+        ("token=%ff%00", []),
+        ("", [("x-status-token", "")]),
+        ("", [("authorization", "Bearer ")]),
+        ("", [("cookie", "spark_elastic_00000000=x")]),
+        ("", [("cookie", 'a="\\400; \x01=')]),
+    ],
+)
+@pytest.mark.parametrize("path", ["/status/", "/status/data", "/metrics", "/status/../v1/hello"])
+def test_strangers_learn_nothing(
+    visitor: Visitor, path: str, query: str, headers: Sequence[tuple[str, str]]
+) -> None:
+    answer = visitor.ask(path, query, headers)
+    assert answer.status == 401
+    assert visitor.made == 0
+    assert "set-cookie" not in answer.headers
+
+
+def test_an_empty_or_foreign_cookie_of_the_right_name_is_refused(visitor: Visitor) -> None:
+    name = visitor.enter().headers["set-cookie"].split("=")[0]
+    for value in ("", visitor.door.token, "ä"):
+        assert visitor.ask("/status/data", headers=[("cookie", f"{name}={value}")]).status == 401
+
+
+def test_headers_forbid_what_is_not_needed(visitor: Visitor) -> None:
+    headers = visitor.enter().headers
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert headers["cache-control"] == "no-store"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_everything_else_goes_to_the_gate(visitor: Visitor) -> None:
+    query = f"token={visitor.door.token}"
+    assert visitor.ask("/v1/hello", query).status == 499
+    assert visitor.ask("/status/", query, method="POST").status == 499
+    assert visitor.ask("/statusquo", query).status == 499
+
+
+def test_the_short_address_leads_on_relatively(visitor: Visitor) -> None:
+    answer = visitor.ask("/status", "token=x")
+    assert (answer.status, answer.headers["location"]) == (307, "status/?token=x")
+
+
+def test_a_page_is_made_at_most_every_half_second(visitor: Visitor) -> None:
+    for _ in range(5):
+        visitor.enter()
+    assert visitor.made == 1
+    visitor.clock.sleep(FRESH)
+    visitor.enter()
+    assert visitor.made == 2
+
+
+def test_the_rate_is_bounded_and_strangers_do_not_use_it_up(visitor: Visitor) -> None:
+    for _ in range(2 * int(BURST)):
+        visitor.ask("/status/")
+    answers = [visitor.enter().status for _ in range(int(BURST) + 1)]
+    assert answers == [200] * int(BURST) + [429]
+    visitor.clock.sleep(1.0)
+    assert visitor.enter().status == 200
+
+
+def test_a_page_that_fails_is_an_answer(visitor: Visitor, caplog: pytest.LogCaptureFixture) -> None:
+    assert visitor.enter("/status/broken").status == 500
+    assert "the status page /status/broken failed" in caplog.text
+    assert visitor.enter("/status/nothing").status == 404
+
+
+def test_head_sends_no_body(visitor: Visitor) -> None:
+    answer = visitor.ask("/status/", f"token={visitor.door.token}", method="HEAD")
+    assert (answer.body, answer.headers["content-length"]) == (b"", "4")
