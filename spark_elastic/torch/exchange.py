@@ -216,7 +216,8 @@ class GradientExchange:
         self._own.close()
         for hook in self._hooks:
             hook.remove()
-        self.drop_absent(np.zeros(len(self._parameters), np.bool_))
+        self.clear()
+        self._fusion, self._laid = None, None
 
     def _agree(self, group: Group) -> None:
         """R7: the layout's hash precedes data."""

@@ -193,3 +193,22 @@ def test_p2_a_layout_that_changes_in_mid_training_changes_nothing(
     assert len(layouts) > 1
     assert torch.equal(first, second)
     assert torch.allclose(first, plain([X] * steps, adam), rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+def test_gradients_of_a_gpu_go_through_pinned_memory(here: Here) -> None:
+    def work(group: Group) -> torch.Tensor:
+        enter(here, group)
+        model = net().cuda()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
+        for _ in range(3):
+            opt.zero_grad()
+            model(X[group.rank * 6 :][:6].cuda()).pow(2).mean().backward()
+            opt.step()
+        opt.close()
+        return weights(model).cpu()
+
+    replicas = in_a_world(2, work)
+    assert torch.equal(*replicas)
+    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
