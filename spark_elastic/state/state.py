@@ -147,7 +147,13 @@ class State(ABC):
         self.save()
 
     def sit(self, seat: Seat | None) -> None:
-        """From now on this state is the one of that seat; None: of none."""
+        """From now on this state is the one of that seat; None: of none.
+
+        Raises:
+            InvalidInput: the job's commits are to be durable, and this state's cannot be.
+        """
+        if seat is not None and seat.durable is not None and type(self).make_durable is State.make_durable:
+            raise _not_durable(self)
         self._seat = seat
 
     def begin_world(self, source: int | None, number: int | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.assignment import Place, assign, source_of
-from spark_elastic.protocol.types import START, Fence, Phase, Position, World
+from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position, World
 from spark_elastic.state.durable_commits import DurableCommits
 
 DEADLINE = 20.0  # seconds
@@ -53,6 +53,7 @@ class Stage:
         self._threads: list[threading.Thread] = []
         self._first = size
         self.durable: DurableCommits | None = None
+        self.resume: tuple[Checkpoint, ...] = ()  # what the first world begins from
         self.sizes: list[int] = []
         self.errors: list[BaseException] = []
         self.results: list[Any] = []
@@ -142,7 +143,9 @@ class Stage:
         self._generation += 1
         places = [Place(f"w{id(s)}", "s", "h", s.position) for s in order]
         fence = Fence(1, self._generation)
-        self._world = World(fence, assign(places), source_of(places), "", self._version)
+        source = source_of(places)
+        resume = self.resume if source is None else ()
+        self._world = World(fence, assign(places), 0 if resume else source, "", self._version, resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
         self._members, self._here = order, []
         self.sizes.append(len(order))

@@ -1,0 +1,116 @@
+"""Commits of hand-written loops that outlive all workers: which are written, and who goes on from them (P7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Checkpoint
+from spark_elastic.state.durable_commits import DurableCommits
+from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.handlers import StateHandler
+from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.state.state import State
+from tests.unit.state.stage import Seat, Stage
+
+
+class Played:
+    """A job of so many workers over one store, up to a step."""
+
+    def __init__(
+        self, store: Store, size: int, until: int, resume: tuple[Checkpoint, ...] = (), **more: Any
+    ) -> None:
+        self.told: list[Checkpoint] = []
+        self.trained: list[list[int]] = []
+        stage = Stage(size)
+        policy = CheckpointPolicy("run", steps=2, seconds=None)
+        stage.durable = DurableCommits(store, policy, SystemClock(), self.told.append)
+        stage.resume = resume
+
+        def work(seat: Seat) -> float:
+            trained: list[int] = []
+            self.trained.append(trained)
+            state: Any = ObjectState(step=0, numbers=np.zeros(3), **more)
+
+            def loop(state: Any) -> None:
+                while state.step < until:
+                    ones = np.ones(1)
+                    seat.allreduce(ones)
+                    state.numbers = state.numbers + ones[0] / seat.group.size
+                    trained.append(state.step)
+                    state.step += 1
+                    state.commit()
+
+            elastic(loop, lambda: seat)(state)
+            return float(state.numbers[0])
+
+        try:
+            self.results = stage.play(work)
+        finally:
+            stage.durable.close()
+
+
+def test_p7_due_commits_and_the_last_are_written_and_others_go_on_from_there() -> None:
+    store = memory_store()
+    first = Played(store, size=2, until=7)
+    steps = [checkpoint.position.step for checkpoint in first.told]
+    assert steps[-1] == 7, "the end is not durable"
+    assert set(steps) <= {1, 3, 5, 7}
+    second = Played(store, size=3, until=10, resume=tuple(reversed(first.told)))
+    assert second.trained == [[7, 8, 9]] * 3
+    assert second.results == [10.0] * 3
+    assert second.told[-1].position.step == 10
+
+
+class Alone(StateHandler):
+    """Not part of any picture."""
+
+    def save(self) -> None: ...
+    def restore(self) -> None: ...
+    def sync(self) -> None: ...
+
+
+class WithOwn(ObjectState):
+    registry = ((dict, Alone),)
+
+
+class Own(State):
+    def save(self) -> None: ...
+    def restore(self) -> None: ...
+    def sync(self) -> None: ...
+
+
+def _never(state: State) -> None:
+    raise AssertionError("training began")
+
+
+def test_what_cannot_be_made_durable_is_refused_by_name() -> None:
+    stage = Stage(1)
+    stage.durable = DurableCommits(memory_store(), CheckpointPolicy("run"), SystemClock(), print)
+    with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
+        stage.play(lambda seat: elastic(_never, lambda: seat)(WithOwn(mine={})))
+    stage = Stage(1)
+    stage.durable = DurableCommits(memory_store(), CheckpointPolicy("run"), SystemClock(), print)
+    with pytest.raises(InvalidInput, match="this one is a Own"):
+        stage.play(lambda seat: elastic(_never, lambda: seat)(Own()))
+
+
+def test_checkpoints_of_another_state_are_refused() -> None:
+    store = memory_store()
+    first = Played(store, size=1, until=3, extra=Sampler())
+    with pytest.raises(InvalidInput, match="of a state of other names"):
+        Played(store, size=1, until=5, resume=tuple(first.told[-1:]))
+
+
+class Sampler:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, given: dict[str, int]) -> None: ...
