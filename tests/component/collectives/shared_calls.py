@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from elastic_collectives import Group, connect
+from elastic_collectives import CollectiveError, Group, connect
 from tests.component.collectives.ranks import Member
 
 ACTIONS = ("plain", "buffer", "small", "broadcast", "gather", "barrier")
@@ -69,6 +70,20 @@ def _calls(group: Group) -> dict[str, Callable[[], Any]]:
         "gather": lambda: group.allgather(plain[:200_000]),
         "barrier": group.barrier,
     }
+
+
+def end_of_barrier(member: Member, aborts: bool) -> float:
+    """When this rank's barrier failed, or when it aborted instead of meeting; by the machine's monotonic clock."""
+    if aborts:
+        time.sleep(0.02)  # for the others to be blocked; sooner is just as right
+        now = time.perf_counter()
+        member.live.abort("enough")
+        return now
+    try:
+        while True:
+            member.live.barrier()
+    except CollectiveError:
+        return time.perf_counter()
 
 
 def refuse_memory(member: Member, limit: str) -> None:

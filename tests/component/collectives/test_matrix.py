@@ -1,0 +1,27 @@
+"""Every operation, dtype and size in worlds of one to eight, over sockets, one host and two. Not in every build."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.component.collectives import calls
+from tests.component.collectives.ranks import Pool, each
+
+HOSTS = {
+    "sockets": lambda size: (),
+    "one host": lambda size: (size,),
+    "two hosts": lambda size: (size - size // 2, size // 2),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("layout", HOSTS)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_operation_agrees_with_numpy(pool: Pool, size: int, layout: str) -> None:
+    ranks = pool.take(size)
+    pool.world(ranks, timeout=120, hosts=[count for count in HOSTS[layout](size) if count])
+    found = each(ranks, calls.reduce_everything)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    assert len({digest for _, digest in found}) == 1
+    for check in (calls.reduce_in_chunks, calls.exchange_everything, calls.everything_else):
+        assert each(ranks, check) == [[]] * size
