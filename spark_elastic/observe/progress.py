@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.observe.curve import Speed
+from spark_elastic.observe.line_limit import LineLimit
 
 PLAIN_EVERY = 2.0  # seconds between two plain lines
 Numbers = Mapping[str, Any]
@@ -44,10 +46,15 @@ class Progress:
         self._lock = threading.RLock()
         self._bar: Any = None
         self._last: tuple[float, int] | None = None  # of the last plain line: when, and which epoch
+        self._speed = Speed()
+        self._limit = LineLimit()
 
     def log(self, rank: int | None, line: str) -> None:
         """A line that a worker printed."""
-        self._say(f"[{'-' if rank is None else rank}] {line}")
+        with self._lock:
+            who = "-" if rank is None else str(rank)
+            for shown in self._limit.pass_on(self._clock.now(), who, line):
+                self._say(f"[{who}] {shown}")
 
     def world(self, size: int, reason: str) -> None:
         """It is told with its cost, once it stands."""
@@ -63,6 +70,7 @@ class Progress:
         if self._quiet or "step" not in numbers or "steps" not in numbers:
             return
         with self._lock:
+            self._speed.add(self._clock.now(), {"epochs": self._epochs, **numbers})
             if self._live:
                 self._redraw(numbers)
             else:
@@ -71,6 +79,8 @@ class Progress:
     def close(self) -> None:
         """Leave the last state of the live line on the screen."""
         with self._lock:
+            for who, count in self._limit.left_out():
+                self._say(f"[{who}] {count} lines were left out")
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
@@ -95,7 +105,7 @@ class Progress:
         self._bar.set_description_str(
             f"epoch {int(numbers.get('epoch', 0)) + 1}/{self._epochs}", refresh=False
         )
-        self._bar.set_postfix_str(_figures(numbers), refresh=False)
+        self._bar.set_postfix_str(_figures(numbers, self._speed), refresh=False)
         self._bar.refresh()
 
     def _plain(self, numbers: Numbers) -> None:
@@ -110,15 +120,23 @@ class Progress:
             return
         self._last = (now, epoch)
         where = f"epoch {epoch + 1}/{self._epochs} step {numbers['step']}/{numbers['steps']}"
-        self._stream.write(f"{where} {_figures(numbers)}\n")
+        self._stream.write(f"{where} {_figures(numbers, self._speed)}\n")
         self._stream.flush()
 
 
-def _figures(numbers: Numbers) -> str:
-    loss, world = numbers.get("loss"), numbers.get("world")
+PLACE = ("epoch", "epochs", "step", "steps", "rows", "loss", "world", "checkpoint_seconds")
+
+
+def _figures(numbers: Numbers, speed: Speed) -> str:
+    """Loss, whatever else the program reports as a float, speed, world and time left, as far as they are known."""
+    loss, world, left = numbers.get("loss"), numbers.get("world"), speed.seconds_left
+    others = (f"{k} {v:.4g}" for k, v in numbers.items() if k not in PLACE and isinstance(v, float))
     parts = [
         f"loss {float(loss):.4f}" if loss is not None else "",
+        *others,
+        f"{speed.rows_per_second:,.0f} rows/s" if speed.rows_per_second > 0 else "",
         f"world {world}" if world is not None else "",
+        f"{left:.0f} s left" if left is not None else "",
     ]
     return " ".join(part for part in parts if part)
 
