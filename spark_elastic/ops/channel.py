@@ -58,7 +58,7 @@ class Channel:
         self._new: list[Operation] = []
         self._announcing: list[Operation] = []  # in this round
         self._live: dict[str, Operation] = {}  # announced, not due
-        self._named: dict[str, Operation] = {}  # the newest of each name
+        self._named: dict[str, Operation] = {}  # those of them that have a name, and of `_new`
         self._join: Operation | None = None
         self._steps = 0  # before it
         self._error: CollectiveError | None = None
@@ -120,9 +120,7 @@ class Channel:
     def close(self) -> None:
         """End the thread and the group; what is under way fails."""
         self.group.close()
-        with self._news:
-            self._error = self._error or CollectiveError((), "the channel is closed")
-            self._news.notify_all()
+        self._break(self._error or CollectiveError((), "the channel is closed"))
         self._wanted.set()
         if self._thread is not None:
             self._thread.join()
@@ -268,6 +266,9 @@ class Channel:
         return waits and not self._new and now - self._quiet_since > self._limits.stuck_after
 
     def _carry_out(self, came: Round) -> None:
+        with self._news:
+            for one in came.due:
+                self._named.pop(one.label, None)
         due = [Task(one.label, one.request, self._live.get(one.label)) for one in came.due if not one.error]
         for one in came.due:
             if one.error is not None:

@@ -201,3 +201,16 @@ def test_alone_everything_is_done_at_once() -> None:
     assert summed(channel, "x", np.ones(2)).done
     assert channel.join().wait()[0].tolist() == [0]
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]
+
+
+def test_closing_fails_what_is_under_way_and_names_are_forgotten_once_done() -> None:
+    fabric = FakeFabric(2)
+    first, second = (Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups)
+    handles = [summed(channel, "x", np.ones(1)) for channel in (first, second)]
+    assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
+    assert not first._named
+    waiting = summed(first, "y", np.ones(1))
+    first.close()
+    with pytest.raises(CollectiveError):
+        waiting.wait()
+    second.close()
