@@ -5,15 +5,20 @@
 25 million parameters, SGD with momentum, one thread for training; blocks of steps without a commit, with ours and with
 the copy take turns. Pause: median time that the training thread loses in the commit and in waiting for its copy. Added:
 how much longer a step is, commit included, than one without; the median over the rounds, of medians over a block.
+
+Floor: what the same bytes cost when a thread copies them into memory that is there already: the
+traffic of copying beside a step that needs the memory itself. No commit that keeps every step can add less.
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from report import Row, finish, parser
@@ -35,6 +40,29 @@ class Trainee:
         self.optimizer.zero_grad()
         self.model(self.batch).pow(2).mean().backward()
         self.optimizer.step()
+
+
+class BareCopy:
+    """The same bytes, copied by a thread into the same memory each time; the next step's end waits for it."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        momenta = [state["momentum_buffer"] for state in trainee.optimizer.state.values()]
+        self._live = [tensor.detach().numpy() for tensor in (*trainee.model.parameters(), *momenta)]
+        self._kept = [np.empty_like(array) for array in self._live]
+        self.nbytes = sum(array.nbytes for array in self._live)
+        self._thread = threading.Thread()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run)
+        self._thread.start()
+
+    def wait(self, *_: object) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def run(self) -> None:
+        for live, kept in zip(self._live, self._kept, strict=True):
+            np.copyto(kept, live)
 
 
 class Waited:
@@ -79,6 +107,8 @@ def main() -> None:
     waits = Waited(state._commits.wait)
     state._commits.wait = waits  # type: ignore[method-assign]
     kept: list[object] = []
+    bare_copy = BareCopy(trainee)
+    trainee.optimizer.register_step_pre_hook(bare_copy.wait)
 
     def deepcopies() -> None:
         kept[:] = [copy.deepcopy(trainee.model.state_dict()), copy.deepcopy(trainee.optimizer.state_dict())]
@@ -86,10 +116,17 @@ def main() -> None:
     bare: list[float] = []
     ours: list[tuple[float, float]] = []
     theirs: list[tuple[float, float]] = []
+    floors: list[float] = []
+    alone: list[float] = []
     for _ in range(chosen.rounds):
         bare.append(block(trainee, chosen.steps, lambda: None, waits)[0])
         ours.append(block(trainee, chosen.steps, state.commit, waits))
         theirs.append(block(trainee, chosen.steps, deepcopies, waits))
+        floors.append(block(trainee, chosen.steps, bare_copy.start, waits)[0])
+        bare_copy.wait()
+        begin = time.perf_counter()
+        bare_copy.run()
+        alone.append(time.perf_counter() - begin)
     step = statistics.median(bare)
     rows = [
         Row(
@@ -107,6 +144,11 @@ def main() -> None:
             )
         rows.append(Row(case, figures[0], figures[1], "ms"))
     rows.append(Row("added wall time", rows[-1].ours / step / 10, (rows[-1].peer or 0.0) / step / 10, "%"))
+    floor = statistics.median(one - base for one, base in zip(floors, bare, strict=True))
+    rows.append(Row("floor: added by a bare copy of the same bytes in a thread", floor * 1e3, unit="ms"))
+    rows.append(Row("floor", floor / step * 100, unit="%"))
+    rows.append(Row("that copy with nothing beside it", statistics.median(alone) * 1e3, unit="ms"))
+    rows.append(Row("its bandwidth", bare_copy.nbytes / statistics.median(alone) / 1e9, unit="GB/s"))
     finish("commit", rows, chosen.json)
 
 

@@ -44,7 +44,7 @@ from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.pace import beat_every
 from spark_elastic.protocol.types import Checkpoint, Limits, World
 from spark_elastic.rendezvous.descriptors import make_room
-from spark_elastic.rendezvous.messages import LogLines, Report
+from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
@@ -175,6 +175,9 @@ class _Audience:
     def lines(self, lines: LogLines) -> None:
         rank = self.ranks.get(lines.worker)
         for line in lines.lines:
+            if line.startswith(OWN_WORDS):  # a slot's, not its worker's: what the user must know
+                log.warning("%s (slot %s)", line.removeprefix(OWN_WORDS), lines.slot)
+                continue
             self._tell(partial(self.narrator.log, rank, line))
 
     def report(self, report: Report) -> None:

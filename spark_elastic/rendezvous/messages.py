@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
 
 VERSION = 1  # of the wire; both sides must speak the same
+OWN_WORDS = "spark_elastic: "  # begins a line that a slot says itself; such lines are told whatever is shown
 HOLD = 20.0  # seconds that the server holds a long poll at most
 
 R_co = TypeVar("R_co", covariant=True)

@@ -16,7 +16,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
 from spark_elastic.protocol.evidence import STOPPED
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import SlotOrders
+from spark_elastic.rendezvous.messages import OWN_WORDS, SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.out_of_memory import MemoryKills
@@ -128,7 +128,7 @@ class SlotAgent:
         """Only once the worker is warm does its spare get to take the processor from it."""
         child.warm = True
         if child is self._active and self._started == 1 and (said := self._plan.shortage(child.pid)):
-            self._on_line(child, f"spark_elastic: {said}")
+            self._on_line(child, f"{OWN_WORDS}{said}")
         if child is self._active and self._spare is None:
             self._spare = self._spawn()
         return None

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import pytest
+import torch
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.launch import launch
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
+from tests.component.torch.test_elastic_training import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.test_resume import EPOCHS, Slow
 from tests.spark.test_spark_scenarios import Story, exact, ranks_in_order
 
 if TYPE_CHECKING:
@@ -77,25 +86,69 @@ def run_and_lose_an_executor(
     return story
 
 
+def fit_and_lose_an_executor(
+    spark: SparkSession, cluster: StandaloneCluster, fault: Fault, store: Path, workers: int
+) -> None:
+    """A fit of an epoch a step, in float64: the weights of a plain loop (P2), and each row once an epoch (P1)."""
+    for module in (Slow.__module__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    lost = Event()
+
+    def follow(numbers: Mapping[str, Any]) -> None:
+        if numbers["epoch"] >= 10 and numbers["world"] == workers and not lost.is_set():
+            lost.set()
+            Thread(target=kill).start()
+
+    def kill() -> None:
+        busy = [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
+        fault(cluster.kill_executor, busy[-1])
+
+    df, net = table(spark), Slow()
+    model = estimator(
+        store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        epochs=EPOCHS,
+        num_workers=workers,
+        batch_size=ROWS // workers,
+        min_workers=1,
+        run_id="mine",
+        ledger=True,
+        on_progress=follow,
+    ).fit(df)
+    assert workers - 1 in [world.size for world in model.summary.worlds], "no executor was lost"
+    assert close_to(model, plain(df, EPOCHS, mse))
+    (folder,) = {path.parent for path in store.rglob("*.jsonl")}
+    assert ledger_of(folder) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
+
+
 @pytest.mark.scenario("G14")
 def test_p8_no_failures_small_messages_small_results_no_reuse(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
 ) -> None:
     spark = spark_with(NARROW)
     run_and_lose_an_executor(spark, standalone, fault, workers=3)
     program = Heavy(5, 0.0)
     result = launch(spark, program, Limits(2, 2, 2), ElasticConfig(), "heavy", ())
     assert exact(result, program)
+    fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
 
 
 def test_p8_speculation_exclusion_and_fair_pools(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
 ) -> None:
     """A core is free, so that Spark starts a second attempt of each slot task; it never makes a third worker (R14)."""
     spark = spark_with(SPECULATIVE)
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", "training")
     try:
         story = run_and_lose_an_executor(spark, standalone, fault, workers=2)
+        fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)
     finally:
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", None)
     assert max(story.sizes) == 2
@@ -125,11 +178,15 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
 
 @pytest.mark.scenario("G13")
 def test_p8_dynamic_allocation(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
 ) -> None:
     """No executor is there at first: queued slots bring them."""
     spark = spark_with(DYNAMIC)
     run_and_lose_an_executor(spark, standalone, fault, workers=2)
+    fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)
 
 
 def test_p8_two_cores_a_task(
