@@ -34,11 +34,11 @@ from tests.component.torch.job import (
     Paced,
     difference,
     launcher,
+    ledger_of,
     make_data,
     train_elastic,
     train_plain,
 )
-from tests.component.torch.test_elastic_training import ledger_of
 
 PLANS, IN_EVERY_BUILD = 100, 3
 LEASE = 1.0  # seconds

@@ -22,7 +22,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.launch import launch
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
-from tests.component.torch.test_elastic_training import ledger_of
+from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table

@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,3 +211,18 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     """R9's metric: the largest over all tensors of max|difference| / max|weight|."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in ours)
+
+
+def ledger_of(folder: Path) -> Counter[tuple[int, int]]:
+    """How often each row was trained in each epoch, by the history of the final weights: (epoch, row) -> times."""
+    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    final: dict[tuple[int, int], int] = {}
+    for line in lines:
+        if line["event"] == "applied":
+            step = (line["epoch"], line["step"])
+            final[step] = max(final.get(step, 0), line["generation"])
+    seen: Counter[tuple[int, int]] = Counter()
+    for line in lines:
+        if line["event"] == "contributes" and final.get((line["epoch"], line["step"])) == line["generation"]:
+            seen.update((line["epoch"], row) for row in line["rows"])
+    return seen

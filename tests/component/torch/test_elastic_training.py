@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.component.torch.job import (
     Paced,
     difference,
     launcher,
+    ledger_of,
     make_data,
     train_elastic,
     train_plain,
@@ -103,21 +102,6 @@ JOBS = {
 @pytest.fixture
 def data(tmp_path: Path) -> tuple[Store, Manifest]:
     return make_data(tmp_path)
-
-
-def ledger_of(folder: Path) -> Counter[tuple[int, int]]:
-    """How often each row was trained in each epoch, by the history of the final weights: (epoch, row) -> times."""
-    lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
-    final: dict[tuple[int, int], int] = {}
-    for line in lines:
-        if line["event"] == "applied":
-            step = (line["epoch"], line["step"])
-            final[step] = max(final.get(step, 0), line["generation"])
-    seen: Counter[tuple[int, int]] = Counter()
-    for line in lines:
-        if line["event"] == "contributes" and final.get((line["epoch"], line["step"])) == line["generation"]:
-            seen.update((line["epoch"], row) for row in line["rows"])
-    return seen
 
 
 def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest]) -> None:

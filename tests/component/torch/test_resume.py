@@ -31,11 +31,11 @@ from tests.component.torch.job import (
     Paced,
     difference,
     launcher,
+    ledger_of,
     make_data,
     train_elastic,
     train_plain,
 )
-from tests.component.torch.test_elastic_training import ledger_of
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
