@@ -138,17 +138,13 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
 
 
 def test_p8_speculation_exclusion_and_fair_pools(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    fault: Fault,
-    tmp_path: Path,
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
 ) -> None:
     """A core is free, so that Spark starts a second attempt of each slot task; it never makes a third worker (R14)."""
     spark = spark_with(SPECULATIVE)
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", "training")
     try:
         story = run_and_lose_an_executor(spark, standalone, fault, workers=2)
-        fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)
     finally:
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", None)
     assert max(story.sizes) == 2
@@ -178,15 +174,11 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
 
 @pytest.mark.scenario("G13")
 def test_p8_dynamic_allocation(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    fault: Fault,
-    tmp_path: Path,
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
 ) -> None:
     """No executor is there at first: queued slots bring them."""
     spark = spark_with(DYNAMIC)
     run_and_lose_an_executor(spark, standalone, fault, workers=2)
-    fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)
 
 
 def test_p8_two_cores_a_task(
