@@ -187,6 +187,22 @@ verb_spark() { run_tests tests/spark "$@"; } # real Spark on a standalone cluste
 verb_faults() { run_tests -m faults "$@"; } # the long fault plans
 verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faults "$@"; } # scenarios whose faults do not happen: each must fail
 
+verb_petastorm() { # the reader petastorm, in an environment of its own with old versions of pyarrow and numpy
+    local own=$PWD/build/petastorm
+    mkdir -p build
+    if [ ! -e "$own/.ready" ]; then
+        say "setting up build/petastorm (a few minutes, once)"
+        "$(find_python)" -m venv --clear "$own"
+        "$own/bin/python" -m pip install -qq --disable-pip-version-check "$TORCH"
+        # petastorm wants an older setuptools than torch says it does; both work with it.
+        "$own/bin/python" -m pip install -qq --disable-pip-version-check "petastorm>=0.13,<0.14" "pyarrow>=14,<15" \
+            "numpy>=1.26,<2" "setuptools<70" "pyspark>=3.5,<3.6" "pandas>=2,<3" fsspec cloudpickle starlette uvicorn \
+            httpx click pytest pytest-timeout psutil hypothesis
+        touch "$own/.ready"
+    fi
+    "$own/bin/python" -m pytest -m petastorm tests/component/data "$@"
+}
+
 verb_native() { # the engine's own tests
     setup
     native_programs

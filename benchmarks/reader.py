@@ -1,0 +1,141 @@
+"""How fast do rows come in the plan's order, against plain pyarrow reads with a shuffle, and against petastorm?
+
+    python benchmarks/reader.py --json benchmarks/results/reader.json
+
+A table of float32 arrays and a label in several files, page cache warm; ours and the peers take turns, medians over
+the rounds. Peer: pyarrow's read_row_group on one thread in shuffled order, each row group permuted by one take, cut
+into batches. Ours: the loader with its thread that reads ahead, one rank of a world of one. rows/s: more is better;
+CPU: of the process, per million rows. Petastorm, where it can be imported: two threads, rows not shuffled.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from report import Row, finish, parser
+from spark_elastic.data.foreign import describe
+from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.readers import open_reader
+from spark_elastic.data.store import Store
+
+WIDTH, FILES, BATCH = 50, 4, 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table."""
+
+    folder: Path
+    store: Store
+    manifest: Manifest
+
+    @classmethod
+    def write(cls, folder: Path, rows: int, group: int) -> Case:
+        rng = np.random.default_rng(1)
+        for number in range(FILES):
+            count = rows // FILES
+            flat = pa.array(rng.random(count * WIDTH, dtype=np.float32))
+            offsets = pa.array(np.arange(count + 1, dtype=np.int32) * WIDTH)
+            table = pa.table({"x": pa.ListArray.from_arrays(offsets, flat), "y": rng.integers(0, 10, count)})
+            pq.write_table(table, folder / f"{number}.parquet", row_group_size=group, use_dictionary=False)
+        store = Store.open(str(folder))
+        return cls(folder, store, describe(store, ["x", "y"]))
+
+
+def ours(case: Case) -> int:
+    """One epoch by the loader."""
+    plan = DataPlan.for_run(
+        case.manifest.group_rows, BATCH, 3, 4, case.manifest.decoded_bytes_per_group(), 256 << 20
+    )
+    reader = open_reader("arrow", case.store, case.manifest)
+    try:
+        with StepLoader(plan, reader, case.manifest.columns).steps(0, 0, 0, 1) as steps:
+            return sum(len(rows) for rows in steps)
+    finally:
+        reader.close()
+
+
+def raw(case: Case) -> int:
+    """One epoch by pyarrow alone."""
+    rng, seen = np.random.default_rng(3), 0
+    files = [pq.ParquetFile(case.folder / f"{number}.parquet") for number in range(FILES)]
+    order = [(file, index) for file in files for index in range(file.num_row_groups)]
+    for place in rng.permutation(len(order)):
+        file, index = order[place]
+        table = file.read_row_group(index, use_threads=False)
+        rows = rng.permutation(table.num_rows)
+        x = table["x"].combine_chunks().flatten().to_numpy().reshape(-1, WIDTH).take(rows, axis=0)
+        y = table["y"].to_numpy().take(rows)
+        for first in range(0, len(rows), BATCH):
+            seen += len(x[first : first + BATCH]) and len(y[first : first + BATCH])
+    for file in files:
+        file.close()
+    return seen
+
+
+def petastorm(case: Case) -> int:
+    """One epoch by petastorm's batch reader."""
+    from petastorm import make_batch_reader
+
+    with make_batch_reader(f"file://{case.folder}", workers_count=2, num_epochs=1) as reader:
+        return sum(len(batch.y) for batch in reader)
+
+
+def measured(read: Callable[[Case], int], case: Case) -> tuple[float, float]:
+    """(rows/s, CPU seconds per million rows)"""
+    begin, cpu = time.perf_counter(), time.process_time()
+    rows = read(case)
+    assert rows == case.manifest.rows
+    return rows / (time.perf_counter() - begin), (time.process_time() - cpu) / rows * 1e6
+
+
+def compared(name: str, case: Case, rounds: int, peers: dict[str, Callable[[Case], int]]) -> list[Row]:
+    readers = {"ours": ours, **peers}
+    figures: dict[str, list[tuple[float, float]]] = {each: [] for each in readers}
+    for _ in range(rounds):
+        for each, read in readers.items():
+            figures[each].append(measured(read, case))
+    medians = {
+        each: [statistics.median(column) for column in zip(*found, strict=True)]
+        for each, found in figures.items()
+    }
+    rows = []
+    for peer in peers:
+        rows.append(Row(f"{name}, against {peer}", medians["ours"][0], medians[peer][0], "rows/s"))
+        rows.append(Row(f"{name}, against {peer}", medians["ours"][1], medians[peer][1], "CPU s/M rows"))
+    return rows
+
+
+def main() -> None:
+    made = parser("Rows per second and processor time of the loader, beside pyarrow's and petastorm's.")
+    made.add_argument("--rows", type=int, default=1_000_000)
+    made.add_argument("--rounds", type=int, default=5)
+    arguments = made.parse_args()
+    peers: dict[str, Callable[[Case], int]] = {"pyarrow": raw}
+    try:
+        import petastorm as _  # noqa: F401
+    except ImportError:
+        print("petastorm cannot be imported here: left out")
+    else:
+        peers["petastorm"] = petastorm
+    rows: list[Row] = []
+    for group in (25_000, 10_000, 1_000):
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case.write(Path(folder), arguments.rows, group)
+            rows += compared(f"row groups of {group:,}", case, arguments.rounds, peers)
+    finish("reader", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
