@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from spark_elastic.observe.report import JobReport
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class WorldRecord:
 class FitSummary:
     """epochs: one dict per epoch, with at least `epoch`, `loss` and `rows`; seconds: the whole of `fit`.
 
-    digest: checksum of the final weights. data_rows: rows of the training table.
+    digest: checksum of the final weights. data_rows: rows of the training table. report: where the time went, what
+    losses cost, and the rows of each epoch; of the last `fit` of the run alone.
     """
 
     run_id: str = ""
@@ -31,6 +34,7 @@ class FitSummary:
     data_rows: int = 0
     digest: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    report: JobReport = field(default_factory=JobReport)
 
     @property
     def rows_per_epoch(self) -> list[int]:
@@ -38,10 +42,13 @@ class FitSummary:
         return [int(epoch["rows"]) for epoch in self.epochs]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        fields = asdict(replace(self, report=JobReport()))
+        return json.dumps({**fields, "report": json.loads(self.report.to_json())})
 
     @classmethod
     def from_json(cls, text: str) -> FitSummary:
         fields = json.loads(text)
         worlds = tuple(WorldRecord(**world) for world in fields.pop("worlds"))
-        return cls(epochs=tuple(fields.pop("epochs")), worlds=worlds, **fields)
+        # A model that was saved by an earlier version has none.
+        report = JobReport.from_json(json.dumps(fields.pop("report"))) if "report" in fields else JobReport()
+        return cls(epochs=tuple(fields.pop("epochs")), worlds=worlds, report=report, **fields)

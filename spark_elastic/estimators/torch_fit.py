@@ -36,6 +36,7 @@ from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
 from spark_elastic.launch import LaunchResult, WorldSpan, bounds, launch
 from spark_elastic.observe.progress import Progress
+from spark_elastic.observe.report import JobReport
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.driver_address import bind_of
 from spark_elastic.spark.materialize import materialize
@@ -69,6 +70,7 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
     run_id = request.run_id or uuid.uuid4().hex[:12]
     sc = df.sparkSession.sparkContext
     worlds: tuple[WorldSpan, ...] = ()
+    report = JobReport()
     with _opened(request, sc) as store:
         record, result = _so_far(request, store, run_id)
         if result is None or record is None:
@@ -78,7 +80,7 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
                 ship(sc)
             place = bind_of(sc.getConf(), request.config)
             preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout, place)
-            record, result, worlds = _trained(df, request, store, run_id, ledger)
+            record, result, worlds, report = _trained(df, request, store, run_id, ledger)
         model = _trained_model(request, store, result)
         features = _inputs(request, record.rows())
     summary = FitSummary(
@@ -88,6 +90,7 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
         seconds=clock.now() - started,
         data_rows=result.data_rows,
         digest=result.digest,
+        report=report.with_rows(result.history, result.data_rows),
     )
     return ElasticTorchModel(Predictor(pack(model), features), summary)
 
@@ -107,7 +110,7 @@ def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | No
 
 def _trained(
     df: DataFrame, request: Request, store: Store, run_id: str, ledger: str | None
-) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...]]:
+) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...], JobReport]:
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
     run = HeldRun.take(store, run_id)
     with _data(df, request, store, run) as (record, data):
@@ -126,7 +129,7 @@ def _trained(
     run.check()
     result.save(store, run_id)
     store.remove_tree(f"runs/{run_id}/checkpoints")
-    return record, result, launched.worlds
+    return record, result, launched.worlds, launched.report
 
 
 @contextmanager

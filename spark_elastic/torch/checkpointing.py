@@ -34,13 +34,17 @@ class Checkpointing:
         self, store: Store, policy: CheckpointPolicy, clock: Clock, tell: Callable[[Checkpoint], object]
     ) -> None:
         self._schedule = Schedule(policy, clock)
+        self._clock = clock
+        self.seconds = 0.0  # for which copying held up the training thread
         self._writer = CheckpointWriter(Checkpoints(store, policy.run_id), tell)
         self._copied: tuple[Position, dict[str, Any]] | None = None
 
     def applied(self, state: TorchState) -> None:
         """A step was applied; copies the state where a checkpoint is due."""
         if self._schedule.step():
+            began = self._clock.now()
             self._copied = state.position, copy.deepcopy(state.capture())
+            self.seconds += self._clock.now() - began
 
     def sealed(self, fence: Fence) -> None:
         """What was copied is history."""

@@ -276,6 +276,7 @@ class TorchTrainTask:
                 "loss": verdict.loss / (verdict.denominator or 1.0),
                 "rows": verdict.rows,
                 "world": group.size,
+                "checkpoint_seconds": self._checkpointing.seconds if self._checkpointing is not None else 0.0,
             }
         )
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from spark_elastic.estimators.history import FitSummary, WorldRecord
+from spark_elastic.observe.changes import Kind, WorldChange
+from spark_elastic.observe.report import JobReport
 
 
 def test_a_summary_survives_json() -> None:
@@ -16,3 +20,11 @@ def test_a_summary_survives_json() -> None:
     )
     assert FitSummary.from_json(summary.to_json()) == summary
     assert summary.rows_per_epoch == [10]
+
+
+def test_the_report_survives_json_and_older_summaries_have_none() -> None:
+    report = JobReport(10.0, {"training": 9.0}, (WorldChange(1, 0.0, Kind.START, 0, 2, 2, 0, "first", 0.5),))
+    summary = FitSummary("run", report=report.with_rows([{"epoch": 0, "rows": 5}], 5))
+    assert FitSummary.from_json(summary.to_json()) == summary
+    older = {key: value for key, value in json.loads(summary.to_json()).items() if key != "report"}
+    assert FitSummary.from_json(json.dumps(older)).report == JobReport()
