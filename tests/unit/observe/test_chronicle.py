@@ -55,12 +55,17 @@ class Job:
     def loses(self, job: int, step: int, regroup: float) -> None:
         """The host of a member goes; the others come again at `step`."""
         assert self.world is not None
-        fence = self.world.fence
         self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
         self.now += regroup
+        self.returns(step, but=job)
+
+    def returns(self, step: int, but: int = 0, planned: bool = False) -> None:
+        """All members leave the world at `step`, but that of one slot job."""
+        assert self.world is not None
+        fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
         for member in self.world.members:
-            if member.slot != f"{job}-0":
-                self.on(on.WorkerJoins(0, member.worker, member.slot, fence, Position(0, Phase.TRAIN, step)))
+            if member.slot != f"{but}-0":
+                self.on(on.WorkerJoins(0, member.worker, member.slot, fence, position, planned=planned))
 
     def report(self, step: int, **more: float) -> None:
         numbers = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
@@ -128,11 +133,7 @@ def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
     job.comes(3)
     job.now += 1.0
     job.on(on.Tick(0))
-    assert job.world is not None
-    fence = job.world.fence
-    for member in job.world.members:
-        position = Position(0, Phase.TRAIN, 10)
-        job.on(on.WorkerJoins(0, member.worker, member.slot, fence, position, planned=True))
+    job.returns(10, planned=True)
     job.now += 0.25
     job.form()
     joined = job.told[-1]
