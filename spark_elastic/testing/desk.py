@@ -241,11 +241,21 @@ class Desk:
             raise Violation(f"500 worlds and no end\n{self.story.text()}")
         self.worlds.append(world)
         if world.resume or world.source is None:
-            training = [w.name for w in self._workers() if w.trains_before(world.fence)]
+            training = [w.name for w in self._workers() if self._trains_beside(w, world)]
             self.sim.run.durability.begins(world, training)
         for member in world.members:
             if member.worker in self.held:
                 self._answer(member.worker)
+
+    def _trains_beside(self, worker: SimWorker, world: World) -> bool:
+        """Whether its older world may still take a step: that needs all members, so none may have gone on."""
+        if not worker.trains_before(world.fence) or worker.group is None:
+            return False
+        its = worker.group.world
+        gone_on = {
+            member.worker for later in self.worlds if its.fence < later.fence for member in later.members
+        }
+        return not gone_on & {member.worker for member in its.members}
 
     def _publish_checkpoint(self, kept: Several) -> None:
         if self.dead:
