@@ -6,13 +6,12 @@ beside `data/`), written through Spark, so that any path Spark can write will do
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pyspark.ml import Model
-from pyspark.ml.functions import vector_to_array
+from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import (
     DefaultParamsReader,
@@ -22,27 +21,34 @@ from pyspark.ml.util import (
     MLWritable,
     MLWriter,
 )
+from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import saving
 from spark_elastic.estimators.history import FitSummary
+from spark_elastic.estimators.outputs import Outputs
 from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.persistence import Packed
 from spark_elastic.estimators.predictor import Predictor
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
 
-CHUNK = 16 << 20  # bytes of a saved row: far below Spark's limits on one value
+_ALL = "__spark_elastic_outputs"
 
 
 class ElasticTorchModel(Model, ColumnParams, MLWritable, MLReadable["ElasticTorchModel"]):  # type: ignore[misc,unused-ignore]
     """What `ElasticTorchEstimator.fit` returns.
 
-    `transform(df)` adds `output_col`: a double where the module returns one number per row, else an array of
-    doubles. `history` has a dict per epoch; `summary` tells worlds and seconds too. `model` is a copy of the module.
+    `transform(df)` adds `prediction_col`: a double where the module returns one number per row, else an array of
+    doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
+    take them.
+    A module of several outputs adds a column for each: `output_cols`, by default LABEL__output.
+
+    `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`
+    are the same as DataFrames. `model` is a copy of the module.
 
     `save` keeps the weights in a form that loads without running code; the module's architecture goes through
     cloudpickle, so that `load` must be given only paths that are trusted.
@@ -52,7 +58,13 @@ class ElasticTorchModel(Model, ColumnParams, MLWritable, MLReadable["ElasticTorc
         super().__init__()
         self._predictor = predictor
         self._summary = summary
-        self._setDefault(output_col="prediction")
+        self._setDefault(
+            prediction_col="prediction",
+            probability_col=None,
+            activation=None,
+            output_cols=None,
+            label_cols=[],
+        )
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -66,11 +78,21 @@ class ElasticTorchModel(Model, ColumnParams, MLWritable, MLReadable["ElasticTorc
     @property
     def model(self) -> torch.nn.Module:
         """A new copy of the trained module, on the CPU, in evaluation mode."""
-        return self._predictor.packed.unpack().eval()
+        model: torch.nn.Module = self._predictor.packed.unpack()
+        return model.eval()
 
     def getModel(self) -> torch.nn.Module:
         """The same as `model`."""
         return self.model
+
+    def history_frame(self) -> DataFrame:
+        """`history` as a DataFrame, a row per epoch."""
+        return SparkSession.active().createDataFrame([Row(**epoch) for epoch in self.history])
+
+    def worlds_frame(self) -> DataFrame:
+        """The worlds of the training as a DataFrame: when each began, its size, and why."""
+        worlds = [Row(**asdict(world)) for world in self._summary.worlds]
+        return SparkSession.active().createDataFrame(worlds, "seconds double, size int, reason string")
 
     def write(self) -> MLWriter:
         return _Writer(self)
@@ -81,13 +103,28 @@ class ElasticTorchModel(Model, ColumnParams, MLWritable, MLReadable["ElasticTorc
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         inputs = [self._input(dataset, column) for column in self._predictor.columns]
-        output = self.getOrDefault("output_col")
-        if output in dataset.columns:
-            raise InvalidInput(f"the table has a column {output!r} already: choose another output_col.")
+        names = ("prediction_col", "probability_col", "activation", "output_cols")
+        wanted = {name: self.getOrDefault(name) for name in names}
+        labels = self.getOrDefault("label_cols")
+        outputs = Outputs.of(self._predictor.widths(), labels=labels, **wanted)
+        for name in outputs.columns:
+            if name in dataset.columns:
+                raise InvalidInput(
+                    f"the table has a column {name!r} already: choose another name for the prediction."
+                )
         from spark_elastic.estimators.predict_udf import predict_udf
 
         shipped = dataset.sparkSession.sparkContext.broadcast(self._predictor)
-        return dataset.withColumn(output, predict_udf(shipped, self._predictor.width())(*inputs))
+        predicted = predict_udf(shipped, outputs)(*inputs)
+        if len(outputs.columns) == 1:
+            return dataset.withColumn(outputs.columns[0], predicted)
+        added = dataset.withColumn(_ALL, predicted)
+        for name in outputs.columns:
+            field = F.col(_ALL).getField(name)
+            added = added.withColumn(
+                name, array_to_vector(field) if name == wanted["probability_col"] else field
+            )
+        return added.drop(_ALL)
 
     @staticmethod
     def _input(dataset: DataFrame, column: Column) -> SparkColumn:
@@ -110,18 +147,12 @@ class _Writer(MLWriter):
     def saveImpl(self, path: str) -> None:
         model = self._instance
         extra = {
+            "format": saving.FORMAT,
             "summary": model.summary.to_json(),
             "columns": [[c.name, c.dtype, list(c.shape)] for c in model._predictor.columns],
         }
         DefaultParamsWriter.saveMetadata(model, path, self.sc, extraMetadata=extra)
-        packed = model._predictor.packed
-        rows = [
-            (part, number, bytearray(content[start : start + CHUNK]))
-            for part, content in (("architecture", packed.architecture), ("weights", packed.weights))
-            for number, start in enumerate(range(0, len(content), CHUNK))
-        ]
-        table = self.sparkSession.createDataFrame(rows, "part string, number int, content binary")
-        table.write.parquet(os.path.join(path, "data"))
+        saving.write(self.sparkSession, path, model._predictor.packed)
 
 
 class _Reader(MLReader[ElasticTorchModel]):
@@ -130,15 +161,10 @@ class _Reader(MLReader[ElasticTorchModel]):
         self._cls = cls
 
     def load(self, path: str) -> ElasticTorchModel:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        rows = self.sparkSession.read.parquet(os.path.join(path, "data")).collect()
-        parts: Mapping[str, bytes] = {
-            part: b"".join(bytes(r.content) for r in sorted(rows, key=lambda r: r.number) if r.part == part)
-            for part in ("architecture", "weights")
-        }
+        metadata = saving.upgraded(DefaultParamsReader.loadMetadata(path, self.sc), path)
         columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])
-        model = self._cls(Predictor(Packed(**parts), columns), summary)
+        model = self._cls(Predictor(saving.read(self.sparkSession, path), columns), summary)
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model

@@ -18,6 +18,11 @@ def names(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(name) for name in value]
 
 
+def listed(value: Any) -> Any:
+    """A tuple as a list: `explainParams` of Spark ML cannot show one."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def declare(doc: str, converter: Callable[[Any], Any] | None = None) -> Any:
     """A Param whose name is that of the attribute it is assigned to."""
     return _Declaration(doc, converter)
@@ -73,21 +78,57 @@ class ColumnParams(Params):
     label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", names)
     sample_weight_col: Param[str] = declare("column of row weights, or None")
     input_shapes: Param[Any] = declare(
-        "shape of one row of each feature column, such as [(1, 28, 28)], or None"
+        "shape of one row of each feature column, such as [(1, 28, 28)], or None", listed
     )
-    output_col: Param[str] = declare("column that `transform` adds")
+    prediction_col: Param[str] = declare(
+        "column that `transform` adds: a double for one number a row, else an array; the class with probability_col"
+    )
+    probability_col: Param[str] = declare("column for a vector of class probabilities, or None")
+    activation: Param[str] = declare(
+        "what makes probabilities of outputs: softmax, sigmoid, exp or identity; default what the loss says"
+    )
+    output_cols: Param[Sequence[str]] = declare(
+        "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output"
+    )
 
 
 @with_accessors
 class TorchParams(ColumnParams):
     """What `ElasticTorchEstimator` can be told."""
 
-    model: Param[Any] = declare("the torch.nn.Module to train; left as it is")
+    model: Param[Any] = declare("the torch.nn.Module to train, left as it is, or a function that makes one")
     optimizer: Param[Any] = declare(
         "a torch optimizer over the model's parameters, or a function of parameters to one"
     )
-    loss: Param[Any] = declare("function or module of (output, *labels)")
-    batch_size: Param[int] = declare("rows per worker and step; batch_size × num_workers rows are one step")
+    learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
+    loss: Param[Any] = declare("function or module of (output, *labels), or a list of one per label", listed)
+    loss_weights: Param[Sequence[float]] = declare("weight of each of several losses; None: 1/n each", listed)
+    metrics: Param[Any] = declare(
+        "functions of (output, label) or torchmetrics, as a list or by name", listed
+    )
+    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", listed)
+    train_minibatch_fn: Param[Any] = declare(
+        "function of (model, features, labels) to the rows' losses or their mean, in place of loss"
+    )
+    transformation_fn: Param[Any] = declare(
+        "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers"
+    )
+    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", listed)
+    validation: Param[Any] = declare(
+        "fraction of the rows, or a column that says which (true or above 0), to look at behind each epoch"
+    )
+    batch_size: Param[int] = declare(
+        "rows per worker and backward pass; batch_size × backward_passes_per_step × num_workers rows are one step"
+    )
+    val_batch_size: Param[int] = declare("rows per worker in validation; None: batch_size")
+    backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
+    precision: Param[str] = declare(
+        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
+    )
+    gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
+    reader: Param[str] = declare("what reads the rows: arrow or petastorm")
+    terminate_on_nan: Param[bool] = declare("whether a loss that is no number ends the training")
+    inmemory_cache_all: Param[bool] = declare("whether a worker keeps all rows it has read in memory")
     epochs: Param[int] = declare("passes over the data")
     num_workers: Param[int] = declare("workers wanted at the start")
     min_workers: Param[int] = declare("fewest workers to go on with")

@@ -23,20 +23,22 @@ class Packed:
     architecture: bytes
     weights: bytes
 
-    def unpack(self) -> torch.nn.Module:
-        """The module, on the CPU."""
+    def unpack(self) -> Any:
+        """What was packed, its tensors on the CPU."""
         tensors = torch.load(io.BytesIO(self.weights), map_location="cpu", weights_only=True)
-        model = _Unpickler(io.BytesIO(self.architecture), tensors).load()
-        assert isinstance(model, torch.nn.Module)
-        return model
+        return _Unpickler(io.BytesIO(self.architecture), tensors).load()
 
 
-def pack(model: torch.nn.Module) -> Packed:
-    """Take a module apart; it stays as it is."""
-    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+def pack(thing: Any, model: torch.nn.Module | None = None) -> Packed:
+    """Take a module apart, or anything that holds tensors; it stays as it is.
+
+    model: the module that names the tensors where `thing` is more than one, such as itself with its optimizer.
+    """
+    model = thing if isinstance(thing, torch.nn.Module) else model
+    named = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
     file = io.BytesIO()
-    pickler = _Pickler(file, names)
-    pickler.dump(model)
+    pickler = _Pickler(file, {id(tensor): name for name, tensor in named})
+    pickler.dump(thing)
     weights = io.BytesIO()
     torch.save(pickler.tensors, weights)
     return Packed(file.getvalue(), weights.getvalue())

@@ -6,25 +6,43 @@ Spark reads the UDF's kind from its annotations, so that their names must exist 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pandas as pd
 from pyspark import Broadcast
 from pyspark.sql import Column
 from pyspark.sql.pandas.functions import pandas_udf
-from pyspark.sql.types import ArrayType, DataType, DoubleType
+from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
+from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.predictor import Predictor
 
 
-def predict_udf(shipped: Broadcast[Predictor], width: int) -> Callable[..., Column]:
-    """From the feature columns to a double, or to an array of `width` doubles where `width` is not 1."""
+def predict_udf(shipped: Broadcast[Predictor], outputs: Outputs) -> Callable[..., Column]:
+    """From the feature columns to the one column of `outputs`, or to a struct of all, in fields of their names."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
         for batch in batches:
-            # Spark hands a single column over as itself.
-            columns = (batch,) if isinstance(batch, pd.Series) else batch
-            values = shipped.value.predict(columns)
-            yield pd.Series(values[:, 0] if width == 1 else list(values))
+            yield pd.Series(as_column(_values(shipped, outputs, batch)[0]))
 
-    kind: DataType = DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=False)
-    return pandas_udf(predict, kind)  # type: ignore[call-overload,no-any-return]
+    def predict_all(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
+        for batch in batches:
+            values = _values(shipped, outputs, batch)
+            columns = {n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)}
+            yield pd.DataFrame(columns)
+
+    kinds = [_kind(width) for width in outputs.widths]
+    if len(kinds) == 1:
+        return pandas_udf(predict, kinds[0])  # type: ignore[call-overload,no-any-return]
+    fields = [StructField(name, kind) for name, kind in zip(outputs.columns, kinds, strict=True)]
+    return pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload,no-any-return]
+
+
+def _values(shipped: Broadcast[Predictor], outputs: Outputs, batch: Any) -> list[Any]:
+    # Spark hands a single column over as itself.
+    columns = (batch,) if isinstance(batch, pd.Series) else batch
+    return list(outputs.values(shipped.value.predict(columns)))
+
+
+def _kind(width: int) -> DataType:
+    return DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=False)

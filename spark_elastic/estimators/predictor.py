@@ -31,7 +31,8 @@ class Predictor:
 
     @cached_property
     def _model(self) -> torch.nn.Module:
-        return self.packed.unpack().eval()
+        model: torch.nn.Module = self.packed.unpack()
+        return model.eval()
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -51,28 +52,33 @@ class Predictor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def width(self) -> int:
-        """Numbers per row that the model returns, tried on one row of zeros."""
-        return int(self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns]).shape[1])
+    def widths(self) -> list[int]:
+        """Numbers per row of each output of the model, tried on one row of zeros."""
+        outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
+        return [int(output.shape[1]) for output in outputs]
 
-    def predict(self, columns: Sequence[Sequence[Any]]) -> npt.NDArray[np.float64]:
-        """columns: for each input column its rows. Returns (rows, width)."""
+    def predict(self, columns: Sequence[Sequence[Any]]) -> list[npt.NDArray[np.float64]]:
+        """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
         inputs = [_stacked(rows, column) for rows, column in zip(columns, self.columns, strict=True)]
         rows = len(inputs[0])
         parts = [
             self._forward([values[start : start + ROWS_AT_ONCE] for values in inputs])
             for start in range(0, rows, ROWS_AT_ONCE)
         ]
-        return np.concatenate(parts) if parts else np.zeros((0, 1))
+        if not parts:
+            return [np.zeros((0, width)) for width in self.widths()]
+        return [np.concatenate(output) for output in zip(*parts, strict=True)]
 
-    def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+    def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[np.float64]]:
         with torch.inference_mode():
             output = self._model(*(self._tensor(values) for values in inputs))
-        if not isinstance(output, torch.Tensor):
-            raise InvalidInput(
-                f"transform needs a model that returns one tensor; this one returns {type(output).__name__}."
-            )
-        return output.reshape(len(inputs[0]), -1).to(torch.float64).numpy()
+        outputs = output if isinstance(output, tuple | list) else [output]
+        for each in outputs:
+            if not isinstance(each, torch.Tensor):
+                raise InvalidInput(
+                    f"transform needs a model that returns tensors; this one returns {type(each).__name__}."
+                )
+        return [each.reshape(len(inputs[0]), -1).to(torch.float64).numpy() for each in outputs]
 
 
 def _stacked(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
@@ -84,6 +90,9 @@ def _stacked(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
             raise _nulls(column)
         return values.astype(column.dtype)
     size = int(np.prod(column.shape, dtype=np.int64))
+    plain = [row for row in rows if isinstance(row, np.ndarray) and row.dtype != object and row.size == size]
+    if len(plain) == len(rows) > 0:  # as Arrow hands arrays over
+        return np.concatenate(plain).reshape(len(plain), *column.shape).astype(column.dtype, copy=False)
     stacked = np.empty((len(rows), size), dtype=column.dtype)
     for number, row in enumerate(rows):
         if row is None:

@@ -19,6 +19,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.validation import Request
 
+Planned = tuple[Manifest, DataPlan]
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -33,10 +35,22 @@ class RunRecord:
     global_batch: int
     lanes: int
     settings: Mapping[str, Any]
+    validation: Mapping[str, Any] | None = None  # manifest, global_batch and lanes of the rows that validate
 
     @classmethod
-    def of(cls, request: Request, data: str, manifest: Manifest, plan: DataPlan) -> RunRecord:
-        return cls(data, manifest.to_json(), manifest.hash, plan.global_batch, plan.lanes, _bound(request))
+    def of(cls, request: Request, data: str, rows: Planned, validation: Planned | None) -> RunRecord:
+        manifest, plan = rows
+        seen = (
+            None
+            if validation is None
+            else {
+                "manifest": validation[0].to_json(),
+                "global_batch": validation[1].global_batch,
+                "lanes": validation[1].lanes,
+            }
+        )
+        hashed = manifest.to_json(), manifest.hash
+        return cls(data, *hashed, plan.global_batch, plan.lanes, _bound(request), seen)
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunRecord | None:
@@ -50,9 +64,10 @@ class RunRecord:
     def check(self, request: Request, run_id: str) -> None:
         """Raises InvalidInput with the first setting that is another one."""
         for name, value in _bound(request).items():
-            if self.settings.get(name) != value:
+            before = self.settings.get(name, value)  # a setting that came after the run
+            if before != value:
                 raise InvalidInput(
-                    f"run_id {run_id!r} was begun with {name}={self.settings.get(name)!r} and this fit has {value!r}: "
+                    f"run_id {run_id!r} was begun with {name}={before!r} and this fit has {value!r}: "
                     "go on with the same, or use another run_id."
                 )
 
@@ -71,6 +86,14 @@ class RunRecord:
             self.lanes,
             self.settings["shuffle"],
         )
+
+    def validating(self) -> Planned | None:
+        """The rows that validate, in the order of the table."""
+        if self.validation is None:
+            return None
+        manifest = Manifest.from_json(self.validation["manifest"])
+        batch, lanes = self.validation["global_batch"], self.validation["lanes"]
+        return manifest, DataPlan(manifest.group_rows, batch, self.settings["seed"], lanes, shuffle=False)
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,8 @@ def _bound(request: Request) -> dict[str, Any]:
         "label_cols": list(request.label_cols),
         "sample_weight_col": request.sample_weight_col,
         "batch_size": request.batch_size,
+        "backward_passes_per_step": request.backward_passes_per_step,
+        "validation": request.validation,
         "seed": request.seed,
         "shuffle": request.shuffle,
     }

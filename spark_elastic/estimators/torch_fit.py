@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import math
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -25,9 +26,9 @@ import torch
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.fit_rows import check_validation, held_rows
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
@@ -39,15 +40,12 @@ from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.driver_address import bind_of
-from spark_elastic.spark.materialize import materialize
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
 from spark_elastic.spark.shipping import ship
-from spark_elastic.state import attempts
-from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
-from spark_elastic.torch.train_spec import Brought, TrainSpec
+from spark_elastic.torch.train_spec import Rows, TrainSpec
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.torch.training import Clipping
 
@@ -64,7 +62,14 @@ PRELOAD = ("torch", "torch._dynamo")
 
 def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
     """Train on `df`; everything that can be seen to be wrong without a Spark job is said before the first one."""
-    check_columns(df.schema, request.feature_cols, request.label_cols, request.sample_weight_col)
+    check_columns(
+        df.schema,
+        request.feature_cols,
+        request.label_cols,
+        request.sample_weight_col,
+        transformed=request.brought.transformation is not None,
+    )
+    check_validation(df, request)
     clock = SystemClock()
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
@@ -75,7 +80,7 @@ def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
         record, result = _so_far(request, store, run_id)
         if result is None or record is None:
             ledger = _ledger(request, store, run_id)
-            payload = cloudpickle.dumps((request.model, request.optimizer, request.loss))
+            payload = cloudpickle.dumps(request.brought)
             if request.config.ship:
                 ship(sc)
             place = bind_of(sc.getConf(), request.config)
@@ -113,7 +118,7 @@ def _trained(
 ) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...], JobReport]:
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
     run = HeldRun.take(store, run_id)
-    with _data(df, request, store, run) as (record, data):
+    with held_rows(df, request, store, run) as (record, data):
         manifest = record.rows()
         spec = _spec(request, store, data, record, run, ledger)
         launched = _train(df.sparkSession, request, spec, run)
@@ -147,51 +152,6 @@ def _opened(request: Request, sc: SparkContext) -> Iterator[Store]:
         )
 
 
-@contextmanager
-def _data(df: DataFrame, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
-    """The columns in the store: for all fits to come (`keep_data`), or in a folder of the run until it has ended well.
-
-    A run that goes on goes on with the rows that it was begun with.
-    """
-    own = "" if request.keep_data else f"runs/{run.run_id}/rows"
-    record = RunRecord.load(store, run.run_id)
-    if record is None:
-        names = [*request.feature_cols, *request.label_cols, *filter(None, [request.sample_weight_col])]
-        try:
-            manifest = materialize(df, names, _inside(store, own))
-            record = RunRecord.of(request, own, manifest, _plan(request, manifest))
-        except BaseException:
-            _forget_rows(store, own)
-            attempts.forget(store, run.run_id, run.attempt)
-            raise
-        record.save(store, run.run_id)
-    try:
-        yield record, _inside(store, record.data)
-    except BaseException:
-        if _goes_on(request, store, run.run_id):
-            log.warning("run %s can go on: fit again with run_id=%r", run.run_id, run.run_id)
-        else:
-            _forget_rows(store, record.data)
-            store.delete(f"runs/{run.run_id}/run.json")
-            attempts.forget(store, run.run_id, run.attempt)
-        raise
-    _forget_rows(store, record.data)
-
-
-def _inside(store: Store, folder: str) -> Store:
-    return dataclasses.replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
-
-
-def _forget_rows(store: Store, folder: str) -> None:
-    if folder:
-        store.remove_tree(folder)
-
-
-def _goes_on(request: Request, store: Store, run_id: str) -> bool:
-    """Whether something of the failed run is worth its rows' room."""
-    return request.store is not None and bool(Checkpoints(store, run_id).published())
-
-
 def _limits(request: Request, global_batch: int) -> Limits:
     limits = bounds(request.config, request.num_workers, request.min_workers, request.max_workers)
     return dataclasses.replace(limits, max_global_batch=global_batch)
@@ -212,22 +172,10 @@ def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
     )
 
 
-def _plan(request: Request, manifest: Manifest) -> DataPlan:
-    return DataPlan.for_run(
-        manifest.group_rows,
-        request.global_batch,
-        request.seed,
-        request.max_workers,
-        manifest.decoded_bytes_per_group(),
-        DEFAULT_CACHE_BYTES,
-        request.shuffle,
-    )
-
-
 def _spec(
     request: Request, store: Store, data: Store, record: RunRecord, run: HeldRun, ledger: str | None
 ) -> TrainSpec:
-    manifest, config = record.rows(), request.config
+    manifest, config, seen = record.rows(), request.config, record.validating()
     return TrainSpec(
         data=data,
         manifest=manifest,
@@ -242,6 +190,15 @@ def _spec(
         epochs=request.epochs,
         seed=request.seed,
         clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
+        label_shapes=request.label_shapes,
+        validation=None if seen is None else Rows(data, *seen),
+        val_batch_size=request.val_batch_size,
+        learning_rate=request.learning_rate,
+        precision=request.precision,
+        wire=request.gradient_compression,
+        reader=request.reader,
+        terminate_on_nan=request.terminate_on_nan,
+        cache_bytes=sys.maxsize if request.inmemory_cache_all else DEFAULT_CACHE_BYTES,
         ledger=ledger,
         checkpoints=CheckpointPolicy(run.run_id, config.checkpoint_steps, config.checkpoint_seconds),
     )
@@ -249,7 +206,7 @@ def _spec(
 
 def _train(spark: SparkSession, request: Request, spec: TrainSpec, run: HeldRun) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
-    task = TorchTrainTask(spec, Brought(request.model, request.optimizer, (request.loss,)))
+    task = TorchTrainTask(spec, request.brought)
     shown = Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
     with closing(shown) as progress:
         limits = _limits(request, spec.plan.global_batch)
@@ -271,6 +228,6 @@ def _trained_model(request: Request, store: Store, result: RunResult) -> torch.n
         raise StoreError(
             f"{result.model} in the store {store.url} is not what was trained: its SHA-256 differs."
         )
-    model = copy.deepcopy(request.model)
+    model = copy.deepcopy(request.brought.model)
     model.load_state_dict(torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True))
     return model.eval()

@@ -73,7 +73,8 @@ class TorchTrainTask:
             **_no_sums(),
         )
         self._scaling = scaling
-        self._exchange = GradientExchange(model.named_parameters(), as_set(), engine=engine_of_process)
+        terms = as_set(wire=spec.wire)
+        self._exchange = GradientExchange(model.named_parameters(), terms, engine=engine_of_process)
         self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
         rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._taker = StepTaker(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +16,12 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.saving import upgraded
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -74,7 +77,7 @@ def test_one_number_is_a_double_and_other_columns_stay(spark: SparkSession) -> N
 
 def test_several_numbers_are_an_array_and_vectors_go_in_as_arrays_do(spark: SparkSession) -> None:
     module = torch.nn.Linear(2, 3)
-    model = fitted(module, Column("v", "float32", (2,))).setOutputCol("scores")
+    model = fitted(module, Column("v", "float32", (2,))).setPredictionCol("scores")
     rows = model.transform(table(spark)).collect()
     np.testing.assert_allclose([row.scores for row in rows], expected(module, rows), rtol=1e-5, atol=1e-6)
 
@@ -102,7 +105,7 @@ def test_a_table_that_does_not_fit_is_told_before_any_job(spark: SparkSession) -
 
 def test_saved_and_loaded_it_is_the_same(spark: SparkSession, tmp_path: Path) -> None:
     module, model = linear(2)
-    model.setOutputCol("scores")
+    model.setPredictionCol("scores")
     path = str(tmp_path / "model")
     model.save(path)
     with pytest.raises(AnalysisException, match="already exists"):
@@ -117,12 +120,33 @@ def test_saved_and_loaded_it_is_the_same(spark: SparkSession, tmp_path: Path) ->
     assert back.transform(df).collect() == model.transform(df).collect()
 
 
+def test_a_model_of_an_older_release_loads(spark: SparkSession) -> None:
+    back = ElasticTorchModel.load(f"file://{Path(__file__).parent}/model_format_0")
+    rows = back.transform(table(spark)).collect()
+    assert [row.guess for row in rows] == pytest.approx([2 * r.x[0] - r.x[1] + 0.5 for r in rows], rel=1e-5)
+    assert back.summary == SUMMARY
+
+
 def test_a_pipeline_can_hold_it(spark: SparkSession, tmp_path: Path) -> None:
     _, model = linear(1)
     PipelineModel([model]).write().overwrite().save(str(tmp_path / "pipeline"))
     back = PipelineModel.load(str(tmp_path / "pipeline"))
     df = table(spark)
     assert back.transform(df).collect() == model.transform(df).collect()
+
+
+def test_a_model_of_a_newer_release_is_refused() -> None:
+    with pytest.raises(StoreError, match="has format 99, and this release reads up to 1"):
+        upgraded({"format": 99}, "there")
+
+
+def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:
+    program = (
+        "import sys, spark_elastic.estimators.fitted_model, spark_elastic.estimators.predict_udf\n"
+        "print([m for m in sys.modules if m.startswith(('elastic_collectives', 'spark_elastic.torch'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_module_handed_out_is_a_copy() -> None:

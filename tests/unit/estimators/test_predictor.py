@@ -24,7 +24,7 @@ def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:
 def test_every_row_is_predicted_in_order(rows: int) -> None:
     model, predictor = linear(2)
     x = np.random.default_rng(0).normal(size=(rows, 3)).astype("float32")
-    got = predictor.predict([list(x)])
+    (got,) = predictor.predict([list(x)])
     expected = model(torch.from_numpy(x)).detach().numpy()
     assert len(got) == rows
     if rows:
@@ -32,13 +32,13 @@ def test_every_row_is_predicted_in_order(rows: int) -> None:
 
 
 def test_the_width_is_known_without_data() -> None:
-    assert [linear(n)[1].width() for n in (1, 4)] == [1, 4]
+    assert [linear(n)[1].widths() for n in (1, 4)] == [[1], [4]]
 
 
 def test_dropout_is_off() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(0.9)).train()
     predictor = Predictor(pack(model), (Column("x", "float32", (4,)),))
-    assert predictor.predict([[np.ones(4)]]).tolist() == [[1.0] * 4]
+    assert predictor.predict([[np.ones(4)]])[0].tolist() == [[1.0] * 4]
 
 
 def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
@@ -53,7 +53,7 @@ def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
     columns = (Column("image", "float32", (1, 2, 2)), Column("number", "int64", ()))
     predictor = Predictor(pack(Seen()), columns)
     nested = np.array([np.array([1.0, 2.0]), np.array([3.0, 4.0])], dtype=object)
-    assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]]).tolist() == [[15.0], [16.0]]
+    assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]])[0].tolist() == [[15.0], [16.0]]
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,27 @@ def test_a_null_among_whole_numbers_is_named() -> None:
         predictor.predict([np.array([1.0, np.nan])])
 
 
-def test_a_model_that_returns_no_tensor_is_refused() -> None:
+def test_several_outputs_are_several_arrays() -> None:
     class Pair(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, x
+            return x.sum(1), x
 
-    with pytest.raises(InvalidInput, match="returns tuple"):
-        Predictor(pack(Pair()), (Column("x", "float32", (3,)),)).width()
+    predictor = Predictor(pack(Pair()), (Column("x", "float32", (3,)),))
+    assert predictor.widths() == [1, 3]
+    assert [part.tolist() for part in predictor.predict([[[1.0, 2.0, 3.0]]])] == [[[6.0]], [[1.0, 2.0, 3.0]]]
+
+
+def test_a_model_that_returns_no_tensor_is_refused() -> None:
+    class Words(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> str:
+            return "x"
+
+    with pytest.raises(InvalidInput, match="returns str"):
+        Predictor(pack(Words()), (Column("x", "float32", (3,)),)).widths()
 
 
 def test_a_loaded_module_does_not_travel() -> None:
     _, predictor = linear(1, inputs=1000)
     size = len(pickle.dumps(predictor))
-    predictor.width()
+    predictor.widths()
     assert len(pickle.dumps(predictor)) == size

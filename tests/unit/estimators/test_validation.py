@@ -27,7 +27,22 @@ def values(**changes: Any) -> dict[str, Any]:
         "label_cols": ["y"],
         "sample_weight_col": None,
         "input_shapes": None,
-        "output_col": "prediction",
+        "learning_rate": None,
+        "loss_weights": None,
+        "metrics": (),
+        "callbacks": (),
+        "train_minibatch_fn": None,
+        "transformation_fn": None,
+        "label_shapes": None,
+        "prediction_col": "prediction",
+        "validation": None,
+        "val_batch_size": None,
+        "backward_passes_per_step": 1,
+        "precision": None,
+        "gradient_compression": None,
+        "reader": "arrow",
+        "terminate_on_nan": False,
+        "inmemory_cache_all": False,
         "batch_size": 8,
         "epochs": 1,
         "num_workers": 2,
@@ -58,7 +73,7 @@ def test_good_values_become_a_request() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"a": 1}}, "model must be a torch.nn.Module; got dict."),
+    ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got dict."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
     ({"loss": "mse"}, "loss must be a function or module"),
     ({"loss": torch.nn.MSELoss}, r"loss=MSELoss\(\)"),
@@ -84,6 +99,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_shapes": [(2,), (3,)]}, "input_shapes has 2 shapes for 1 feature columns"),
     ({"input_shapes": [28]}, "input_shapes must be one shape per feature column"),
     ({"input_shapes": [(0, 2)]}, "sizes of 1 or more"),
+    ({"label_shapes": [(1,), (1,)]}, "label_shapes has 2 shapes for 1 label columns"),
+    ({"loss": [torch.nn.MSELoss()] * 2}, "loss has 2 losses for 1 label columns"),
+    ({"loss_weights": [1.0]}, "loss_weights needs several losses"),
+    ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights for 1 losses"),
+    ({"metrics": [3]}, "metrics must be functions"),
+    ({"callbacks": [print]}, "callbacks must be instances of spark_elastic.torch.callbacks.Callback"),
+    ({"train_minibatch_fn": lambda model, features, labels: 0}, "leave loss out"),
+    (
+        {"train_minibatch_fn": lambda a, b, c, d: 0, "loss": None},
+        r"a function of \(model, features, labels\)",
+    ),
+    ({"transformation_fn": 3}, "transformation_fn must be a function"),
+    ({"learning_rate": -1}, "learning_rate must be a number of 0 or more"),
+    ({"validation": 1.0}, "validation must be a fraction"),
+    ({"reader": "csv"}, "There is no reader 'csv'"),
+    ({"precision": "int8"}, "precision must be one of 'bf16', 'fp16', or None"),
+    ({"optimizer": torch.optim.LBFGS}, "got LBFGS"),
+    (
+        {"optimizer": lambda p: torch.optim.LBFGS(list(p))},
+        "LBFGS, whose step evaluates the loss several times",
+    ),
+    ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
     ({"on_progress": 3}, "on_progress must be a function"),
     ({"config": {"lease": 3}}, "config must be an ElasticConfig; got dict"),
@@ -117,7 +154,7 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_by_name() -> None:
 def test_frozen_parameters_may_be_left_out() -> None:
     model = net()
     model[2].requires_grad_(False)
-    assert ask(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1)).model is model
+    assert ask(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1)).brought.model is model
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
@@ -132,7 +169,7 @@ def test_an_optimizer_factory_is_tried_on_a_copy() -> None:
         seen.extend(parameters)
         return torch.optim.SGD(seen, lr=0.1)
 
-    assert ask(model=model, optimizer=factory).optimizer is factory
+    assert ask(model=model, optimizer=factory).brought.optimizer is factory
     assert len(seen) == 4
     assert not {id(p) for p in seen} & {id(p) for p in model.parameters()}
 

@@ -1,0 +1,190 @@
+"""What the user brings to a fit, checked: model, optimizer, losses, metrics, callbacks, functions.
+
+Factories are tried on copies; nothing of the user's is changed. Knows torch, not Spark.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.callbacks import Callback
+from spark_elastic.torch.metrics import named
+from spark_elastic.torch.objective import is_lightning
+from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.train_spec import Brought
+
+ACTIVATIONS: dict[Any, str] = {
+    torch.nn.CrossEntropyLoss: "softmax",
+    torch.nn.functional.cross_entropy: "softmax",
+    torch.nn.BCEWithLogitsLoss: "sigmoid",
+    torch.nn.functional.binary_cross_entropy_with_logits: "sigmoid",
+    torch.nn.NLLLoss: "exp",
+    torch.nn.functional.nll_loss: "exp",
+    torch.nn.BCELoss: "identity",
+    torch.nn.functional.binary_cross_entropy: "identity",
+}
+
+
+def brought(values: Mapping[str, Any]) -> Brought:
+    """The user's objects among an estimator's parameters.
+
+    Raises:
+        InvalidInput: the first mistake, in one sentence.
+    """
+    model = _model(values["model"], values["seed"])
+    own_step = values["train_minibatch_fn"] is not None or is_lightning(model)
+    losses = _losses(values["loss"], len(values["label_cols"] or ()), own_step)
+    learning_rate = _learning_rate(values["learning_rate"])
+    return Brought(
+        model=model,
+        optimizer=_optimizer(values["optimizer"], model, values["model"], learning_rate),
+        losses=losses,
+        loss_weights=_loss_weights(values["loss_weights"], len(losses)),
+        metrics=named(values["metrics"] or ()),
+        callbacks=_callbacks(values["callbacks"]),
+        train_minibatch_fn=_minibatch_fn(values["train_minibatch_fn"]),
+        transformation=_function(values["transformation_fn"], "transformation_fn"),
+    )
+
+
+def activation_of(loss: Any) -> str | None:
+    """What makes probabilities of the outputs that a loss is given; None where that cannot be known."""
+    kind = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
+    return ACTIVATIONS.get(kind)
+
+
+def _model(model: Any, seed: Any) -> torch.nn.Module:
+    if isinstance(model, type):
+        raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
+    if not isinstance(model, torch.nn.Module) and callable(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(seed))
+            model = model()
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInput(
+            f"model must be a torch.nn.Module or a function that makes one; got {kind(model)}."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
+    return model
+
+
+def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any], ...]:
+    if own_step:
+        if loss is not None:
+            raise InvalidInput("the model or train_minibatch_fn computes the loss itself: leave loss out.")
+        return ()
+    several = isinstance(loss, list | tuple)
+    losses = tuple(loss) if several else (loss,)
+    for one in losses:
+        if isinstance(one, type):
+            raise InvalidInput(f"loss is the class {one.__name__}; pass an instance: loss={one.__name__}().")
+        if not callable(one):
+            raise InvalidInput(f"loss must be a function or module of (output, label); got {kind(one)}.")
+    if several and len(losses) != labels:
+        raise InvalidInput(f"loss has {len(losses)} losses for {labels} label columns: give one for each.")
+    return losses
+
+
+def _loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
+    if weights is None:
+        return None
+    found = tuple(float(weight) for weight in weights)
+    if len(found) != losses:
+        raise InvalidInput(f"loss_weights has {len(found)} weights for {losses} losses: give one for each.")
+    if losses == 1:
+        raise InvalidInput("loss_weights needs several losses: pass loss as a list.")
+    return found
+
+
+def _optimizer(optimizer: Any, model: torch.nn.Module, given: Any, learning_rate: float | None) -> Any:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if given is not model:
+            raise InvalidInput(
+                "optimizer belongs to parameters that there are not yet, since model is a function: pass a function "
+                "such as lambda params: SGD(params, lr=0.1)."
+            )
+        _same_parameters(optimizer, model)
+        made(*copy.deepcopy((model, optimizer)), learning_rate)
+        return optimizer
+    if not (optimizer is None and is_lightning(model)) and (
+        isinstance(optimizer, type) or not callable(optimizer)
+    ):
+        name = optimizer.__name__ if isinstance(optimizer, type) else kind(optimizer)
+        raise InvalidInput(
+            f"optimizer must be a torch optimizer over model.parameters() or a function such as "
+            f"lambda params: SGD(params, lr=0.1); got {name}."
+        )
+    trial = copy.deepcopy(model)
+    _same_parameters(made(trial, optimizer, learning_rate)[0], trial)
+    return optimizer
+
+
+def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Both directions: no parameter of another model, and none of this one's left out."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = dict(model.named_parameters())
+    foreign = len(held - {id(parameter) for parameter in own.values()})
+    if foreign:
+        raise InvalidInput(
+            f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's: make it from the "
+            "parameters of the model that is passed (of this very object, not of a copy)."
+        )
+    trainable = [name for name, parameter in own.items() if parameter.requires_grad]
+    missing = [name for name in trainable if id(own[name]) not in held]
+    if missing:
+        shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        raise InvalidInput(
+            f"the optimizer lacks {len(missing)} of the model's {len(trainable)} trainable parameters ({shown}): add "
+            "them, or set requires_grad=False on what is to stay as it is."
+        )
+
+
+def _learning_rate(rate: Any) -> float | None:
+    if rate is None:
+        return None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise InvalidInput(f"learning_rate must be a number of 0 or more, or None; got {rate!r}.")
+    return float(rate)
+
+
+def _callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    found = tuple(callbacks) if isinstance(callbacks, Sequence) else () if callbacks is None else (callbacks,)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise InvalidInput(
+                f"callbacks must be instances of spark_elastic.torch.callbacks.Callback; got {kind(callback)}."
+            )
+    return found
+
+
+def _minibatch_fn(function: Any) -> Any:
+    """Horovod's takes seven arguments, and steps the optimizer itself."""
+    if function is None:
+        return None
+    try:
+        inspect.signature(_function(function, "train_minibatch_fn")).bind(None, (), ())
+    except TypeError:
+        raise InvalidInput(
+            "train_minibatch_fn must be a function of (model, features, labels) that returns the rows' losses or their "
+            "mean: backward pass and optimizer step are done for it, on the gradients of all workers."
+        ) from None
+    return function
+
+
+def _function(function: Any, name: str) -> Any:
+    if function is not None and not callable(function):
+        raise InvalidInput(f"{name} must be a function; got {kind(function)}.")
+    return function
+
+
+def kind(value: Any) -> str:
+    """A value in a message."""
+    return f"{type(value).__name__} ({str(value)[:40]!r})" if isinstance(value, str) else type(value).__name__

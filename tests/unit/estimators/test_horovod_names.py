@@ -1,0 +1,59 @@
+"""Every parameter of Horovod's estimators is one of ours, mapped to one, or refused in a sentence; none is ignored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.horovod_names import ALIASES, REFUSED, translated
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+
+HOROVOD = """
+    num_proc model backend store optimizer loss loss_weights metrics sample_weight_col feature_cols
+    label_cols continuous_cols categorical_cols validation gradient_compression compress_sparse_cols
+    callbacks label_shapes use_gpu backward_passes_per_step batch_size val_batch_size epochs
+    train_steps_per_epoch validation_steps_per_epoch random_seed shuffle_buffer_size shuffle verbose
+    partitions_per_process run_id transformation_fn transformation_edit_fields
+    transformation_removed_fields train_reader_num_workers val_reader_num_workers reader_pool_type
+    inmemory_cache_all mp_start_method tensorflow_dataset_prefetch_buffer_size data_module
+    input_shapes loss_constructors train_minibatch_fn custom_objects checkpoint_callback backend_env
+    num_gpus logger log_every_n_steps loader_num_epochs terminate_on_nan profiler trainer_args
+    debug_data_loader train_async_data_loader_queue_size val_async_data_loader_queue_size
+"""
+
+
+@pytest.mark.parametrize("name", HOROVOD.split())
+def test_no_name_of_horovod_is_ignored(name: str) -> None:
+    estimator = ElasticTorchEstimator()
+    setter = getattr(estimator, "set" + "".join(part.capitalize() for part in name.split("_")))
+    if name in REFUSED:
+        with pytest.raises(InvalidInput, match=f"^{name} has no meaning here: .*[.]$"):
+            setter("something")
+        assert ElasticTorchEstimator(**{name: None}).extractParamMap()
+    else:
+        assert setter(3 if name not in ("feature_cols", "label_cols") else ["x"]) is estimator
+        assert estimator.hasParam(ALIASES.get(name, name))
+
+
+def test_a_mapped_name_is_the_same_parameter() -> None:
+    estimator = ElasticTorchEstimator(num_proc=3, random_seed=5)
+    assert (estimator.getNumWorkers(), estimator.getNumProc(), estimator.getSeed()) == (3, 3, 5)
+    with pytest.raises(InvalidInput, match="num_proc and num_workers are the same"):
+        translated({"num_proc": 2, "num_workers": 3})
+
+
+def test_what_asks_for_nothing_is_understood() -> None:
+    assert translated({"use_gpu": False, "train_steps_per_epoch": None}) == {}
+
+
+def test_a_copy_trains_the_same_objects() -> None:
+    model = torch.nn.Linear(2, 1)
+    estimator = ElasticTorchEstimator(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = estimator.copy({estimator.learning_rate: 0.5})
+    assert copied.getModel() is model
+    assert copied.getOptimizer().param_groups[0]["params"][0] is model.weight
+    assert (copied.getLearningRate(), estimator.getLearningRate()) == (0.5, None)
+    assert "learning rate of all parameter groups" in estimator.explainParams()

@@ -1,0 +1,57 @@
+"""What columns a model's outputs become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.outputs import Outputs
+
+
+def outputs(widths: list[int], **names: Any) -> Outputs:
+    return Outputs.of(widths, **({"prediction_col": "p"} | names))
+
+
+def test_one_output_has_one_column_and_several_have_labels_or_names_of_their_own() -> None:
+    assert outputs([1]).columns == ("p",)
+    assert outputs([1], output_cols=["y__output"]).columns == ("y__output",)
+    assert outputs([1, 3], labels=["a", "b"]).columns == ("a__output", "b__output")
+
+
+@pytest.mark.parametrize(
+    ("activation", "row", "expected"),
+    [
+        ("softmax", [0.0, np.log(3.0)], [0.25, 0.75]),
+        ("exp", [np.log(0.5), np.log(0.5)], [0.5, 0.5]),
+        ("identity", [0.75, 0.25], [0.75, 0.25]),
+        ("sigmoid", [np.log(3.0)], [0.25, 0.75]),
+        ("sigmoid", [-1000.0], [1.0, 0.0]),
+        ("identity", [0.75], [0.25, 0.75]),
+    ],
+)
+def test_probabilities_and_their_class(activation: str, row: list[float], expected: list[float]) -> None:
+    form = outputs([len(row)], probability_col="q", activation=activation)
+    assert (form.columns, form.widths) == (("p", "q"), (1, 2))
+    classes, probabilities = form.values([np.array([row])])
+    np.testing.assert_allclose(probabilities, [expected], atol=1e-12)
+    assert classes.tolist() == [[float(np.argmax(expected))]]
+
+
+@pytest.mark.parametrize(
+    ("widths", "names", "sentence"),
+    [
+        ([1, 1], {"output_cols": ["a"]}, "2 outputs: name as many columns"),
+        ([1, 1], {"probability_col": "q", "activation": "sigmoid"}, "a model of one output"),
+        ([2], {"probability_col": "q"}, "needs activation, one of softmax"),
+        ([1], {"probability_col": "q", "activation": "softmax"}, "softmax makes no class probabilities of 1"),
+        ([2], {"probability_col": "q", "activation": "sigmoid"}, "sigmoid makes no class probabilities of 2"),
+    ],
+)
+def test_columns_that_do_not_fit_the_model_are_refused(
+    widths: list[int], names: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        outputs(widths, **names)
