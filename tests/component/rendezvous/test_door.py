@@ -148,7 +148,7 @@ def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: D
     client = driver.client()
     client.slot("1-0").beat()
     forgotten = auth.Sessions()
-    driver.in_loop(lambda: setattr(driver.server._gate, "_sessions", forgotten))
+    driver.in_loop(lambda: setattr(driver.server._entrance._gate, "_sessions", forgotten))
     client.slot("1-0").beat()
     assert [driver.heard(events.SlotBeat).slot for _ in range(2)] == ["1-0"] * 2
 
