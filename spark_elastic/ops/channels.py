@@ -54,8 +54,10 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
     """Where operations of that set are submitted in the current world.
 
     Raises:
-        InvalidInput: the set was not added, or this rank is not in it. CollectiveError: there is no world at present.
+        InvalidInput: it is no set, was not added, or this rank is not in it. CollectiveError: there is no world at present.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
     if process_set.process_set_id is None:
         raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
     here = current()

@@ -215,7 +215,7 @@ def test_a_sampler_needs_no_rank() -> None:
     assert list(hvd.elastic.ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
 
 
-def test_what_is_not_there_yet_is_refused() -> None:
+def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(InvalidInput, match="comm"):
         hvd.init(comm=[0, 1])
     with pytest.raises(InvalidInput, match="compression"):
