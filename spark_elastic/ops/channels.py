@@ -54,7 +54,8 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
     """Where operations of that set are submitted in the current world.
 
     Raises:
-        InvalidInput: it is no set, was not added, or this rank is not in it. CollectiveError: there is no world at present.
+        InvalidInput: it is no set, was not added, or this rank is not in it.
+        CollectiveError: there is no world at present.
     """
     if not isinstance(process_set, ProcessSet):
         raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
