@@ -142,3 +142,14 @@ def is_process_set_included(process_set_id: int) -> bool:
     if ranks is None:
         raise InvalidInput(f"there is no process set {process_set_id}: add it first.")
     return world().rank in ranks
+
+
+def root_in(process_set: ProcessSet, root_rank: int) -> int:
+    """The place within the set of a rank of the world.
+
+    Raises:
+        InvalidInput: it is not in it.
+    """
+    if root_rank not in process_set.ranks:
+        raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
+    return process_set.ranks.index(root_rank)

@@ -1,7 +1,9 @@
 """PyTorch on elastic workers: `import spark_elastic.torch as hvd` speaks Horovod's torch API. Knows no Spark."""
 
 from elastic_collectives import CollectiveError as HorovodInternalError
+from spark_elastic.ops.barrier import barrier
 from spark_elastic.ops.channels import start_timeline, stop_timeline
+from spark_elastic.ops.objects import allgather_object, broadcast_object
 from spark_elastic.ops.process_sets import (
     ProcessSet,
     add_process_set,
@@ -10,51 +12,8 @@ from spark_elastic.ops.process_sets import (
     is_process_set_included,
     remove_process_set,
 )
-from spark_elastic.state.state import HostsUpdatedInterrupt
-from spark_elastic.torch import elastic
-from spark_elastic.torch.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from spark_elastic.torch.collectives import barrier, join, sparse_allreduce_async
-from spark_elastic.torch.compression import Compression
-from spark_elastic.torch.gathering import (
-    allgather,
-    allgather_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from spark_elastic.torch.handles import poll, synchronize
-from spark_elastic.torch.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.progress import Progress, progress
-from spark_elastic.torch.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from spark_elastic.torch.row_dropout import RowDropout, draw_rows
-from spark_elastic.torch.scattering import (
-    alltoall,
-    alltoall_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
-from spark_elastic.torch.topology import (
+from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.ops.topology import (
     ccl_built,
     check_extension,
     cross_rank,
@@ -77,6 +36,44 @@ from spark_elastic.torch.topology import (
     shutdown,
     size,
 )
+from spark_elastic.state.state import HostsUpdatedInterrupt
+from spark_elastic.torch import elastic
+from spark_elastic.torch.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from spark_elastic.torch.collectives import join, sparse_allreduce_async
+from spark_elastic.torch.compression import Compression
+from spark_elastic.torch.gathering import (
+    allgather,
+    allgather_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from spark_elastic.torch.handles import poll, synchronize
+from spark_elastic.torch.objects import broadcast_optimizer_state, broadcast_parameters
+from spark_elastic.torch.optimizer import DistributedOptimizer
+from spark_elastic.torch.progress import Progress, progress
+from spark_elastic.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.torch.scattering import (
+    alltoall,
+    alltoall_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",

@@ -17,10 +17,10 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Adasum, ReduceOp, chosen
 from spark_elastic.ops.request import Request
 from spark_elastic.torch.compression import Compression, Compressor, checked_compression
 from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back
 
 
@@ -215,15 +215,6 @@ def _how(
     return How(
         chosen(average, op), (float(before), float(after)), checked_compression(compression), process_set
     )
-
-
-def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """The reduction that the two arguments stand for."""
-    if average is not None and op is not None:
-        raise InvalidInput("take either average or op; op is the newer one: leave average out.")
-    if op is not None and not isinstance(op, ReduceOp):
-        raise InvalidInput(f"op must be Average, Sum, Adasum, Min, Max or Product; got {op!r}.")
-    return op if op is not None else (Sum if average is False else Average)
 
 
 class _AllReduce(torch.autograd.Function):

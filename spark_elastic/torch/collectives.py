@@ -1,24 +1,17 @@
-"""Barrier, join and the sparse allreduce, under Horovod's names."""
+"""Join and the sparse allreduce, under Horovod's names."""
 
 from __future__ import annotations
 
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.ops.world import world
 from spark_elastic.torch.gathering import grouped_allgather_async
 from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.torch.rounds import rounds_of_process
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once all ranks of the set have called it."""
-    channel_of(process_set).submit(Request(kinds.BARRIER), awaited=True).wait()
 
 
 def join(device: int = -1) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.data import sampler
+from spark_elastic.ops.topology import rank, size
 from spark_elastic.state import object_state
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
@@ -27,7 +28,6 @@ from spark_elastic.state.handlers import (
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
 from spark_elastic.torch.handlers import ModelStateHandler, OptimizerStateHandler
-from spark_elastic.torch.topology import rank, size
 from spark_elastic.worker.context import register_handlers, registered_handlers
 from spark_elastic.worker.seat import seat_of_process
 

@@ -13,11 +13,11 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
+from spark_elastic.ops.reduce_op import Sum
 from spark_elastic.ops.request import Request
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.reduce_op import Sum
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back, tensor_of
 
 
@@ -122,15 +122,14 @@ def broadcast_all(
     awaited: bool = False,
 ) -> Handle:
     """Several tensors, in place, as one operation. awaited: it is waited for at once."""
-    if root_rank not in process_set.ranks:
-        raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
+    root = root_in(process_set, root_rank)
     working = [on_host(tensor) for tensor in tensors]
     request = Request(
         kinds.BROADCAST,
         None if name is None else f"broadcast.{name}",
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
-        root=process_set.ranks.index(root_rank),
+        root=root,
     )
     operation = channel_of(process_set).submit(request, [array_of(each) for each in working], awaited=awaited)
     return Handle(

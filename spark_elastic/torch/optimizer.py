@@ -13,11 +13,11 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.torch.adasum import ByDeltas, Deltas
 from spark_elastic.torch.buckets import even_groups
 from spark_elastic.torch.compression import NoneCompressor, checked_compression
 from spark_elastic.torch.named import named_parameters_of
-from spark_elastic.torch.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.torch.rounds import Rounds
 from spark_elastic.torch.terms import as_set
 

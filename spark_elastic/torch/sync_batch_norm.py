@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Sum
 from spark_elastic.torch.allreduce import allreduce
 from spark_elastic.torch.gathering import allgather
-from spark_elastic.torch.reduce_op import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
