@@ -36,8 +36,8 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def dumps(value: object) -> bytes:
-    """One line of JSON in UTF-8."""
-    return _ENCODER.encode(plain(value)).encode()
+    """One line of JSON in UTF-8. What UTF-8 cannot say (a file's name in a traceback) becomes a question mark."""
+    return _ENCODER.encode(plain(value)).encode("utf-8", "replace")
 
 
 def loads(body: bytes) -> dict[str, Any]:

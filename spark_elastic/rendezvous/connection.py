@@ -1,20 +1,37 @@
-"""One accepted connection: uvicorn's HTTP/1.1 protocol with a deadline for request heads, TCP keep-alive, and answers
-that leave in one piece.
+"""One accepted connection: uvicorn's HTTP/1.1 protocol with a deadline for request heads, TCP keep-alive, answers
+that leave in one piece, and a bound on strangers.
 
-uvicorn itself waits for ever for a head that does not come; a stranger could hold descriptors with it. Runs in the
-server's event loop thread.
+uvicorn itself waits for ever for a head that does not come, on any number of connections; a stranger could hold all
+descriptors with them. Runs in the server's event loop thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from typing import Any, ClassVar, cast
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+PROVEN = "spark_elastic.proven"  # in a request's scope: to be called by the door that knows its sender
+MOST_STRANGERS = 2048
+
+
+def most_strangers() -> int:
+    """Connections that have not proven anything yet: a quarter of the files that this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_STRANGERS if soft == resource.RLIM_INFINITY else max(16, min(MOST_STRANGERS, soft // 4))
+
+
+def proven(scope: Scope) -> None:
+    """The sender of this request is no stranger."""
+    if PROVEN in scope:
+        scope[PROVEN]()
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -52,18 +69,29 @@ class _Whole:
 
 
 class Connection(H11Protocol):
-    """Closes itself when the head of a request is not there `head_seconds` after its first byte (or the connect)."""
+    """Closes itself when the head of a request is not there `head_seconds` after its first byte (or the connect).
+
+    With one stranger more than `most_strangers` the one that came first is hung up on.
+    """
 
     head_seconds: ClassVar[float] = 10.0
+    most_strangers = staticmethod(most_strangers)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._head_deadline: asyncio.TimerHandle | None = None
+        self._strangers: dict[Connection, None] = vars(self.server_state).setdefault("strangers", {})
+        self._served, self.app = self.app, self._introduced
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Whole(transport, self.loop)))
         keep_alive(transport.get_extra_info("socket"))
         self._await_head()
+        self._strangers[self] = None
+        if len(self._strangers) > self.most_strangers():
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._idle() and self._head_deadline is None:
@@ -74,7 +102,12 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._strangers.pop(self, None)
         super().connection_lost(exc)
+
+    async def _introduced(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[PROVEN] = lambda: self._strangers.pop(self, None)
+        await self._served(scope, receive, send)
 
     def _idle(self) -> bool:
         """No request of this connection is being answered."""

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous.connection import proven
 from spark_elastic.rendezvous.messages import HOLD, VERSION, Request
 
 log = logging.getLogger("spark_elastic.rendezvous")
@@ -85,10 +86,12 @@ class Gate:
             if not auth.request_is_genuine(self._key, scope["path"], credentials, body):
                 raise Refused(401)
             if scope["path"] == auth.HELLO:
+                proven(scope)
                 status, text = 200, _text("session", self._sessions.open(credentials.session))
             elif not self._sessions.take(credentials):
                 raise Refused(401)
             else:
+                proven(scope)
                 status, text = await self._answer(scope["path"], body, receive)
         except Refused as refused:
             await _send(send, refused.status, b"", [(b"connection", b"close")])

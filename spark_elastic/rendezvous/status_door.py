@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spark_elastic.clock import Clock
+from spark_elastic.rendezvous.connection import proven
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -90,6 +91,7 @@ class StatusDoor:
         by_address = self._is_token(parse_qs(query.decode("latin-1")).get("token", [""])[0].encode())
         if not by_address and not self._is_known(headers):
             return 401, STRANGER, [*text, (b"connection", b"close")]
+        proven(scope)
         if not self._within_rate():
             return 429, b"Too many requests.\n", [*text, (b"retry-after", b"1")]
         page = self._pages.get(path)

@@ -18,6 +18,7 @@ from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.status_door import StatusDoor
 
 KEY = b"0123456789abcdef0123456789abcdef"
 ATTEMPT = 7
@@ -115,13 +116,15 @@ class Driver:
 
 
 def start_driver(
-    bind: Bind | None = None, admit: Callable[[dict[str, Any]], str | None] = lambda facts: None
+    bind: Bind | None = None,
+    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None,
+    door: StatusDoor | None = None,
 ) -> Driver:
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
     reports: queue.Queue[Report] = queue.Queue()
     hooks = Hooks(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
-    server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind)
+    server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind, door)
     server.start()
     return Driver(server, events, logs, reports)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator, Mapping
@@ -265,3 +266,46 @@ def test_a_body_that_does_not_come_is_not_waited_for(impatient: int) -> None:
     status, _ = stranger.request(Beat.path, b"{", header, more={"content-length": "100"})
     assert status == 408
     assert stranger.request("/", b"", None)[0] == 401
+
+
+class _Narrow(Connection):
+    most_strangers = staticmethod(lambda: 3)
+
+
+def test_strangers_cannot_take_all_connections() -> None:
+    """With one more than there may be, the first is hung up on; whoever proved the key keeps its connection."""
+
+    async def beat(call: Call) -> object:
+        return Acknowledged()
+
+    listener = listen(Bind())
+    port = listener.getsockname()[1]
+    serving = Serving(Gate(KEY, ATTEMPT, {Beat: beat}), listener, _Narrow)
+    serving.start()
+    honest = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    silent = []
+    try:
+        signing = Stranger(port)
+        session = signing.session()
+
+        def ask() -> int:
+            header = signing.signed(Beat.path, BEAT.encode(), session)
+            honest.request("POST", Beat.path, BEAT, {"authorization": header})
+            answer = honest.getresponse()
+            answer.read()
+            return answer.status
+
+        assert ask() == 200
+        kept = honest.sock
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(6)]
+        for hung_up_on in silent[:3]:
+            assert hung_up_on.recv(1) == b""
+        assert ask() == 200
+        assert honest.sock is kept
+        for still_there in silent[3:]:
+            still_there.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert _parse(read_all(still_there))[0] == 401
+    finally:
+        for connection in (honest, *silent):
+            connection.close()
+        serving.close()

@@ -143,3 +143,8 @@ def test_what_is_large_travels_packed() -> None:
         assert codec.unpacked(codec.packed(text)) == text
     with pytest.raises(codec.Garbled):
         codec.unpacked(b"neither")
+
+
+def test_what_utf8_cannot_say_does_not_stop_a_message() -> None:
+    """The name of a file, as Python reads one of other bytes, in the traceback of a failed worker."""
+    assert codec.loads(codec.dumps({"traceback": "no file caf\udce9"})) == {"traceback": "no file caf?"}
