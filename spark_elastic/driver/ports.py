@@ -4,7 +4,7 @@ plain processes of this machine."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from spark_elastic.protocol.events import DriverEvent
@@ -18,7 +18,7 @@ class Contact:
     task channel, never in a command line or an environment."""
 
     address: str
-    key: bytes
+    key: bytes = field(repr=False)
     attempt: int
     job_name: str
 

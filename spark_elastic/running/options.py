@@ -66,7 +66,7 @@ class Options:
     num_workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     stdout: IO[str] | None = None
     verbose: int = 1
     prefix_output_with_timestamp: bool = False

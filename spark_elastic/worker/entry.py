@@ -42,7 +42,7 @@ class Header:
 
     parent: int
     address: str
-    key: str
+    key: str = field(repr=False)
     attempt: int
     slot: str
     bind: str

@@ -1,0 +1,134 @@
+"""The job's key and the values of `env=` are nowhere to be found: every trace of a real run is searched for them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import re
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import cloudpickle
+import psutil
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.errors import WorkerFailed
+from spark_elastic.running.call import prepare
+from spark_elastic.testing.processes import ProcessLauncher
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SECRET = "marked-7f3a9c51e0"
+
+
+def train(looked: str) -> None:
+    """Ten commits, each durable; then an error of the user, whose traceback is told."""
+    import os
+    import sys
+    import time
+    from pathlib import Path
+
+    from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.worker.seat import seat_of_process
+
+    assert len(os.environ["TOKEN"]) == 17, "the worker has it"
+
+    def loop(state: Any) -> None:
+        while state.step < 10:
+            state.step += 1
+            state.commit()
+        sys.stdout.write("look now\n")
+        while not Path(looked).exists():
+            time.sleep(0.05)
+        raise ValueError("the end of the script")
+
+    elastic(loop, seat_of_process)(ObjectState(step=0))
+
+
+class Traces(io.StringIO):
+    """The stream of a job; it looks at what others can see of the job while its workers wait for `looked`."""
+
+    def __init__(self, looked: Path) -> None:
+        super().__init__()
+        self.looked = looked
+        self.seen: dict[str, bytes] = {}
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "look now" in text and not self.looked.exists():
+            self._look()
+            self.looked.touch()
+        return written
+
+    def _look(self) -> None:
+        for process in psutil.Process().children(recursive=True):
+            self.seen[f"arguments of {process.pid}"] = " ".join(process.cmdline()).encode()
+            self.seen[f"environment of {process.pid}"] = repr(process.environ()).encode()
+        found = re.search(r"(http://\S+)(\?token=\S+)", self.getvalue())
+        assert found is not None
+        for name in ("", "data", "metrics"):
+            with closing(urlopen(found[1] + name + found[2])) as answer:
+                self.seen[f"status page {name}"] = answer.read()
+
+
+class Watched(ProcessLauncher):
+    key = b""
+
+    def start(self, contact: Contact, post: Post) -> None:
+        self.key = contact.key
+        super().start(contact, post)
+
+
+class NoDiscovery:
+    def start(self, post: Post) -> None:
+        """Slots say themselves that they are there."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_no_trace_of_a_run_has_its_secrets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    traces = Traces(tmp_path / "looked")
+    config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True)
+    call = prepare(
+        train,
+        ((str(traces.looked),),),
+        {
+            "env": {"TOKEN": SECRET},
+            "num_workers": 2,
+            "stdout": traces,
+            "store": str(tmp_path / "store"),
+            "run_id": "r",
+        },
+        config,
+    )
+    assert SECRET not in repr(call)
+    launcher = Watched(call.program, SystemClock(), call.preload)
+    with pytest.raises(WorkerFailed) as failed:
+        call.over(launcher, NoDiscovery(), 2)
+    assert "the end of the script" in str(failed.value)
+    found = traces.seen | {
+        "log": caplog.text.encode(),
+        "stream": traces.getvalue().encode(),
+        "error": repr(failed.value).encode(),
+    }
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    found |= {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
+    assert any("checkpoint" in name for name in found), sorted(found)
+    assert "journal" in found
+    assert sum(name.startswith("arguments of") for name in found) >= 4, "two slots and their workers"
+    assert b"look now" in found["stream"], "the search would find what is there"
+    key = launcher.key
+    needles = [SECRET.encode(), key, key.hex().encode(), base64.b64encode(key), repr(key).encode()]
+    told = {name: needle for name, text in found.items() for needle in needles if needle in text}
+    assert not told
