@@ -225,7 +225,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
         run=run,
     )
-    warn(conf)
+    warn(sc)
     room = room_of(dict(conf.getAll()))
     if config.ship:
         ship(sc)

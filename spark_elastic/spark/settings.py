@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyspark import SparkConf
+    from pyspark import SparkContext
 
 log = logging.getLogger("spark_elastic.spark")
 
@@ -19,12 +19,21 @@ YARN_DEFAULT = "spark.executor.maxNumFailures"
 YARN_OLD = "spark.yarn.max.executor.failures"
 VALIDITY = ("spark.executor.failuresValidityInterval", "spark.yarn.executor.failuresValidityInterval")
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
+# Each of them encrypts what Spark's driver sends to executors, tasks among it.
+ENCRYPTION = (
+    "spark.network.crypto.enabled",
+    "spark.authenticate.enableSaslEncryption",
+    "spark.ssl.rpc.enabled",
+)
 
 
-def warn(conf: SparkConf) -> None:
-    """Log what `remarks` finds, a line each."""
-    for remark in remarks(dict(conf.getAll())):
-        log.warning("%s", remark)
+def warn(sc: SparkContext) -> None:
+    """Log what `remarks` finds, a line each, once an application."""
+    told: set[str] = vars(sc).setdefault("_spark_elastic_told", set())
+    for remark in remarks(dict(sc.getConf().getAll())):
+        if remark not in told:
+            told.add(remark)
+            log.warning("%s", remark)
 
 
 def remarks(settings: Mapping[str, str]) -> list[str]:
@@ -38,7 +47,21 @@ def remarks(settings: Mapping[str, str]) -> list[str]:
             f"{ADDRESS_SPACE}={settings[ADDRESS_SPACE]} limits the address space of each worker, not its memory, and "
             "frameworks reserve much more than they use, CUDA most of all: use spark.executor.memoryOverhead instead."
         )
+    if not _stays_on_one_machine(settings) and not any(
+        settings.get(name, "false").lower() == "true" for name in ENCRYPTION
+    ):
+        found.append(
+            "a job's key travels inside Spark's tasks, which are not encrypted here, and who listens to the network "
+            "can take it and join a job. Set spark.authenticate=true and spark.network.crypto.enabled=true."
+        )
     return found
+
+
+def _stays_on_one_machine(settings: Mapping[str, str]) -> bool:
+    if settings.get("spark.master", "local").startswith("local"):
+        return True
+    host = settings.get("spark.driver.host", "")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _failure_count(settings: Mapping[str, str]) -> list[str]:

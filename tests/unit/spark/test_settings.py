@@ -6,28 +6,53 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.settings import remarks
+from spark_elastic.spark.settings import remarks, warn
+
+ENCRYPTED = {"spark.network.crypto.enabled": "true"}
 
 
 @pytest.mark.parametrize("master", ["yarn", "k8s://https://cluster:443"])
 def test_a_count_of_executor_failures_is_told_where_spark_keeps_one(master: str) -> None:
-    (said,) = remarks({"spark.master": master})
+    (said,) = remarks({"spark.master": master, **ENCRYPTED})
     assert "set spark.executor.maxNumFailures to 1000" in said
-    (said,) = remarks({"spark.master": master, "spark.executor.maxNumFailures": "4"})
+    (said,) = remarks({"spark.master": master, "spark.executor.maxNumFailures": "4", **ENCRYPTED})
     assert "failure of 4 executors" in said
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"spark.master": "spark://host:7077"},
+        {"spark.master": "spark://host:7077", "spark.driver.host": "127.0.0.1"},
         {"spark.master": "local[2]"},
-        {"spark.master": "yarn", "spark.executor.maxNumFailures": "1000"},
-        {"spark.master": "yarn", "spark.executor.failuresValidityInterval": "10m"},
+        {"spark.master": "yarn", "spark.executor.maxNumFailures": "1000", **ENCRYPTED},
+        {"spark.master": "yarn", "spark.executor.failuresValidityInterval": "10m", **ENCRYPTED},
     ],
 )
 def test_nothing_is_said_where_nothing_is_wrong(settings: dict[str, str]) -> None:
     assert remarks(settings) == []
+
+
+@pytest.mark.parametrize("encrypted", ["spark.network.crypto.enabled", "spark.ssl.rpc.enabled"])
+def test_a_key_that_travels_in_the_clear_is_told(encrypted: str) -> None:
+    settings = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
+    (said,) = remarks(settings)
+    assert "spark.network.crypto.enabled=true" in said
+    assert remarks(settings | {encrypted: "true"}) == []
+    assert remarks(settings | {encrypted: "false"}) == [said]
+
+
+def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixture) -> None:
+    class Application:
+        def getConf(self) -> Application:
+            return self
+
+        def getAll(self) -> list[tuple[str, str]]:
+            return [("spark.master", "spark://host:7077"), ("spark.driver.host", "10.0.0.7")]
+
+    first = Application()
+    for application in (first, first, Application()):
+        warn(application)  # type: ignore[arg-type]
+    assert len(caplog.records) == 2
 
 
 def test_a_limit_of_the_address_space_is_told() -> None:
