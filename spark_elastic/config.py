@@ -44,6 +44,7 @@ class ElasticConfig:
     ship: send this package (not numpy or the framework) to the executors, where only the driver has it.
     cpus_per_worker: threads of a worker's own arithmetic (OMP_NUM_THREADS); None: `spark.task.cpus`.
     show_logs: print the workers' output, prefixed with their rank.
+    log_bytes: what workers print is kept in the store of a run, under `runs/RUN/logs`, the newest so many bytes; 0: no.
     status_page: the driver serves a page that shows the job, at an address that the log says once.
     journal: a file of the driver's machine to which every event and decision is added, for
         `spark_elastic.testing.replay`; None for none.
@@ -74,6 +75,7 @@ class ElasticConfig:
     ship: bool = False
     cpus_per_worker: int | None = None
     show_logs: bool = True
+    log_bytes: int = 64 << 20
     status_page: bool = True
     journal: str | None = None
 
@@ -109,6 +111,8 @@ class ElasticConfig:
             raise InvalidInput(f"max_runtime must be seconds above 0, or None; got {self.max_runtime}.")
         if self.cpus_per_worker is not None and self.cpus_per_worker < 1:
             raise InvalidInput(f"cpus_per_worker must be 1 or more, or None; got {self.cpus_per_worker}.")
+        if self.log_bytes < 0:
+            raise InvalidInput(f"log_bytes must be 0, to keep nothing, or more; got {self.log_bytes}.")
         if self.checkpoints_kept < 1:
             raise InvalidInput(f"checkpoints_kept must be 1 or more; got {self.checkpoints_kept}.")
         lower, upper = self.cooldown_range

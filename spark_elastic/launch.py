@@ -36,8 +36,10 @@ from spark_elastic.errors import (
 )
 from spark_elastic.observe.changes import WorldChange
 from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.log_files import LogFiles
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.told_log import TOLD
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
@@ -148,6 +150,7 @@ class _Audience:
     clock: Clock
     started: float
     stalls: StallWatch
+    files: LogFiles | None = None
     chronicle: Chronicle = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
@@ -169,11 +172,13 @@ class _Audience:
 
     def announces(self, text: str) -> None:
         """For those who read logs and those who watch."""
-        self.said(text)
+        log.info("%s", text, extra=TOLD)
         self._tell(lambda: self.narrator.tell(text))
 
     def lines(self, lines: LogLines) -> None:
         rank = self.ranks.get(lines.worker)
+        if self.files is not None:
+            self.files.add(lines.worker, rank, lines.lines)
         for line in lines.lines:
             if line.startswith(OWN_WORDS):  # a slot's, not its worker's: what the user must know
                 log.warning("%s (slot %s)", line.removeprefix(OWN_WORDS), lines.slot)
@@ -273,12 +278,13 @@ def supervise(
     inbox: Inbox = Inbox()
     pace = partial(beat_every, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
-    audience = _Audience(narrator, clock, clock.now(), stalls)
+    run = site.run
+    files = _log_files(run, config, clock)
+    audience = _Audience(narrator, clock, clock.now(), stalls, files)
     journal = Journal(config.journal, audience.chronicle.turn)
     key = secrets.token_bytes(32)
     hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise)
-    run = site.run
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, hooks, clock, bind, door)
@@ -295,6 +301,9 @@ def supervise(
         if run is not None:
             closing.callback(run.close)
             run.start(lambda reason: inbox.put(CancelRequested(clock.now(), reason)))
+        if files is not None:
+            closing.callback(files.close)
+            files.start()
         closing.callback(server.close)
         closing.callback(loop.close)
         closing.callback(discovery.close)
@@ -317,6 +326,12 @@ def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_worker
 
 def _unpublished(kept: tuple[Checkpoint, ...]) -> None:
     """A job without a run has nowhere to write, and writes nothing."""
+
+
+def _log_files(run: HeldRun | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
+    if run is None or not config.log_bytes:
+        return None
+    return LogFiles(run.store, run.run_id, run.attempt, config.log_bytes, clock)
 
 
 def _close_launcher(launcher: Launcher) -> None:

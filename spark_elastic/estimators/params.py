@@ -139,7 +139,9 @@ class TorchParams(ColumnParams):
     gradient_clip_norm: Param[float] = declare("largest norm of all gradients together, or None")
     gradient_clip_value: Param[float] = declare("largest absolute value of a gradient's element, or None")
     run_id: Param[str] = declare("name of the run in the store; default a new one for each fit")
-    verbose: Param[int] = declare("0: silent; 1: progress, worlds and what workers print")
+    verbose: Param[int] = declare(
+        "0: silent; 1: progress, worlds and what workers print; 2: the log of spark_elastic, too"
+    )
     keep_data: Param[bool] = declare("keep the materialised data in the store for the next fit")
     on_progress: Param[Any] = declare(
         "function called on the driver with each report of progress (a dict), or None"

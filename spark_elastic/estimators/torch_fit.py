@@ -38,6 +38,7 @@ from spark_elastic.estimators.validation import Request
 from spark_elastic.launch import LaunchResult, WorldSpan, bounds, launch
 from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.told_log import log_told
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.driver_address import bind_of
 from spark_elastic.spark.preflight import preflight
@@ -207,8 +208,13 @@ def _spec(
 def _train(spark: SparkSession, request: Request, spec: TrainSpec, run: HeldRun) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = TorchTrainTask(spec, request.brought)
-    shown = Progress(request.epochs, listener=request.on_progress, quiet=request.verbose == 0)
-    with closing(shown) as progress:
+    shown = Progress(
+        request.epochs,
+        listener=request.on_progress,
+        quiet=request.verbose == 0,
+        lines=request.config.show_logs,
+    )
+    with closing(shown) as progress, log_told(progress.tell, request.verbose > 1):
         limits = _limits(request, spec.plan.global_batch)
         return launch(spark, task, limits, request.config, run.run_id, PRELOAD, progress, run)
 

@@ -24,7 +24,8 @@ class Progress:
     """Shows epoch, step, loss and world size. `numbers` come from rank 0: epoch, step, steps, loss, rows, world.
 
     epochs: of the whole run. stream: default standard error. live: a line that is rewritten in place; default where
-    the stream is a terminal, or in a notebook, and tqdm is installed. listener: also called with each `numbers`.
+    the stream is a terminal, or in a notebook, and tqdm is installed. listener: also called with each `numbers`. lines:
+    show what workers print.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Progress:
         listener: Callable[[Numbers], None] | None = None,
         clock: Clock | None = None,
         quiet: bool = False,
+        lines: bool = True,
     ) -> None:
         self._epochs = epochs
         self._stream = sys.stderr if stream is None else stream
@@ -43,6 +45,7 @@ class Progress:
         self._listener = listener
         self._clock = clock or SystemClock()
         self._quiet = quiet
+        self._lines = lines
         self._lock = threading.RLock()
         self._bar: Any = None
         self._last: tuple[float, int] | None = None  # of the last plain line: when, and which epoch
@@ -51,6 +54,8 @@ class Progress:
 
     def log(self, rank: int | None, line: str) -> None:
         """A line that a worker printed."""
+        if not self._lines:
+            return
         with self._lock:
             who = "-" if rank is None else str(rank)
             for shown in self._limit.pass_on(self._clock.now(), who, line):

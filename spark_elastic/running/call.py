@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -21,6 +22,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch import LaunchResult, Site, bounds, launch, supervise
+from spark_elastic.observe.told_log import log_told
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.running.output import Output
@@ -127,7 +129,8 @@ class Call:
         )
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
         run = self.held()
-        return results(launch(spark, self.program, limits, config, name, self.preload, self.narrator(), run))
+        with self._watched() as narrator:
+            return results(launch(spark, self.program, limits, config, name, self.preload, narrator, run))
 
     def over(
         self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None
@@ -136,7 +139,8 @@ class Call:
         limits = self.limits(default_workers)
         config = self.options.config
         site = site or Site(run=self.held())
-        return results(supervise(launcher, discovery, site, limits, config, self.name, self.narrator()))
+        with self._watched() as narrator:
+            return results(supervise(launcher, discovery, site, limits, config, self.name, narrator))
 
     def held(self) -> HeldRun | None:
         """The run, which is this driver's from here on; None without a `run_id`.
@@ -154,15 +158,19 @@ class Call:
         number, least, most = self.options.workers(default_workers)
         return bounds(self.options.config, number, least, most)
 
-    def narrator(self) -> Output:
+    @contextmanager
+    def _watched(self) -> Iterator[Output]:
+        """The narrator of the job that runs inside the block."""
         chosen = self.options
-        return Output(
+        narrator = Output(
             sys.stdout if chosen.stdout is None else chosen.stdout,
             SystemClock(),
             timestamps=chosen.prefix_output_with_timestamp,
             worlds=chosen.verbose > 0,
             lines=chosen.config.show_logs,
         )
+        with log_told(narrator.tell, chosen.verbose > 1):
+            yield narrator
 
 
 def prepare(

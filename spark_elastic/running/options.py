@@ -58,9 +58,10 @@ OWN = (
 class Options:
     """num_workers: None for Spark's default parallelism; min_workers: 1; max_workers: num_workers (R16).
 
-    env: variables of the training processes. stdout: where their lines go, default standard output. verbose: 0 says
-    nothing about worlds. preload: modules imported before a worker is warm; None: what the function seems to need.
-    run_id, store: commits are made durable there under that name, and another call with it goes on.
+    env: variables of the training processes. stdout: where their lines go, default standard output. verbose: 0: what
+    workers print; 1: worlds, joins, losses and drains, too; 2: and the log of "spark_elastic", level INFO. preload:
+    modules imported before a worker is warm; None: what the function seems to need. run_id, store: commits are made
+    durable there under that name, and another call with it goes on.
     """
 
     num_workers: int | None = None

@@ -107,6 +107,7 @@ def test_no_trace_of_a_run_has_its_secrets(tmp_path: Path, caplog: pytest.LogCap
             "env": {"TOKEN": SECRET},
             "num_workers": 2,
             "stdout": traces,
+            "verbose": 2,
             "store": str(tmp_path / "store"),
             "run_id": "r",
         },
@@ -126,6 +127,11 @@ def test_no_trace_of_a_run_has_its_secrets(tmp_path: Path, caplog: pytest.LogCap
     found |= {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
     assert any("checkpoint" in name for name in found), sorted(found)
     assert "journal" in found
+    assert b"\ninfo: " in found["stream"], "verbose=2 tells the log"
+    kept = b"".join(text for name, text in found.items() if name.startswith("store/runs/r/logs/"))
+    assert re.search(rb"^\S+ \d-0\.\d \[[01]\] look now$", kept, re.MULTILINE), (
+        "the files of what workers print"
+    )
     assert sum(name.startswith("arguments of") for name in found) >= 4, "two slots and their workers"
     assert b"look now" in found["stream"], "the search would find what is there"
     key = launcher.key

@@ -1,0 +1,93 @@
+"""What workers print, in parts in the store: whole, bounded, and no worry of the job's."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from spark_elastic.observe import log_files
+from spark_elastic.observe.log_files import LogFiles
+from spark_elastic.testing.clock import FakeClock
+
+
+def _kept(store: Store) -> list[tuple[str, str]]:
+    return [(found.name, store.read_bytes(found.name).decode()) for found in store.find("runs/r/logs")]
+
+
+def test_each_line_says_when_and_who() -> None:
+    store = memory_store()
+    files = LogFiles(store, "r", 3, 1 << 20, FakeClock(wall=0.25))
+    files.add("", None, ("importing",))
+    files.add("0-0.1", 1, ("one", "two caf\udce9"))
+    files.start()
+    files.close()
+    assert _kept(store) == [
+        (
+            "runs/r/logs/000003-000001.log",
+            "1970-01-01T00:00:00.250+00:00 - [-] importing\n"
+            "1970-01-01T00:00:00.250+00:00 0-0.1 [1] one\n"
+            "1970-01-01T00:00:00.250+00:00 0-0.1 [1] two caf?\n",
+        )
+    ]
+
+
+def test_the_oldest_go_and_the_newest_are_there() -> None:
+    store = memory_store()
+    files = LogFiles(store, "r", 1, 4000, FakeClock())
+    for number in range(200):
+        files.add("0-0.1", 0, (f"line {number}.",))
+        files._write()
+    files.start()
+    files.close()
+    names, texts = zip(*_kept(store), strict=True)
+    assert sum(map(len, texts)) <= 4000
+    assert "line 199." in texts[-1]
+    assert "line 0." not in "".join(texts)
+    assert "".join(texts).count("line") >= 40, "the newest fill what there is room for"
+    assert names == tuple(sorted(names))
+
+
+def test_a_part_that_grows_is_one_object() -> None:
+    store = memory_store()
+    files = LogFiles(store, "r", 1, 1 << 20, FakeClock())
+    for text in ("one", "two"):
+        files.add("0-0.1", 0, (text,))
+        files._write()
+    ((_, text),) = _kept(store)
+    assert text.splitlines()[1].endswith("two")
+
+
+def test_a_store_that_fails_costs_one_warning_and_then_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What finds no room in memory is counted, and told once the store is back."""
+    store, working = memory_store(), False
+    write = Store.write_bytes
+
+    def broken(self: Store, name: str, data: bytes) -> None:
+        if not working:
+            raise StoreError("The store is away.")
+        write(self, name, data)
+
+    monkeypatch.setattr(Store, "write_bytes", broken)
+    monkeypatch.setattr(log_files, "WRITE_EVERY", 0.001)
+    files = LogFiles(store, "r", 1, 400, FakeClock())
+    for number in range(30):
+        files.add("0-0.1", 0, (f"{number} {'x' * 100}",))
+    with pytest.raises(StoreError):
+        files._write()
+    working = True
+    files._write()
+    files.add("0-0.1", 0, ("back",))
+    files.start()
+    files.close()
+    assert " lines are missing: the store was too slow\n" in _kept(store)[-1][1]
+    working = False
+    for _ in range(2):
+        files = LogFiles(store, "r", 1, 400, FakeClock())
+        files.add("0-0.1", 0, ("lost",))
+        files.start()
+        files.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
