@@ -14,7 +14,7 @@ ROWS = (
     ("testing",),
     ("launch", "running", "cli", "store_cli", "estimators"),
     ("spark", "local", "torch", "tensorflow", "keras"),
-    ("ops",),
+    ("ops", "training"),
     ("driver", "worker", "observe"),
     ("state",),
     ("rendezvous", "data"),
@@ -53,8 +53,19 @@ FOREIGN = {
     "click": ("cli", "store_cli"),
     "matplotlib": ("observe",),
     "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
-    "numpy": ("data", "state", "worker", "ops", "torch", "tensorflow", "keras", "estimators", "testing"),
-    "elastic_collectives": ("worker", "ops", "state", "torch", "tensorflow", "keras", "testing"),
+    "numpy": (
+        "data",
+        "state",
+        "worker",
+        "ops",
+        "training",
+        "torch",
+        "tensorflow",
+        "keras",
+        "estimators",
+        "testing",
+    ),
+    "elastic_collectives": ("worker", "ops", "training", "state", "torch", "tensorflow", "keras", "testing"),
 }
 
 

@@ -46,9 +46,8 @@ from spark_elastic.spark.schema import check_columns
 from spark_elastic.spark.shipping import ship
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
-from spark_elastic.torch.train_spec import Rows, TrainSpec
 from spark_elastic.torch.train_task import TorchTrainTask
-from spark_elastic.torch.training import Clipping
+from spark_elastic.training.spec import Clipping, Rows, TrainSpec
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

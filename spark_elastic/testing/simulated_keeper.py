@@ -1,4 +1,4 @@
-"""When a simulated worker writes checkpoints: in the order in which `torch.checkpointing` and its writer do."""
+"""When a simulated worker writes checkpoints: in the order in which `training.checkpointing` and its writer do."""
 
 from __future__ import annotations
 

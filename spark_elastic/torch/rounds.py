@@ -19,7 +19,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.terms import Terms
-from spark_elastic.torch.trailer import Trailer, Verdict, exchange
+from spark_elastic.training.trailer import Trailer, Verdict, exchange
 from spark_elastic.worker.context import current, floor_of_process
 from spark_elastic.worker.seat import engine_of_process, group_of
 

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,9 @@ from elastic_collectives import Group
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.snapshot import rng_state, set_rng_state
+from spark_elastic.torch.state_bytes import dumps, loads
 
+PART = "state.pt"
 ALIGN = 64  # bytes; every tensor begins aligned in the staging memory
 Bytes = npt.NDArray[np.uint8]
 
@@ -80,6 +82,15 @@ class TorchState:
         self.extras = captured["extras"]
         set_rng_state(captured["rng"])
         self.position = captured["position"]
+
+    def copied(self) -> Callable[[], Mapping[str, bytes]]:
+        """A copy of all there is, as a function that makes objects of it."""
+        captured = copy.deepcopy(self.capture())
+        return lambda: {PART: dumps(captured)}
+
+    def restore(self, objects: Mapping[str, bytes]) -> None:
+        """Take over what such a function made."""
+        self.load(loads(objects[PART]))
 
     def sync(self, group: Group, source: int, receivers: Sequence[int]) -> Position:
         """Hand the state of rank `source` to `receivers`; collective over the whole group.

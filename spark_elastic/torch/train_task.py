@@ -1,312 +1,134 @@
-"""What the estimator's workers run: epochs over a materialised data set, step by step, from any position on.
+"""A torch model in training, as the training loop takes it: state, step, validation, weights.
 
-A `worker.program.Program`, shipped by cloudpickle with the user's model, optimizer and loss inside. Knows no Spark.
-All methods are called from the worker's main thread.
+Shipped by cloudpickle with the user's model, optimizer and loss inside. Main thread only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from elastic_collectives import CollectiveError, Group
-from spark_elastic.clock import SystemClock
+from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.protocol.types import Phase, Position, World, is_last
-from spark_elastic.torch.checkpointing import Checkpointing, restore
+from spark_elastic.protocol.types import Position
 from spark_elastic.torch.columns import Columns
 from spark_elastic.torch.coupling import world_dependence
-from spark_elastic.torch.evaluation import Evaluation, no_sums, opened
 from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.hooks import Hooks
-from spark_elastic.torch.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.optimizers import made
 from spark_elastic.torch.precision import Scaling
+from spark_elastic.torch.snapshot import drawing_by
 from spark_elastic.torch.terms import as_set
 from spark_elastic.torch.torch_state import TorchState
-from spark_elastic.torch.trailer import Verdict
-from spark_elastic.torch.train_spec import Brought, TrainSpec
+from spark_elastic.torch.train_spec import Brought
 from spark_elastic.torch.training import Rules, StepTaker
-from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.trailer import Trailer, Verdict, exchange
 from spark_elastic.worker.seat import engine_of_process
 
-CHANGE = "the membership changes"
 
-
-class TorchTrainTask:
+class TorchTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
+
+    def __init__(self, spec: TrainSpec, brought: Brought) -> None:
+        super().__init__(spec, TorchLearner(spec, brought))
+
+
+class TorchLearner:
+    """See `training.learner.Learner`."""
 
     def __init__(self, spec: TrainSpec, brought: Brought) -> None:
         self._spec = spec
         self._brought = brought
-        self._begun = False
-        self._checkpointing: Checkpointing | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
         spec, brought = self._spec, self._brought
         torch.manual_seed(spec.seed)
         model = brought.model.train()
         optimizer, schedules = made(model, brought.optimizer, spec.learning_rate)
-        objective, scaling = brought.objective(spec), Scaling(spec.precision)
-        metrics = [Metrics(brought.metrics, spec.labels, objective.logs, prefix) for prefix in ("", "val_")]
+        self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
+        metrics = [
+            Metrics(brought.metrics, spec.labels, self._objective.logs, prefix) for prefix in ("", "val_")
+        ]
         self._metrics = metrics
-        self._hooks = Hooks((*schedules, *brought.callbacks), model, optimizer)
-        self._state = TorchState(
-            model,
-            optimizer,
-            [scaling, *metrics, *self._hooks.callbacks],
-            history=[],
-            validation=no_sums(),
-            pending=None,
-            stopped=None,
-            warned=False,
-            **_no_sums(),
+        self.hooks = Hooks((*schedules, *brought.callbacks), model, optimizer)
+        self.state = TorchState(model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras)
+        self._exchange = GradientExchange(
+            model.named_parameters(), as_set(wire=spec.wire), engine=engine_of_process
         )
-        self._scaling = scaling
-        terms = as_set(wire=spec.wire)
-        self._exchange = GradientExchange(model.named_parameters(), terms, engine=engine_of_process)
-        self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, SystemClock())
         rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._taker = StepTaker(
-            self._state, objective, self._exchange, rules, self._ledger, metrics[0], scaling
+            self.state, self._objective, self._exchange, rules, ledger, metrics[0], self._scaling
         )
         dtype = self._exchange.parameters[0].dtype
         shapes, change = spec.label_shapes, brought.transformation
-        columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
-        self._columns = columns
-        self._reader, self._loader = opened(spec, spec.rows)
-        self._evaluation: Evaluation | None = None
-        if spec.validation is not None:
-            self._evaluation = Evaluation(
-                spec, spec.validation, self._state, objective, columns, metrics[1], self._sealed
-            )
-        self._clock = SystemClock()
+        self._columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
 
-    def position(self) -> Position | None:
-        return self._state.position if self._begun else None
-
-    def sync(self, world: World, group: Group) -> Position:
-        assert world.source is not None
-        self._mark("formed", group)
-        if world.resume and group.rank == world.source:
-            assert self._spec.checkpoints is not None
-            restore(self._spec.store, self._spec.checkpoints.run_id, world.resume, self._state)
-        position = self._state.sync(group, world.source, world.receivers)
-        self._begun = True
-        self._mark("synced", group)
-        return position
-
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
-        self._begun = True
-        self._mark("runs", group)
-        self._warn(group)
-        self._hooks.world(group)
-        if group.rank == 0 and self._spec.checkpoints is not None and self._checkpointing is None:
-            tell = session.wrote_checkpoint
-            self._checkpointing = Checkpointing(self._spec.store, self._spec.checkpoints, self._clock, tell)
-        try:
-            return self._epochs(world, group, session)
-        except CollectiveError:
-            self._mark("broke", group)
-            if self._checkpointing is not None:
-                self._checkpointing.unsealed()
-            raise
-
-    def _epochs(self, world: World, group: Group, session: Session) -> Outcome:
-        while self._state.position.epoch < self._spec.epochs and self._state.extras["stopped"] is None:
-            if self._state.position.phase is Phase.TRAIN and not self._train(world, group, session):
-                return Stopped(CHANGE)
-            if self._state.position.phase is Phase.VALIDATE:
-                assert self._evaluation is not None
-                if not self._evaluation.run(world, group, session):
-                    return Stopped(CHANGE)
-            self._close_epoch(world, group, session)
-        return Completed(self._finish(group))
-
-    def close(self) -> None:
-        if self._checkpointing is not None:
-            self._checkpointing.close()
-        self._exchange.close()
-        self._reader.close()
-        if self._evaluation is not None:
-            self._evaluation.close()
-        self._ledger.close()
-
-    def _train(self, world: World, group: Group, session: Session) -> bool:
-        """The rest of an epoch's steps; False when it stopped at a boundary."""
-        here = self._state.position
-        session.tell(here)
-        self._hooks.epoch_begins(here.epoch)
-        with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
-            for rows in steps:
-                if rows.step == here.step:
-                    self._mark("read", group)
-                began = self._clock.now()
-
-                def account(verdict: Verdict, began: float = began) -> Position:
-                    return self._account(verdict, group.size, self._clock.now() - began)
-
-                self._hooks.step_begins(rows.epoch, rows.step)
-                with self._located(rows):
-                    share, version = self._columns.share(rows), session.membership_version()
-                    verdict = self._taker.take(group, share, version, account, self._show_step)
-                session.tell(self._state.position)
-                self._keep(world, applied=True)
-                self._report(group, session, verdict)
-                if verdict.version > world.version and self._state.position.phase is Phase.TRAIN:
-                    self._stops(world, verdict.version)
-                    return False
-        return True
+    def take(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: int,
+        after: Callable[[Verdict], Position],
+        before_apply: Callable[[], None],
+    ) -> Verdict:
+        return self._taker.take(group, self._columns.share(rows), version, after, before_apply)
 
     @contextmanager
-    def _located(self, rows: StepRows) -> Iterator[None]:
-        """R13: an exception of user code says at which rows of which row groups it was raised."""
+    def evaluating(self) -> Iterator[None]:
+        self.state.model.eval()
         try:
             yield
-        except CollectiveError:
+        finally:
+            self.state.model.train()
+
+    def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
+        spec, here, metrics = self._spec, self.state.position, self._metrics[1]
+        share, loss, denominator = self._columns.share(rows), 0.0, 0.0
+        try:
+            self._objective.begin(group, share)
+            with torch.no_grad(), drawing_by(spec.seed, here.epoch, here.phase, here.step, group.rank):
+                for part in share.micro_batches(spec.val_batch_size or spec.batch_size):
+                    scored = self._objective(self.state.model, part)
+                    metrics.add(scored, part.labels)
+                    loss += float(scored.total)
+                    denominator += scored.denominator
+            metrics.gather(group)
+            nothing = np.zeros(0, np.bool_)
+            verdict = exchange(group, Trailer(here, version, 0, len(share), loss, denominator, nothing))
+        except BaseException:
+            metrics.drop()
             raise
-        except Exception as error:
-            groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
-            error.add_note(
-                f"in step {rows.step} of epoch {rows.epoch}, on a share of {len(rows)} rows: {_some(rows.row_ids)} of "
-                f"row groups {_some(np.unique(groups))}"
-            )
-            raise
+        metrics.commit()
+        return verdict
 
-    def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
-        """The epoch's sums, part of the state, and the position after the step."""
-        sums, here = self._state.extras, self._state.position
-        sums["loss"] += verdict.loss
-        sums["divisor"] += verdict.denominator or 1.0
-        sums["rows"] += verdict.rows
-        sums["seconds"] += seconds
-        if size not in sums["sizes"]:
-            sums["sizes"].append(size)
-        self._hooks.applied()
-        loss = verdict.loss / (verdict.denominator or 1.0)
-        sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": verdict.rows}
-        if here.step + 1 < self._spec.plan.steps:
-            return Position(here.epoch, here.phase, here.step + 1)
-        return Position(here.epoch, Phase.CLOSE if self._evaluation is None else Phase.VALIDATE, 0)
+    def numbers(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
+        for metrics in self._metrics:
+            found.update(metrics.results())
+        if self._spec.precision == "fp16":
+            found["skipped_steps"] = self._scaling.skipped
+        return found
 
-    def _show_step(self) -> None:
-        """The newest step is sealed: callbacks may see it (R1)."""
-        logs, self._state.extras["pending"] = self._state.extras["pending"], None
-        if logs is not None:
-            self._hooks.step_sealed(logs)
-
-    def _sealed(self, world: World, version: int = 0) -> None:
-        """An exchange without a step of its own is complete; version: newest of the membership that came with it."""
-        self._keep(world, applied=False)
-        self._show_step()
-        self._stops(world, version)
-
-    def _stops(self, world: World, version: int) -> None:
-        """Where the boundary is the job's last, it is made durable before anybody leaves."""
-        if self._checkpointing is not None and is_last(version):
-            self._checkpointing.finish(world.fence, self._state)
-
-    def _keep(self, world: World, applied: bool) -> None:
-        """An exchange is complete, so that the step before it is sealed; `applied`: and its own step was applied."""
-        if self._checkpointing is not None:
-            self._checkpointing.sealed(world.fence)
-            if applied:
-                self._checkpointing.applied(self._state)
-
-    def _close_epoch(self, world: World, group: Group, session: Session) -> None:
-        """R1: the barrier seals the epoch's last step; then it enters the history, the same on all ranks."""
-        group.barrier()
-        self._sealed(world)
-        state, entry = self._state, self._epoch_entry()
-        state.extras["stopped"] = self._hooks.epoch_ends(group, entry)
-        state.extras["history"].append(entry)
-        state.extras.update(_no_sums(), validation=no_sums())
+    def reset(self) -> None:
         for metrics in self._metrics:
             metrics.reset()
-        state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
-        session.tell(state.position)
 
-    def _epoch_entry(self) -> dict[str, Any]:
-        sums, seen = self._state.extras, self._state.extras["validation"]
-        entry = {
-            "epoch": self._state.position.epoch,
-            "loss": sums["loss"] / sums["divisor"],
-            "rows": sums["rows"],
-            "steps": self._spec.plan.steps,
-            "seconds": sums["seconds"],
-            "worlds": sums["sizes"],
-            "learning_rate": float(self._state.optimizer.param_groups[0]["lr"]),
-        }
-        for metrics in self._metrics:
-            entry.update(metrics.results())
-        if self._evaluation is not None:
-            entry.update(val_loss=seen["loss"] / seen["divisor"], val_rows=seen["rows"])
-        if self._spec.precision == "fp16":
-            entry["skipped_steps"] = self._scaling.skipped
-        return entry
+    def world_dependence(self) -> str | None:
+        return world_dependence(self.state.model)
 
-    def _warn(self, group: Group) -> None:
-        """R9: once a training, at its first world of several workers; that it was said is part of the state."""
-        if group.size > 1 and not self._state.extras["warned"]:
-            self._state.extras["warned"] = True
-            sentence = world_dependence(self._state.model)
-            if sentence is not None and group.rank == 0:
-                warnings.warn(sentence, UserWarning, stacklevel=2)
+    def weights(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.state.model.state_dict(), buffer)
+        return buffer.getvalue()
 
-    def _mark(self, event: str, group: Group) -> None:
-        self._ledger.mark(event, group.fence, self._state.position)
-
-    def _report(self, group: Group, session: Session, verdict: Verdict) -> None:
-        here = self._state.position
-        session.report(
-            {
-                "epoch": here.epoch,
-                "epochs": self._spec.epochs,
-                "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,
-                "steps": self._spec.plan.steps,
-                "loss": verdict.loss / (verdict.denominator or 1.0),
-                "rows": verdict.rows,
-                "world": group.size,
-                "checkpoint_seconds": self._checkpointing.seconds if self._checkpointing is not None else 0.0,
-            }
-        )
-
-    def _finish(self, group: Group) -> str:
-        """R15: rank 0 writes the final model; whoever is rank 0 when it is asked for holds the same one."""
-        self._hooks.fit_ends(self._state.extras["history"])
-        digest, written = self._state.digest(), ""
-        if group.rank == 0:
-            buffer = io.BytesIO()
-            torch.save(self._state.model.state_dict(), buffer)
-            self._spec.store.write_verified(self._spec.result, buffer.getvalue())
-            written = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        return json.dumps(
-            {
-                "history": self._state.extras["history"],
-                "model": self._spec.result,
-                "sha256": written,
-                "digest": digest,
-                "rank": group.rank,
-            }
-        )
-
-
-def _no_sums() -> dict[str, Any]:
-    """What an epoch begins with."""
-    return {"loss": 0.0, "divisor": 0.0, "rows": 0, "seconds": 0.0, "sizes": []}
-
-
-def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:
-    """All of a few, some of many."""
-    shown = ", ".join(str(number) for number in numbers[:most])
-    return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"
+    def close(self) -> None:
+        self._exchange.close()

@@ -22,22 +22,15 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.torch.buffers import BufferExchange
 from spark_elastic.torch.coupling import shares_statistics
 from spark_elastic.torch.exchange import GradientExchange
-from spark_elastic.torch.ledger import Ledger
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.objective import Objective
 from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.row_dropout import draw_rows
 from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
 from spark_elastic.torch.torch_state import TorchState
-from spark_elastic.torch.trailer import Trailer, Verdict, exchange
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """norm: most that the 2-norm of all gradients may be; value: most that one element may be. None: no limit."""
-
-    norm: float | None = None
-    value: float | None = None
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.spec import Clipping
+from spark_elastic.training.trailer import Trailer, Verdict, exchange
 
 
 @dataclass(frozen=True)

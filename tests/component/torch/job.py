@@ -30,9 +30,9 @@ from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
-from spark_elastic.torch.train_spec import Brought, TrainSpec
+from spark_elastic.torch.train_spec import Brought
 from spark_elastic.torch.train_task import TorchTrainTask
-from spark_elastic.torch.training import Clipping
+from spark_elastic.training.spec import Clipping, TrainSpec
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from elastic_collectives import Group
-from spark_elastic.torch.checkpointing import dumps, loads
 from tests.component.torch.job import difference, make_data
 from tests.component.torch.test_training_hooks import make_job, plain, same_history
 from tests.unit.torch.worlds import in_a_world
@@ -30,9 +29,9 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
         task._spec = replace(task._spec, checkpoints=None)
         task.prepare()
         outcome = task.run(world, group, session)
-        task._state.load(loads(dumps(task._state.capture())))  # all of it goes into a checkpoint and back
+        task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
         task.close()
-        return task._state.model.state_dict(), outcome
+        return task._learner.state.model.state_dict(), outcome
 
     (ours, outcome), *_ = in_a_world(2, work)
     theirs, history = plain(job, store, manifest)

@@ -16,13 +16,14 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.exchange import GradientExchange
-from spark_elastic.torch.ledger import NullLedger
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.objective import ModelLoss
 from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.terms import Terms
 from spark_elastic.torch.torch_state import TorchState
-from spark_elastic.torch.training import Clipping, Rules, Share, StepTaker, uninterrupted
+from spark_elastic.torch.training import Rules, Share, StepTaker, uninterrupted
+from spark_elastic.training.ledger import NullLedger
+from spark_elastic.training.spec import Clipping
 from tests.unit.torch.worlds import in_a_world
 
 ROWS = 10

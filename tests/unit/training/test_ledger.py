@@ -9,7 +9,7 @@ import numpy as np
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.torch.ledger import FileLedger
+from spark_elastic.training.ledger import FileLedger
 
 
 def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Validation behind an epoch: every row counted once, whoever joins, leaves or dies meanwhile.
+
+Its steps have positions and trailers as those of training do (R6), so that a drain does not wait for the epoch's end
+and a broken step is taken again. Sums are part of the state. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_collectives import Group
+from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.training.learner import Learner
+from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.trailer import Verdict
+from spark_elastic.worker.program import Session
+
+
+class Evaluation:
+    """Of one model on one data set. `run` takes the steps that are left in the position's epoch."""
+
+    def __init__(
+        self, spec: TrainSpec, rows: Rows, learner: Learner, sealed: Callable[[World, int], None]
+    ) -> None:
+        """sealed: called when an exchange is complete, which says that the step before it is history (R1)."""
+        self._rows, self._learner, self._sealed = rows, learner, sealed
+        self._reader, self._loader = spec.opened(rows)
+
+    def run(self, world: World, group: Group, session: Session) -> bool:
+        """False where it stopped at a boundary."""
+        learner, here = self._learner, self._learner.state.position
+        with (
+            learner.evaluating(),
+            self._loader.steps(0, here.step, group.rank, group.size) as steps,
+        ):
+            for rows in steps:
+                verdict = learner.evaluate(group, rows, session.membership_version())
+                self._count(verdict)
+                session.tell(learner.state.position)
+                self._sealed(world, verdict.version)
+                if verdict.version > world.version:
+                    return False
+        return True
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _count(self, verdict: Verdict) -> None:
+        state = self._learner.state
+        sums, here = state.extras["validation"], state.position
+        sums["loss"] += verdict.loss
+        sums["divisor"] += verdict.denominator or 1.0
+        sums["rows"] += verdict.rows
+        last = here.step + 1 == self._rows.plan.steps
+        state.position = (
+            Position(here.epoch, Phase.CLOSE, 0) if last else Position(here.epoch, here.phase, here.step + 1)
+        )
+
+
+def no_sums() -> dict[str, float]:
+    """What an epoch's validation begins with."""
+    return {"loss": 0.0, "divisor": 0.0, "rows": 0}
