@@ -1,0 +1,175 @@
+"""How fast does the estimator train, against a plain torch loop in one process over the same Parquet files?
+
+    python benchmarks/estimator.py --json benchmarks/results/estimator.json
+
+A table of a vector of 50 numbers and a label, in a Spark session of this machine that is warm. Ours: `fit` with two
+workers of one thread each. Peer: one process, the same rows a step, batches by pyarrow in the files' order, with one
+and with two torch threads; the better of the two counts. They take turns; medians over the rounds. rows/s: while a
+world trained, the plain loop's from its first batch to its last step. Beside it the seconds of `fit` by phase.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from report import Row, finish, parser
+from spark_elastic import ElasticTorchEstimator
+from spark_elastic.data.store import Store
+from spark_elastic.spark.materialize import materialize
+
+WORKERS, WIDTH = 2, 50
+NETS = {"small": (64,), "large": (1000, 1000)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One net on one table. files: the table as `materialize` writes it."""
+
+    hidden: tuple[int, ...]
+    rows: int
+    batch: int
+    epochs: int
+    files: tuple[str, ...]
+
+    def build(self) -> torch.nn.Module:
+        torch.manual_seed(1)
+        sizes = (WIDTH, *self.hidden)
+        layers: list[torch.nn.Module] = []
+        for before, after in zip(sizes, self.hidden, strict=False):
+            layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+        return torch.nn.Sequential(*layers, torch.nn.Linear(sizes[-1], 1), torch.nn.Flatten(0))
+
+    @property
+    def name(self) -> str:
+        parameters = sum(p.numel() for p in self.build().parameters())
+        return f"MLP of {parameters:,} parameters"
+
+
+def table(spark: SparkSession, rows: int) -> DataFrame:
+    """`x`: a vector of 50 numbers, `y`: a number."""
+    numbers = F.array(*(F.rand(seed) for seed in range(WIDTH))).alias("a")
+    made = spark.range(rows, numPartitions=WORKERS).select(numbers)
+    return made.select(array_to_vector("a").alias("x"), F.element_at("a", 1).cast("float").alias("y")).cache()
+
+
+def batches(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """One epoch in batches of a step's rows."""
+    for name in case.files:
+        with pq.ParquetFile(name) as file:
+            for batch in file.iter_batches(case.batch * WORKERS):
+                x = torch.from_numpy(batch.column("x").flatten().to_numpy(zero_copy_only=False).copy())
+                yield x.view(-1, WIDTH), torch.from_numpy(batch.column("y").to_numpy().copy())
+
+
+def plain(pipe: Connection, case: Case, threads: int) -> None:
+    """Send the rows per second of all epochs."""
+    torch.set_num_threads(threads)
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(case):  # touches everything once, untimed
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        break
+    begin, rows = time.perf_counter(), 0
+    for _ in range(case.epochs):
+        for x, y in batches(case):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            rows += len(y)
+    pipe.send(rows / (time.perf_counter() - begin))
+
+
+def measured_plain(case: Case, threads: int) -> float:
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=plain, args=(theirs, case, threads))
+    process.start()
+    theirs.close()
+    found: float = ours.recv()
+    process.join()
+    ours.close()
+    return found
+
+
+def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
+    """Rows per second, and seconds by phase."""
+    model = case.build()
+    estimator = ElasticTorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=case.batch,
+        epochs=case.epochs,
+        num_workers=WORKERS,
+        store=store,
+        verbose=0,
+    )
+    summary = estimator.fit(df).summary
+    phases = summary.report.phases
+    training = phases["training"]
+    return {
+        "rows/s": case.rows * case.epochs / training,
+        "training": training,
+        "fit": summary.seconds,
+        "fit outside of training": summary.seconds - training,
+        "before workers are asked for, and after": summary.seconds - summary.report.seconds,
+        "workers start": phases["start"],
+        "closing": phases["closing"],
+    }
+
+
+def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
+    fits: list[dict[str, float]] = []
+    peers: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        fits.append(measured_fit(case, df, store))
+        for threads, found in peers.items():
+            found.append(measured_plain(case, threads))
+    medians = {key: statistics.median(fit[key] for fit in fits) for key in fits[0]}
+    best = max(statistics.median(found) for found in peers.values())
+    rows = [Row(f"{case.name}: training", medians.pop("rows/s"), best, "rows/s")]
+    return rows + [Row(f"{case.name}: {phase}", seconds, None, "s") for phase, seconds in medians.items()]
+
+
+def main() -> None:
+    made = parser("Training speed of the estimator beside a plain loop's, and the seconds of a fit by phase.")
+    made.add_argument("--rows", type=int, default=200_000)
+    made.add_argument("--batch", type=int, default=256)
+    made.add_argument("--epochs", type=int, default=3)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
+    arguments = made.parse_args()
+    settings = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
+    spark = SparkSession.builder.master(f"local[{WORKERS}]").config(map=settings).getOrCreate()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        df = table(spark, arguments.rows)
+        written = Store.open(str(Path(folder) / "plain"))
+        manifest = materialize(df, ["x", "y"], written)
+        files = tuple(written.path(name) for name in manifest.files)
+        store = str(Path(folder) / "fits")
+        for net in arguments.nets:
+            case = Case(NETS[net], arguments.rows, arguments.batch, arguments.epochs, files)
+            measured_fit(case, df, store)  # Spark's and this process's first
+            rows += measure(case, df, store, arguments.rounds)
+    spark.stop()
+    finish("estimator", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
