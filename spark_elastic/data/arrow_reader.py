@@ -44,6 +44,7 @@ class ArrowReader:
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
         self._pieces: dict[tuple[int, int], Pieces] = {}
         self._lengths: dict[tuple[int, int], int] = {}
+        self._names: dict[int, list[str]] = {}  # the columns that are in each file
 
     def __enter__(self) -> ArrowReader:
         return self
@@ -83,7 +84,10 @@ class ArrowReader:
 
     def _whole(self, entry: RowGroup) -> pa.Table:
         file, _ = self._open(entry.file)
-        return file.read_row_group(entry.index, self._stored(file), use_threads=False)
+        stored = self._names.get(entry.file)
+        if stored is None:
+            stored = self._names[entry.file] = self._stored(file)
+        return file.read_row_group(entry.index, stored, use_threads=False)
 
     def _piece(self, entry: RowGroup) -> pa.RecordBatch:
         """Pieces of one row group are equally long, but for the last."""

@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 
 import numpy as np
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, Share
+from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, Share, together
 from spark_elastic.data.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
 
@@ -42,7 +43,7 @@ class StepRows:
 class Prefetch:
     """How far the background thread may run ahead (at least one step), and how long anyone waits for it."""
 
-    steps: int = 4
+    steps: int = 16
     bytes: int = 64 << 20
     deadline: float = 300.0  # seconds
 
@@ -67,16 +68,39 @@ class StepLoader:
             order = self.plan.order(epoch)
         return StepStream(self, order, first_step, rank, size)
 
-    def gather(self, order: EpochOrder, share: Share) -> StepRows:
-        """Read the rows of a share in the calling thread: one copy, from decoded row groups to the step's arrays."""
-        count = len(share)
-        columns: Decoded = {c.name: np.empty((count, *c.shape), dtype=c.dtype) for c in self._columns}
-        for group, first, past in share.runs():
-            decoded = self._reader.fetch(group)
+    def gather(self, order: EpochOrder, shares: Sequence[Share]) -> list[StepRows]:
+        """Read the rows of shares in the calling thread; those of all steps that lie in one row group at once."""
+        groups = np.concatenate([share.groups for share in shares])
+        rows = np.concatenate([share.rows for share in shares])
+        parts = together(groups)
+        back = np.empty(len(rows), np.int64)
+        if parts:
+            back[np.concatenate([where for _, where in parts])] = np.arange(len(rows))
+        columns: Decoded = {c.name: np.empty((len(rows), *c.shape), dtype=c.dtype) for c in self._columns}
+        first = 0
+        for group, where in parts:
+            decoded, past = self._reader.fetch(group), first + len(where)
+            wanted = rows[where]
             for name, out in columns.items():
                 # "clip" writes into `out` directly, "raise" by way of a buffer; the plan's rows are in range.
-                np.take(decoded[name], share.rows[first:past], axis=0, out=out[first:past], mode="clip")
-        return StepRows(order.epoch, share.step, share.planned, self.plan.row_ids(share), columns)
+                decoded[name].take(wanted, axis=0, out=out[first:past], mode="clip")
+            first = past
+        return self._in_steps(
+            order, shares, {name: array.take(back, axis=0) for name, array in columns.items()}
+        )
+
+    def _in_steps(self, order: EpochOrder, shares: Sequence[Share], columns: Decoded) -> list[StepRows]:
+        ends = np.cumsum([0, *map(len, shares)]).tolist()
+        return [
+            StepRows(
+                order.epoch,
+                share.step,
+                share.planned,
+                self.plan.row_ids(share),
+                {name: array[a:b] for name, array in columns.items()},
+            )
+            for share, (a, b) in zip(shares, pairwise(ends), strict=True)
+        ]
 
     def _finished(self, order: EpochOrder) -> None:
         self._order = order
@@ -150,30 +174,37 @@ class StepStream:
         self._loader._finished(self._order)
 
     def _read_ahead(self) -> None:
+        plan, step, count = self._loader.plan, self._next, 1
         try:
-            for step in range(self._next, self._loader.plan.steps):
-                share = self._order.share(step, self._rank, self._size)
-                if not self._room(self._bytes(len(share))):
+            while step < plan.steps:
+                count = min(count, plan.steps - step)
+                # The longest share comes first.
+                most = self._bytes(-(-plan.step_size(step) // self._size))
+                count = max(1, min(count, self._limit.steps // 2, self._limit.bytes // 2 // most))
+                if not self._room(count, count * most):
                     return
-                rows = self._loader.gather(self._order, share)
+                shares = self._order.shares(step, count, self._rank, self._size)
+                gathered = self._loader.gather(self._order, shares)
                 with self._changed:
-                    self._ready.append(rows)
-                    self._ready_bytes += self._bytes(len(rows))
+                    self._ready.extend(gathered)
+                    self._ready_bytes += sum(self._bytes(len(rows)) for rows in gathered)
                     self._changed.notify_all()
+                step += count
+                count *= 2  # the first step comes soon
         except BaseException as error:  # raised again in the consumer's thread
             with self._changed:
                 self._failed = error
                 self._changed.notify_all()
 
-    def _room(self, wanted: int) -> bool:
-        """Wait until one more step fits; False once the stream is closed. Only `close` ends a slow consumer's wait."""
+    def _room(self, steps: int, wanted: int) -> bool:
+        """Wait until they fit; False once the stream is closed. Only `close` ends a slow consumer's wait."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     self._closed
                     or not self._ready
                     or (
-                        len(self._ready) < self._limit.steps
+                        len(self._ready) + steps <= self._limit.steps
                         and self._ready_bytes + wanted <= self._limit.bytes
                     )
                 )

@@ -77,12 +77,15 @@ class Share:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(row group, first, past the last) of each stretch of the share that lies in one row group."""
-        if not len(self.groups):
-            return []
-        cuts = [0, *(np.flatnonzero(np.diff(self.groups)) + 1).tolist(), len(self.groups)]
-        return [(int(self.groups[a]), a, b) for a, b in pairwise(cuts)]
+
+def together(groups: Int64s) -> list[tuple[int, Int64s]]:
+    """Each row group that is named, with the places where it is, in ascending order."""
+    by_group = np.argsort(groups, kind="stable")
+    ordered = groups[by_group]
+    if not len(ordered):
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
+    return [(int(ordered[a]), by_group[a:b]) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True)
@@ -213,18 +216,25 @@ class EpochOrder:
 
     def share(self, step: int, rank: int, size: int) -> Share:
         """The rows that `rank` of `size` takes in a step: places floor(n·rank/size) to floor(n·(rank+1)/size)."""
+        return self.shares(step, 1, rank, size)[0]
+
+    def shares(self, first: int, count: int, rank: int, size: int) -> list[Share]:
+        """The same of `count` steps, worked out together: a step alone has few rows of each row group."""
         if not 0 <= rank < size:
             raise InvalidInput(f"Rank {rank} is not in a world of {size}.")
-        planned = self.plan.step_size(step)
-        start, stop = planned * rank // size, planned * (rank + 1) // size
-        places = self._places(step, start, stop)
+        sizes = [self.plan.step_size(step) for step in range(first, first + count)]
+        spans = [(planned * rank // size, planned * (rank + 1) // size) for planned in sizes]
+        places = np.concatenate([self._places(first + number, *span) for number, span in enumerate(spans)])
         slots = np.searchsorted(self._starts, places, side="right") - 1
-        inside = places - self._starts[slots]
-        share = Share(step, planned, start, self._groups[slots], inside)
+        groups, rows = self._groups[slots], places - self._starts[slots]
         if self.plan.shuffle:
-            for group, first, past in share.runs():
-                inside[first:past] = self._rows_of(group)[inside[first:past]]
-        return share
+            for group, where in together(groups):
+                rows[where] = self._rows_of(group)[rows[where]]
+        ends = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
+        return [
+            Share(first + number, planned, spans[number][0], groups[a:b], rows[a:b])
+            for number, (planned, (a, b)) in enumerate(zip(sizes, pairwise(ends), strict=True))
+        ]
 
     def _places(self, step: int, start: int, stop: int) -> Int64s:
         """Where in the epoch's order the places `start ... stop` of a step are."""
