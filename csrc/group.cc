@@ -59,7 +59,8 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
       bcubeLimit_(options.bcubeLimit),
       fence_(fence),
       key_(endpoint->key()),
-      local_(options.local) {
+      local_(options.local),
+      warn_(options.warn) {
   mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.checkSignals);
   world_ = std::make_shared<AllRanks>(rank, size_, mesh_);
 }
@@ -88,7 +89,14 @@ void Group::settle() {
     }
     return parts;
   };
-  std::shared_ptr<Hosts> hosts = Hosts::settle(mesh_, key_, fence_, local_, gather);
+  std::string why;
+  std::shared_ptr<Hosts> hosts = Hosts::settle(mesh_, key_, fence_, local_, gather, why);
+  if (!why.empty()) {
+    std::string ranks;
+    for (int rank : local_) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    warn_("ranks " + ranks + " of one host exchange through sockets, since rank " + std::to_string(rank_) +
+          " has no shared memory: " + why);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   hosts_ = std::move(hosts);
 }

@@ -27,6 +27,7 @@ struct GroupOptions {
   // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks
   // alike): none does.
   std::vector<int> local;
+  std::function<void(const std::string&)> warn = [](const std::string&) {};  // what the user should know, one sentence
 };
 
 // All collectives also take nothing at all: ranks that bring nothing while others do are told of the mismatch.
@@ -80,6 +81,7 @@ class Group {
   const Fence fence_;
   const std::string key_;
   const std::vector<int> local_;
+  const std::function<void(const std::string&)> warn_;
   std::shared_ptr<Mesh> mesh_;
   World world_;
   bool settled_ = false;

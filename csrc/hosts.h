@@ -25,8 +25,9 @@ class Hosts {
  public:
   // A collective of all ranks. `local`: those on this rank's host by the driver's word, in order, this rank among them.
   // Every host whose ranks find out that they do not share memory counts as so many hosts; null if all do.
+  // why: one sentence, where this rank is the one that could not.
   static std::unique_ptr<Hosts> settle(const std::shared_ptr<Mesh>& mesh, const std::string& key, Fence fence,
-                                       const std::vector<int>& local, const Gather& gather);
+                                       const std::vector<int>& local, const Gather& gather, std::string& why);
 
   bool alone() const { return level_.hosts.size() == 1; }  // all ranks are on one host
 

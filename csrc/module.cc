@@ -20,6 +20,17 @@ py::object& raiser() {
   return *held;
 }
 
+// Set once by the Python half: called with a sentence for the user.
+py::object& teller() {
+  static py::object* held = new py::object();
+  return *held;
+}
+
+void tell(const std::string& text) {
+  py::gil_scoped_acquire gil;
+  teller()(text);
+}
+
 void checkSignals() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -68,6 +79,7 @@ std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, c
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
   options.bcubeLimit = bcubeLimit;
   options.checkSignals = checkSignals;
+  options.warn = tell;
   options.local = local;
   py::gil_scoped_release released;
   return std::make_unique<Group>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options);
@@ -78,6 +90,7 @@ std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, c
 PYBIND11_MODULE(_engine, module) {
   py::register_exception_translator(&translate);
   module.def("set_raiser", [](py::object function) { raiser() = std::move(function); });
+  module.def("set_teller", [](py::object function) { teller() = std::move(function); });
   module.def("sha256_hmac", [](const std::string& key, const std::string& message) {
     const Digest digest = hmacSha256(key, message);
     return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());

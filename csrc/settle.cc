@@ -70,22 +70,27 @@ struct Share {
   Lifelines lifelines;           // of the others
 };
 
-Share offer(Mesh& mesh, const std::string& key, Fence fence, int members, Card& card) {
+Share offer(Mesh& mesh, const std::string& key, Fence fence, int members, Card& card, std::string& why) {
   Share share;
-  if (members < 2 || members > kMostMembers) return share;
+  if (members < 2) return share;
+  if (members > kMostMembers) {
+    why = "shared memory is for " + std::to_string(kMostMembers) + " ranks of a host at most";
+    return share;
+  }
   card.name = freshNonce();
   card.probe = freshNonce();
   try {
     share.segment = Segment::create({fence, card.probe, members});
     share.giver = std::make_unique<Giver>(mesh, key, card.name, share.segment->fd(), members);
     card.gives = 1;
-  } catch (const std::runtime_error&) {
+  } catch (const std::runtime_error& error) {
+    why = error.what();
     share = Share();  // the host does without: the others learn it from the card
   }
   return share;
 }
 
-Share take(Mesh& mesh, const std::string& key, Fence fence, const Level& level, const Card& card) {
+Share take(Mesh& mesh, const std::string& key, Fence fence, const Level& level, const Card& card, std::string& why) {
   Share share;
   const int members = static_cast<int>(level.hosts[level.mine].size());
   if (card.gives == 0 || members > kMostMembers) return share;
@@ -96,7 +101,8 @@ Share take(Mesh& mesh, const std::string& key, Fence fence, const Level& level, 
     share.lifelines = std::move(handed.lifelines);
   } catch (const Failure&) {
     throw;
-  } catch (const std::runtime_error&) {
+  } catch (const std::runtime_error& error) {
+    why = error.what();
     share = Share();  // not fatal: all ranks of the host will hear of it
   }
   return share;
@@ -119,12 +125,12 @@ std::vector<int> agree(bool well, const std::vector<int>& leaders, const Level& 
 }  // namespace
 
 std::unique_ptr<Hosts> Hosts::settle(const std::shared_ptr<Mesh>& mesh, const std::string& key, Fence fence,
-                                     const std::vector<int>& local, const Gather& gather) {
+                                     const std::vector<int>& local, const Gather& gather, std::string& why) {
   const int self = mesh->rank;
   Card card;
   card.leader = local.front();
   Share share;
-  if (card.leader == self) share = offer(*mesh, key, fence, static_cast<int>(local.size()), card);
+  if (card.leader == self) share = offer(*mesh, key, fence, static_cast<int>(local.size()), card, why);
   const std::vector<Card> cards = deal(card, gather);
   const std::vector<int> leaders = leadersOf(cards);
   const Level wished = levelOf(leaders, self);
@@ -132,8 +138,9 @@ std::unique_ptr<Hosts> Hosts::settle(const std::shared_ptr<Mesh>& mesh, const st
   const auto& host = wished.hosts[wished.mine];
   const bool asExpected = host == local;
   if (asExpected && wished.member > 0) {
-    share = take(*mesh, key, fence, wished, cards[static_cast<size_t>(host.front())]);
+    share = take(*mesh, key, fence, wished, cards[static_cast<size_t>(host.front())], why);
   }
+  if (!asExpected) why = "its ranks were told of different neighbours";
   const bool well = host.size() == 1 || (asExpected && share.segment != nullptr);
   Level level = levelOf(agree(well, leaders, wished, gather), self);
   if (level.hosts.size() == cards.size()) return nullptr;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -145,6 +146,13 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     return ElasticConfig(**values)
 
 
+def _log_level(text: str) -> str:
+    level = _LOG_LEVELS.get(text.lower(), text.upper())
+    if level not in logging.getLevelNamesMapping():
+        raise InvalidInput(f"log_level must be trace, debug, info, warning, error or fatal; got {text!r}.")
+    return level
+
+
 def _parse(name: str, kind: str, text: str) -> Any:
     try:
         if kind.startswith("bool"):
@@ -172,7 +180,8 @@ class OperationConfig:
     asked for an operation. wait_at_most: until a handle gives up; None: the job's `collective_timeout`. stuck_after:
     until ranks that all wait for different operations are told. timeline: a trace to begin with. timeline_mark_cycles:
     rounds are marked in it. bucket_bytes: of gradients that are exchanged at once; 0: of each alone; None: 8, 25 or
-    64 MiB, whichever is the quickest in a world's first 15 steps.
+    64 MiB, whichever is the quickest in a world's first 15 steps. log_level: what of the process's own log is printed;
+    None: warnings.
     """
 
     bucket_bytes: int | None = None
@@ -182,6 +191,7 @@ class OperationConfig:
     stuck_after: float = 3.0
     timeline: str | None = None
     timeline_mark_cycles: bool = False
+    log_level: str | None = None
 
 
 # Horovod's names, which count where ours are unset.
@@ -192,7 +202,9 @@ _HOROVODS = {
     "wait_at_most": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     "timeline": "HOROVOD_TIMELINE",
     "timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
+    "log_level": "HOROVOD_LOG_LEVEL",
 }
+_LOG_LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}  # Horovod's names that Python's logging has not
 
 
 def operations_from_env(environment: Mapping[str, str] | None = None) -> OperationConfig:
@@ -214,6 +226,8 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
         del values["timeline"]
     if environment.get("HOROVOD_AUTOTUNE") == "0":
         values.setdefault("bucket_bytes", 25 << 20)
+    if "log_level" in values:
+        values["log_level"] = _log_level(values["log_level"])
     if "bucket_bytes" in values:
         values["bucket_bytes"] = max(1, values["bucket_bytes"])
     return OperationConfig(**values)

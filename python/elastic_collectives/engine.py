@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +34,17 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 
 BCUBE_LIMIT = 1 << 20  # bytes up to which allreduce takes bcube, above it the ring
 
+log = logging.getLogger("elastic_collectives")
+
+
+@lru_cache(maxsize=64)
+def _tell(text: str) -> None:
+    """Each sentence once in a process, however many generations come to it."""
+    log.warning("%s", text)
+
+
 _engine.set_raiser(raise_by_cause)
+_engine.set_teller(_tell)
 
 
 class Endpoint:

@@ -101,6 +101,9 @@ class TorchParams(ColumnParams):
         "a torch optimizer over the model's parameters, or a function of parameters to one"
     )
     learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
+    scale_lr: Param[bool] = declare(
+        "whether num_workers multiplies all learning rates, once, as Horovod has it"
+    )
     loss: Param[Any] = declare("function or module of (output, *labels), or a list of one per label", listed)
     loss_weights: Param[Sequence[float]] = declare("weight of each of several losses; None: 1/n each", listed)
     metrics: Param[Any] = declare(

@@ -87,6 +87,10 @@ class RunRecord:
             self.settings["shuffle"],
         )
 
+    def first_workers(self, request: Request) -> int:
+        """`num_workers` of the fit that began the run, which a later one need not repeat."""
+        return self.global_batch // (request.batch_size * request.backward_passes_per_step)
+
     def validating(self) -> Planned | None:
         """The rows that validate, in the order of the table."""
         if self.validation is None:
@@ -124,6 +128,7 @@ def _bound(request: Request) -> dict[str, Any]:
         "sample_weight_col": request.sample_weight_col,
         "batch_size": request.batch_size,
         "backward_passes_per_step": request.backward_passes_per_step,
+        "scale_lr": request.scale_lr,
         "validation": request.validation,
         "seed": request.seed,
         "shuffle": request.shuffle,

@@ -66,6 +66,7 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
         model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
         learning_rate: float | None = None,
+        scale_lr: bool = False,
         loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
         loss_weights: Sequence[float] | None = None,
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,

@@ -58,6 +58,10 @@ log = logging.getLogger("spark_elastic")
 FRAMEWORKS = ("torch",)
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
 PRELOAD = ("torch", "torch._dynamo")
+UNSCALED = (
+    "the learning rate is not multiplied by the world's size: a step takes the same rows whatever that is; "
+    "scale_lr=True multiplies it by num_workers"
+)
 
 
 def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
@@ -194,6 +198,7 @@ def _spec(
         validation=None if seen is None else Rows(data, *seen),
         val_batch_size=request.val_batch_size,
         learning_rate=request.learning_rate,
+        lr_times=record.first_workers(request) if request.scale_lr else 1,
         precision=request.precision,
         wire=request.gradient_compression,
         reader=request.reader,
@@ -214,6 +219,8 @@ def _train(spark: SparkSession, request: Request, spec: TrainSpec, run: HeldRun)
         lines=request.config.show_logs,
     )
     with closing(shown) as progress, log_told(progress.tell, request.verbose > 1):
+        if request.num_workers > 1 and not request.scale_lr:
+            shown.tell(UNSCALED)
         limits = _limits(request, spec.plan.global_batch)
         return launch(spark, task, limits, request.config, run.run_id, PRELOAD, progress, run)
 

@@ -28,6 +28,7 @@ class Request:
 
     brought: Brought
     learning_rate: float | None
+    scale_lr: bool
     feature_cols: tuple[str, ...]
     label_cols: tuple[str, ...]
     sample_weight_col: str | None
@@ -82,6 +83,7 @@ def checked(values: Mapping[str, Any]) -> Request:
     return Request(
         brought=objects,
         learning_rate=values["learning_rate"],
+        scale_lr=bool(values["scale_lr"]),
         **_columns(values),
         **_workers(values),
         validation=_validation(values["validation"]),

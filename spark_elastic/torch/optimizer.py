@@ -18,6 +18,7 @@ from spark_elastic.torch.adasum import ByDeltas, Deltas
 from spark_elastic.torch.buckets import even_groups
 from spark_elastic.torch.compression import NoneCompressor, checked_compression
 from spark_elastic.torch.named import named_parameters_of
+from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.rounds import Rounds
 from spark_elastic.torch.terms import as_set
 
@@ -36,6 +37,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     groups: int | Groups | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    scale_lr: bool = False,
 ) -> Plain:
     """`optimizer` with exchanged gradients: of the same class, over the same state and parameter groups.
 
@@ -43,7 +45,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Average, divided by their number. Adasum: see `adasum`. compression: how float32 travels. gradient_predivide_factor:
     f divides by f before and by size / f after. groups: parameters that travel together, as lists or as a number of
     groups to make (num_groups: the same). sparse_as_dense: gradients with rows missing become dense. process_set: who
-    exchanges; other ranks train alone.
+    exchanges; other ranks train alone. scale_lr: the rates are multiplied by the set's size at this moment, and never
+    again, whatever the world does; a newcomer is given the rates of the others with their state.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -78,6 +81,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         distributed._deltas = Deltas(named, process_set)
     else:
         distributed._rounds = Rounds(named, terms, backward_passes_per_step, process_set)
+    if scale_lr:
+        multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
     _rehang_step(distributed)
     wrapped: Plain = distributed
     return wrapped

@@ -12,16 +12,17 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 
 
 def made(
-    model: torch.nn.Module, given: Any, learning_rate: float | None
+    model: torch.nn.Module, given: Any, learning_rate: float | None, times: int = 1
 ) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
     """(the optimizer, schedules that came with it). given: as `Brought.optimizer`; learning_rate: of all groups.
+    times: what the rates are multiplied by, also those that a schedule made beforehand starts from.
 
     Raises:
         InvalidInput: it cannot be used here; the sentence says why.
     """
     schedules: tuple[Callback, ...] = ()
     if given is None:
-        given, schedules = _configured(model)
+        given, schedules = _configured(model, times)
     elif not isinstance(given, torch.optim.Optimizer):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):
@@ -36,10 +37,19 @@ def made(
     if learning_rate is not None:
         for group in given.param_groups:
             group["lr"] = learning_rate
+    multiply_rates(given, times)
     return given, schedules
 
 
-def _configured(model: Any) -> tuple[Any, tuple[Callback, ...]]:
+def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
+    """Every group's learning rate, and the one that a scheduler made beforehand noted as the first."""
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * times
+
+
+def _configured(model: Any, times: int) -> tuple[Any, tuple[Callback, ...]]:
     """What a LightningModule's `configure_optimizers` returns, in each of its forms."""
     found = model.configure_optimizers()
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list):
@@ -57,12 +67,14 @@ def _configured(model: Any) -> tuple[Any, tuple[Callback, ...]]:
     if isinstance(optimizer, Mapping):
         schedulers = [optimizer["lr_scheduler"]] if "lr_scheduler" in optimizer else []
         optimizer = optimizer["optimizer"]
-    return optimizer, tuple(_schedule(scheduler) for scheduler in schedulers)
+    return optimizer, tuple(_schedule(scheduler, times) for scheduler in schedulers)
 
 
-def _schedule(given: Any) -> LearningRateSchedule:
+def _schedule(given: Any, times: int) -> LearningRateSchedule:
     settings = given if isinstance(given, Mapping) else {"scheduler": given}
     scheduler = settings["scheduler"]
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * times for rate in scheduler.base_lrs]
     return LearningRateSchedule(
         lambda optimizer: scheduler, settings.get("interval", "epoch"), settings.get("monitor")
     )

@@ -53,7 +53,7 @@ class TorchLearner:
         spec, brought = self._spec, self._brought
         torch.manual_seed(spec.seed)
         model = brought.model.train()
-        optimizer, schedules = made(model, brought.optimizer, spec.learning_rate)
+        optimizer, schedules = made(model, brought.optimizer, spec.learning_rate, spec.lr_times)
         self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
         metrics = [
             Metrics(brought.metrics, spec.labels, self._objective.logs, prefix) for prefix in ("", "val_")

@@ -36,10 +36,11 @@ class TrainSpec:
     """Everything about a training but the user's objects.
 
     data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
-    checkpoints: when and for which run, None for no checkpoints. validation: rows that are looked at behind each epoch.
-    features: as the model sees them. label_shapes: of one row, None as they are stored. batch_size: most rows of one
-    forward pass. precision, wire: None, "bf16" or "fp16", of forward passes and of gradients on their way. ledger:
-    folder, None for no ledger. reader: one of `data.readers`. cache_bytes: of decoded rows.
+    checkpoints: when and for which run, None for no checkpoints. validation: rows that are looked at behind each
+    epoch. features: as the model sees them. label_shapes: of one row, None as they are stored. batch_size: most rows
+    of one forward pass. lr_times: what all rates are multiplied by at the training's begin. precision, wire: None,
+    "bf16" or "fp16", of forward passes and of gradients on their way. ledger: folder, None for no ledger. reader: one
+    of `data.readers`. cache_bytes: of decoded rows.
     """
 
     data: Store
@@ -58,6 +59,7 @@ class TrainSpec:
     validation: Rows | None = None
     val_batch_size: int | None = None
     learning_rate: float | None = None
+    lr_times: int = 1
     precision: str | None = None
     wire: str | None = None
     terminate_on_nan: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ import cloudpickle
 
 from elastic_collectives import Endpoint
 from spark_elastic.clock import SystemClock
+from spark_elastic.config import operations_from_env
 from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.control import Control
@@ -107,6 +109,7 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     try:
         program: Program = cloudpickle.loads(payload)
         os.environ.update(getattr(program, "environment", {}))  # before what is preloaded looks at it
+        _print_log(operations_from_env().log_level)
         for module in preload:
             importlib.import_module(module)
         program.prepare()
@@ -115,6 +118,14 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     ) as error:  # the driver decides what follows; it hears of it once this process is a worker
         return None, (fingerprint(error), traceback.format_exc())
     return program, ("", "")
+
+
+def _print_log(level: str | None) -> None:
+    """Standard error is passed on to the driver; the user's own logging is left alone."""
+    if level is not None:
+        log = logging.getLogger("spark_elastic")
+        log.setLevel(level)
+        log.addHandler(logging.StreamHandler())
 
 
 def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, sampler: Sampler) -> int:

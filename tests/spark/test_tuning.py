@@ -132,7 +132,8 @@ def test_losses_validation_metrics_schedules_and_callbacks(spark: SparkSession, 
     model = classifier(
         tmp_path,
         model=lambda: Two(),  # noqa: PLW0108 - a factory, where the class itself is refused
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.4),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.2),
+        scale_lr=True,
         loss=[torch.nn.CrossEntropyLoss(), torch.nn.MSELoss()],
         loss_weights=[1.0, 0.5],
         label_cols=["y", "z"],

@@ -13,11 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socketpair
 from typing import Any
+
+import psutil
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 from tests.leaks import SessionOwned
@@ -119,6 +122,13 @@ class Rank:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def await_stopped(self) -> None:
+        """Until a SIGSTOP that the process sends itself has come to work."""
+        until = time.monotonic() + PATIENCE
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until, f"rank with pid {self.process.pid} does not stop"
+            time.sleep(0.01)
 
     def close(self) -> None:
         self.process.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import resource
 import threading
@@ -40,6 +42,19 @@ def reduce_in_buffers(member: Member) -> list[str]:
         if not (buffer == root).all():
             wrong.append(f"broadcast from {root}")
     return wrong
+
+
+def hear_warnings(member: Member) -> None:
+    """From here on the process keeps what the engine logs."""
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("elastic_collectives").addHandler(heard)
+    KEPT.append(heard)
+
+
+def warnings_heard(member: Member) -> list[str]:
+    heard = KEPT.pop()
+    logging.getLogger("elastic_collectives").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer]
 
 
 def segments(member: Member) -> int:

@@ -47,7 +47,7 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
     pool.world(ranks, timeout=60)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, "ring", 3, signal.SIGSTOP)
-    time.sleep(0.3)  # for the exchange to stand still; sooner is just as right
+    ranks[3].await_stopped()
     ranks[0].abort("rank 3 lost its heartbeat")
     ends = answers(ranks[:3])
     ranks[3].signal(signal.SIGCONT)
@@ -55,19 +55,32 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
     assert ranks[3].answer().kind in {"GroupAborted", "PeerLost"}
 
 
+ALL_LAYOUTS = pytest.mark.parametrize("hosts", [(), (3,), (2, 1)], ids=["sockets", "one host", "two hosts"])
+SLOW_BUT_SOCKETS = pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param((), id="sockets"),
+        pytest.param((3,), id="one host", marks=pytest.mark.faults),
+        pytest.param((2, 1), id="two hosts", marks=pytest.mark.faults),
+    ],
+)
+
+
+@ALL_LAYOUTS
 @pytest.mark.parametrize("work", calls.WORK)
-def test_a_kill_ends_every_collective(pool: Pool, work: str) -> None:
+def test_a_kill_ends_every_collective(pool: Pool, work: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
-    pool.world(ranks)
+    pool.world(ranks, hosts=hosts)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, work, 2, signal.SIGKILL)
     assert [(end.kind, end.ranks) for end in answers(ranks[:2])] == [("PeerLost", (2,))] * 2
 
 
+@SLOW_BUT_SOCKETS
 @pytest.mark.parametrize("work", calls.WORK)
-def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str) -> None:
+def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
-    pool.world(ranks, timeout=1.2)
+    pool.world(ranks, timeout=1.2, hosts=hosts)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, work, 2, signal.SIGSTOP)
     ends = answers(ranks[:2])
@@ -76,14 +89,15 @@ def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str) -> N
     assert isinstance(ranks[2].answer(), Failed)
 
 
+@ALL_LAYOUTS
 @pytest.mark.parametrize("work", calls.WORK)
-def test_an_abort_ends_every_collective(pool: Pool, work: str) -> None:
+def test_an_abort_ends_every_collective(pool: Pool, work: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
-    pool.world(ranks, timeout=60)
+    pool.world(ranks, timeout=60, hosts=hosts)
     each(ranks, calls.barrier)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, work, 2, signal.SIGSTOP)
-    time.sleep(0.1)  # for the exchange to stand still; sooner is just as right
+    ranks[2].await_stopped()
     ranks[1].abort("enough")
     ends = answers(ranks[:2])
     ranks[2].signal(signal.SIGCONT)

@@ -60,6 +60,7 @@ def test_every_rank_names_the_stopped_one(pool: Pool, hosts: tuple[int, ...], vi
     for rank in ranks:
         rank.call(shared.go_on, "buffer", victim, signal.SIGSTOP)
     others = [rank for number, rank in enumerate(ranks) if number != victim]
+    ranks[victim].await_stopped()
     ends = answers(others)
     ranks[victim].signal(signal.SIGCONT)
     assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (victim,))] * len(others)
@@ -74,7 +75,7 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(
     pool.world(ranks, timeout=60, hosts=hosts)
     for rank in ranks:
         rank.call(shared.go_on, "plain", victim, signal.SIGSTOP)
-    time.sleep(0.3)  # for the exchange to stand still; sooner is just as right
+    ranks[victim].await_stopped()
     others = [rank for number, rank in enumerate(ranks) if number != victim]
     others[-1].abort("the victim lost its heartbeat")
     ends = answers(others)
@@ -115,15 +116,22 @@ def test_a_host_that_refuses_memory_to_one_rank_takes_sockets_for_all(
 ) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
+    each(ranks, shared.hear_warnings)
     assert each(ranks[refused : refused + 1], shared.refuse_memory, limit) == [None]
-    pool.world(ranks, hosts=(3,))
-    assert each(ranks, calls.reduce_once, 1000) == [6.0] * 3
+    for _ in range(2):  # and it is said once
+        pool.world(ranks, hosts=(3,))
+        assert each(ranks, calls.reduce_once, 1000) == [6.0] * 3
     assert each(ranks, shared.segments) == [0] * 3
     assert each(ranks[refused : refused + 1], shared.allow_memory, limit) == [None]
     assert each(ranks, shared.reduce_in_buffers) == [[]] * 3  # what they are given then is their own
     pool.world(ranks, hosts=(3,))
     assert each(ranks, calls.reduce_once, 1000) == [6.0] * 3
     assert each(ranks, shared.segments) == [1] * 3
+    heard = each(ranks, shared.warnings_heard)
+    assert [len(said) for said in heard] == [int(rank == refused) for rank in range(3)]
+    assert heard[refused][0].startswith(
+        f"ranks 0, 1, 2 of one host exchange through sockets, since rank {refused} has no shared memory: "
+    )
 
 
 def test_r11_memory_outlives_its_group_and_belongs_to_it_alone(pool: Pool) -> None:

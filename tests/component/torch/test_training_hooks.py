@@ -78,6 +78,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def at_half_the_rate(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
 def hits(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return ((output.argmax(1) if output.ndim == 2 else output.round()) == label).double().mean()
 
@@ -89,13 +93,13 @@ class HookedJob(Job):
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
         brought = Brought(
             copy.deepcopy(self.model),
-            self.optimizer,
+            at_half_the_rate,  # and `lr_times` makes it the job's own, once, whatever worlds come
             losses(),
             (1.0, 0.25),
             {"hits": hits},
             (Counts(), LearningRateSchedule(per_step, every="step")),
         )
-        return TorchTrainTask(replace(spec, labels=("y", "w"), validation=seen), brought)
+        return TorchTrainTask(replace(spec, labels=("y", "w"), validation=seen, lr_times=2), brought)
 
 
 def losses() -> tuple[torch.nn.Module, ...]:

@@ -41,6 +41,11 @@ def test_a_value_that_does_not_fit_is_named(environment: dict[str, str], sentenc
         from_env(environment)
 
 
+def test_an_unknown_log_level_is_refused_with_what_there_is() -> None:
+    with pytest.raises(InvalidInput, match="trace, debug, info, warning, error or fatal; got 'loud'"):
+        operations_from_env({"HOROVOD_LOG_LEVEL": "loud"})
+
+
 def test_an_unknown_setting_is_refused_with_what_there_is() -> None:
     with pytest.raises(InvalidInput, match=r"'leese'.*lease"):
         from_env({}, leese=3.0)
@@ -67,6 +72,8 @@ def test_an_unknown_setting_is_refused_with_what_there_is() -> None:
             {"timeline": "t.json", "timeline_mark_cycles": True},
         ),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, {}),
+        ({"HOROVOD_LOG_LEVEL": "trace"}, {"log_level": "DEBUG"}),
+        ({"HOROVOD_LOG_LEVEL": "fatal", "SPARK_ELASTIC_LOG_LEVEL": "info"}, {"log_level": "INFO"}),
     ],
 )
 def test_operations_follow_horovods_variables_where_ours_are_unset(

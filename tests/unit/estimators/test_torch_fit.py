@@ -16,6 +16,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import torch_fit
 from spark_elastic.estimators.torch_fit import _inputs, _ledger, _limits, _opened
 from spark_elastic.estimators.validation import Request
 from spark_elastic.protocol.types import Limits
@@ -70,6 +71,17 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
         4,
         24,
     )
+
+
+@pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
+def test_a_rate_that_is_not_multiplied_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, workers: int, scales: bool, lines: int
+) -> None:
+    monkeypatch.setattr(torch_fit, "launch", lambda *arguments: None)
+    wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
+    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
+    torch_fit._train(SimpleNamespace(), wanted, plan, SimpleNamespace(run_id="r"))
+    assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
 
 
 def test_a_ledger_needs_a_folder(tmp_path: Path) -> None:

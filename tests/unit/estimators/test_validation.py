@@ -28,6 +28,7 @@ def values(**changes: Any) -> dict[str, Any]:
         "sample_weight_col": None,
         "input_shapes": None,
         "learning_rate": None,
+        "scale_lr": False,
         "loss_weights": None,
         "metrics": (),
         "callbacks": (),

@@ -11,7 +11,7 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.arithmetic import reduced
-from spark_elastic.ops.process_sets import ProcessSet, add_process_set, remove_process_set
+from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum, tuning
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
@@ -212,3 +212,19 @@ def test_gradients_of_a_gpu_go_through_pinned_memory(here: Here) -> None:
     replicas = in_a_world(2, work)
     assert torch.equal(*replicas)
     assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, [0.3] * 3), ([0, 2], [0.2, 0.1, 0.2])])
+def test_rates_are_multiplied_by_those_who_exchange(
+    here: Here, chosen: list[int] | None, expected: list[float]
+) -> None:
+    some = global_process_set if chosen is None else ProcessSet(chosen)
+
+    def work(group: Group) -> float:
+        enter(here, group)
+        sgd = torch.optim.SGD(net().parameters(), lr=0.1)
+        opt: Any = DistributedOptimizer(sgd, process_set=some, scale_lr=True)
+        opt.close()
+        return float(sgd.param_groups[0]["lr"])
+
+    assert in_a_world(3, work) == pytest.approx(expected)

@@ -1,0 +1,41 @@
+"""The optimizer of a training: rates as given, as set, and multiplied once, schedules included."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spark_elastic.torch.optimizers import made
+from tests.unit.torch.loops import net
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": others}], lr=0.1)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(None, [0.8, 0.4]), (0.3, [1.2, 1.2])])
+def test_each_groups_rate_is_multiplied(rate: float | None, expected: list[float]) -> None:
+    optimizer, schedules = made(net(), sgd, rate, 4)
+    assert rates(optimizer) == pytest.approx(expected)
+    assert schedules == ()
+
+
+def test_a_schedule_made_beforehand_goes_on_from_the_multiplied_rates() -> None:
+    optimizer = sgd(net().parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [schedule]))
+    found, (callback,) = made(model, None, None, 4)
+    assert found is optimizer
+    assert rates(optimizer) == pytest.approx([0.8, 0.4])
+    callback.bind(optimizer)
+    optimizer.step()
+    schedule.step()
+    assert rates(optimizer) == pytest.approx([0.4, 0.2])
