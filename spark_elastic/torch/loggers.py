@@ -1,0 +1,151 @@
+"""Callbacks that write the numbers of a training to TensorBoard and MLflow. Rank 0 writes; the others keep count.
+
+Both packages are imported on the workers, where they are used. What is written goes on where it stood when rank 0 is
+another worker, or another driver took the run up. Main thread of training only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.callbacks import Callback, Logs, Training
+
+log = logging.getLogger("spark_elastic")
+
+PLACE = ("epoch", "step")  # where numbers stand, not numbers
+
+
+class _Counting(Callback, ABC):
+    """Counts the steps of all epochs. every: steps from one point of a curve to the next."""
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise InvalidInput(f"every must be a number of steps of at least 1; got {every!r}.")
+        self.steps = 0
+        self._every = every
+
+    def on_step_end(self, training: Training, logs: Logs) -> None:
+        self.steps += 1
+        if training.rank == 0 and self.steps % self._every == 0:
+            shown = numbers(logs) | {"learning_rate": training.learning_rate, "world": float(training.size)}
+            self.write("step", shown, self.steps)
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        if training.rank == 0:
+            self.write("epoch", numbers(logs), int(logs["epoch"]))
+
+    @abstractmethod
+    def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
+        """Called on rank 0. kind: "step" or "epoch"; at: which one."""
+
+
+class TensorBoardLogger(_Counting):
+    """Event files for TensorBoard: `step/...` each `every` steps, `epoch/...` with validation and metrics.
+
+    log_dir: a folder that every executor sees, or a place that TensorBoard can write to.
+    """
+
+    def __init__(self, log_dir: str, every: int = 10) -> None:
+        super().__init__(every)
+        self._log_dir = log_dir
+        self._writer: Any = None
+
+    def on_fit_begin(self, training: Training) -> None:
+        _needed("torch.utils.tensorboard", "tensorboard", self)
+
+    def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
+        if self._writer is None:
+            module = _needed("torch.utils.tensorboard", "tensorboard", self)
+            # What a rank 0 that was lost had written of later steps does not count.
+            self._writer = module.SummaryWriter(self._log_dir, purge_step=self.steps)
+        for name, value in values.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, at)
+        if kind == "epoch":
+            self._writer.flush()
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class MLflowLogger(_Counting):
+    """One run of MLflow: metrics `step_...` each `every` steps, `epoch_...` with validation and metrics.
+
+    tracking_uri: of a server or store that every executor reaches. A tracking server that fails costs numbers and one
+    warning, never the training. Credentials: MLflow's own variables in the executors' environment.
+    """
+
+    def __init__(
+        self, tracking_uri: str, experiment: str, run_name: str | None = None, every: int = 10
+    ) -> None:
+        super().__init__(every)
+        self.key = uuid.uuid4().hex  # a tag, by which a later rank 0 finds the run
+        self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
+        self._client: Any = None
+        self._run = ""
+        self._failed = False
+
+    def on_fit_begin(self, training: Training) -> None:
+        _needed("mlflow", "mlflow-skinny", self)
+
+    def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
+        entities = _needed("mlflow.entities", "mlflow-skinny", self)
+        now = int(SystemClock().wall() * 1000)
+        metrics = [entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()]
+        self._tell(lambda: self._client.log_batch(self._run, metrics))
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        if training.rank == 0:
+            self._tell(lambda: self._client.set_terminated(self._run))
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        error = _needed("mlflow.exceptions", "mlflow-skinny", self).MlflowException
+        try:
+            if not self._run:
+                self._open()
+            call()
+        except error as reason:
+            if not self._failed:
+                log.warning(
+                    "MLflow at %s does not take the training's numbers: %s", self._tracking_uri, reason
+                )
+            self._failed = True
+
+    def _open(self) -> None:
+        """The run, or a new one where there is none yet."""
+        mlflow = _needed("mlflow", "mlflow-skinny", self)
+        self._client = mlflow.MlflowClient(self._tracking_uri)
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        runs = self._client.search_runs([experiment], f"tags.spark_elastic = '{self.key}'")
+        if runs:
+            self._run = runs[0].info.run_id
+        else:
+            tags = {"spark_elastic": self.key}
+            self._run = self._client.create_run(experiment, tags=tags, run_name=self._run_name).info.run_id
+
+
+def numbers(logs: Logs) -> dict[str, float]:
+    """What can be a point of a curve."""
+    return {
+        name: float(value)
+        for name, value in logs.items()
+        if name not in PLACE and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _needed(module: str, package: str, callback: Callback) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidInput(
+            f"{type(callback).__name__} needs {package} on every executor ({error}): install it there."
+        ) from error

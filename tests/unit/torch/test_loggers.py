@@ -1,0 +1,105 @@
+"""TensorBoard and MLflow: every point once, whoever is rank 0, and one sentence where a package is missing."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.callbacks import Callback, Training
+from spark_elastic.torch.loggers import MLflowLogger, TensorBoardLogger
+
+
+@pytest.fixture(autouse=True)
+def without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard would import TensorFlow, where it is installed, for the names of files."""
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))
+
+
+def _training(rank: int) -> Training:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    return Training(torch.nn.Linear(1, 1), torch.optim.SGD([weight], lr=0.5), rank, 2)
+
+
+def _steps(callback: Callback, rank: int, *losses: float) -> None:
+    for loss in losses:
+        callback.on_step_end(_training(rank), {"epoch": 0, "step": 0, "loss": loss, "rows": 4})
+
+
+def _rank_0_is_lost(leader: Callback, follower: Callback) -> None:
+    """Both take part in four steps; the follower, rank 0 since, ends the epoch and the fit."""
+    for callback, rank in ((leader, 0), (follower, 1)):
+        callback.on_fit_begin(_training(rank))
+        _steps(callback, rank, 1.0, 2.0, 3.0, 4.0)
+    _steps(follower, 0, 5.0, 6.0)
+    follower.on_epoch_end(_training(0), {"epoch": 0, "loss": 3.5, "val_loss": 7.0, "stopped": "no"})
+    follower.on_fit_end(_training(0), [])
+
+
+def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
+    leader = TensorBoardLogger(str(tmp_path), every=2)
+    follower = pickle.loads(pickle.dumps(leader))
+    _rank_0_is_lost(leader, follower)
+    leader.on_fit_end(_training(0), [])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points: dict[str, dict[int, float]] = {}
+    for path in tmp_path.iterdir():
+        events = EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            points.setdefault(tag, {}).update({e.step: e.value for e in events.Scalars(tag)})
+    assert points["step/loss"] == {2: 2.0, 4: 4.0, 6: 6.0}
+    assert points["step/learning_rate"] == {2: 0.5, 4: 0.5, 6: 0.5}
+    assert points["epoch/val_loss"] == {0: 7.0}
+    assert "epoch/stopped" not in points
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
+def test_mlflow_has_one_run_whoever_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    leader = MLflowLogger(tmp_path.as_uri(), "digits", "first", every=2)
+    follower = pickle.loads(pickle.dumps(leader))
+    _rank_0_is_lost(leader, follower)
+    import mlflow
+
+    client = mlflow.MlflowClient(tmp_path.as_uri())
+    experiment = client.get_experiment_by_name("digits")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "step_loss")
+    assert [(point.step, point.value) for point in history] == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert run.data.metrics["epoch_val_loss"] == 7.0
+
+
+def test_a_tracking_server_that_fails_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    callback = MLflowLogger("ftp://nowhere", "digits", every=1)
+    callback.on_fit_begin(_training(0))
+    _steps(callback, 0, 1.0, 2.0)
+    (record,) = caplog.records
+    assert "MLflow at ftp://nowhere does not take the training's numbers" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("callback", "modules", "package"),
+    [
+        (TensorBoardLogger("logs"), ["torch.utils.tensorboard", "tensorboard"], "tensorboard"),
+        (MLflowLogger("logs", "digits"), ["mlflow"], "mlflow-skinny"),
+    ],
+    ids=["tensorboard", "mlflow"],
+)
+def test_a_missing_package_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, callback: Any, modules: list[str], package: str
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InvalidInput, match=f"needs {package} on every executor .*: install it there"):
+        callback.on_fit_begin(_training(1))
+    with pytest.raises(InvalidInput, match="every must be"):
+        type(callback)("x", *["y"] * (type(callback) is MLflowLogger), every=0)
