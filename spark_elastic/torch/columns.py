@@ -11,8 +11,8 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
-from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.training import Share
+from spark_elastic.training.transformation import transformed
 
 
 class Columns:
@@ -37,7 +37,8 @@ class Columns:
         self._transformation = transformation
 
     def share(self, rows: StepRows) -> Share:
-        columns = self._transformed(rows)
+        wanted = [c.name for c in self._features] + [*self._labels, *filter(None, [self._weight])]
+        columns = transformed(rows, wanted, self._transformation)
         return Share(
             planned=rows.planned,
             row_ids=rows.row_ids,
@@ -45,20 +46,6 @@ class Columns:
             labels=self._label_tensors(columns),
             weights=None if self._weight is None else self._tensor(columns[self._weight]).to(self._dtype),
         )
-
-    def _transformed(self, rows: StepRows) -> Mapping[str, Any]:
-        if self._transformation is None:
-            return rows.columns
-        columns = self._transformation(dict(rows.columns))
-        wanted = [c.name for c in self._features] + [*self._labels, *filter(None, [self._weight])]
-        for name in wanted:
-            if name not in columns or len(columns[name]) != len(rows):
-                found = len(columns[name]) if name in columns else "no"
-                raise InvalidInput(
-                    f"transformation_fn was given {len(rows)} rows and returned {found} of column {name!r}: return an "
-                    "array of as many rows for each feature, label and weight column."
-                )
-        return {name: np.ascontiguousarray(columns[name]) for name in wanted}
 
     def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._tensor(array)

@@ -8,20 +8,16 @@ Main thread only; what a step gathered counts once `commit` is called, in its ap
 from __future__ import annotations
 
 import copy
-import io
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.objective import Scored
-
-Arrays = list[npt.NDArray[Any]]
+from spark_elastic.training.row_arrays import Arrays, packed, unpacked
 
 
 class Metrics:
@@ -63,7 +59,7 @@ class Metrics:
         self.drop()
         if self._given or self._logs:
             columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-            self._step = [_unpacked(blob) for blob in group.allgather_bytes(_packed(logged, rows, columns))]
+            self._step = [unpacked(blob) for blob in group.allgather_bytes(packed(logged, rows, columns))]
 
     def drop(self) -> None:
         """Forget the rows of a step that was given up."""
@@ -182,18 +178,3 @@ def _restored(metric: Any, kept: dict[str, Any], updates: int) -> Any:
         metric._update_count = updates  # without it torchmetrics warns of results without data
     metric.load_state_dict(kept)
     return metric
-
-
-def _packed(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
-    """One JSON line, then arrays as numpy writes them."""
-    file = io.BytesIO()
-    file.write(json.dumps([dict(logged), rows, len(columns)]).encode() + b"\n")
-    for column in columns:
-        np.save(file, column, allow_pickle=False)
-    return file.getvalue()
-
-
-def _unpacked(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
-    file = io.BytesIO(blob)
-    logged, rows, columns = json.loads(file.readline())
-    return logged, rows, [np.load(file, allow_pickle=False) for _ in range(columns)]

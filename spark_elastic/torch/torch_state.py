@@ -10,23 +10,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.snapshot import rng_state, set_rng_state
 from spark_elastic.torch.state_bytes import dumps, loads
+from spark_elastic.training.transfer import Bytes, handed_over
 
 PART = "state.pt"
 ALIGN = 64  # bytes; every tensor begins aligned in the staging memory
-Bytes = npt.NDArray[np.uint8]
 
 
 class _Place:
@@ -100,19 +97,10 @@ class TorchState:
             StoreError: what arrived is not what was sent; the state is as it was.
         """
         sends = group.rank == source
-        rest, staging = _pack(self.capture()) if sends else (np.empty(0, np.uint8), np.empty(0, np.uint8))
-        head = np.array([rest.nbytes, staging.nbytes, _crc(rest), _crc(staging)], np.int64)
-        group.broadcast(head, source)
-        if not sends:
-            rest, staging = np.empty(int(head[0]), np.uint8), np.empty(int(head[1]), np.uint8)
-        group.broadcast(rest, source)
-        group.broadcast(staging, source)
-        if not sends and group.rank in receivers:
-            if (_crc(rest), _crc(staging)) != (int(head[2]), int(head[3])):
-                raise StoreError(
-                    "the state that arrived is not the one that was sent; it was not taken over."
-                )
-            self.load(_unpack(rest, staging))
+        mine = _pack(self.capture()) if sends else None
+        arrived = handed_over(group, source, receivers, mine)
+        if arrived is not None:
+            self.load(_unpack(*arrived))
         return self.position
 
     def digest(self) -> str:
@@ -189,10 +177,6 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _tensors(item, f"{name}.{index}")
-
-
-def _crc(data: Bytes) -> int:
-    return zlib.crc32(data.data)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -7,10 +7,7 @@ section. It owns no data and no loop. Main thread only.
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +25,7 @@ from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.row_dropout import draw_rows
 from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
 from spark_elastic.torch.torch_state import TorchState
+from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.spec import Clipping
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
@@ -199,19 +197,3 @@ def _clip(parameters: Sequence[torch.nn.Parameter], clipping: Clipping) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clipping.value)
     if clipping.norm is not None:
         torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and its like wait until the block is through."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    former = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-        for number in held[:1]:
-            signal.raise_signal(number)

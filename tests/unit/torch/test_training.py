@@ -21,7 +21,8 @@ from spark_elastic.torch.objective import ModelLoss
 from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.terms import Terms
 from spark_elastic.torch.torch_state import TorchState
-from spark_elastic.torch.training import Rules, Share, StepTaker, uninterrupted
+from spark_elastic.torch.training import Rules, Share, StepTaker
+from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import NullLedger
 from spark_elastic.training.spec import Clipping
 from tests.unit.torch.worlds import in_a_world

@@ -1,0 +1,30 @@
+"""The user's function of the columns of a part, applied and checked. Training thread; knows no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spark_elastic.data.loader import StepRows
+from spark_elastic.errors import InvalidInput
+
+Transformation = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+
+def transformed(
+    rows: StepRows, wanted: Sequence[str], transformation: Transformation | None
+) -> Mapping[str, Any]:
+    """The wanted columns, by name. Raises InvalidInput where the function leaves one out, or rows of it."""
+    if transformation is None:
+        return rows.columns
+    columns = transformation(dict(rows.columns))
+    for name in wanted:
+        if name not in columns or len(columns[name]) != len(rows):
+            found = len(columns[name]) if name in columns else "no"
+            raise InvalidInput(
+                f"transformation_fn was given {len(rows)} rows and returned {found} of column {name!r}: return an "
+                "array of as many rows for each feature, label and weight column."
+            )
+    return {name: np.ascontiguousarray(columns[name]) for name in wanted}
