@@ -1,0 +1,79 @@
+"""A Keras model as bytes: a `.keras` file, and the classes and functions of the user's that it names.
+
+The file holds configuration and numbers, no code; what the user defined goes by cloudpickle, through Spark's own
+channel only. Any thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import keras
+
+
+@dataclass(frozen=True)
+class Archive:
+    """content: the `.keras` file. custom: cloudpickle of classes and functions by name. floatx: Keras's default dtype.
+
+    safe: the file may come from anywhere, so that Keras refuses lambdas in it.
+    """
+
+    content: bytes
+    custom: bytes
+    floatx: str = "float32"
+    safe: bool = False
+
+    @classmethod
+    def of(cls, model: Any, custom_objects: Mapping[str, Any] | None = None) -> Archive:
+        custom = {**custom_of(model), **(custom_objects or {})}
+        return cls(saved(model), cloudpickle.dumps(custom), keras.config.floatx())
+
+    def load(self) -> Any:
+        """The model, compiled as it was saved."""
+        keras.config.set_floatx(self.floatx)
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
+            path = os.path.join(folder, "model.keras")
+            with open(path, "wb") as file:
+                file.write(self.content)
+            custom = cloudpickle.loads(self.custom)
+            with warnings.catch_warnings():
+                # An optimizer that has not taken a step has nothing to load.
+                warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+                return keras.saving.load_model(path, custom_objects=custom, compile=True, safe_mode=self.safe)
+
+
+def saved(model: Any) -> bytes:
+    """A `.keras` file of weights, architecture, and what the model is compiled with."""
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
+        path = os.path.join(folder, "model.keras")
+        model.save(path)
+        with open(path, "rb") as file:
+            return file.read()
+
+
+def custom_of(model: Any) -> dict[str, Any]:
+    """Classes and functions of the user's in a model, by the names under which Keras looks for them."""
+    found: dict[str, Any] = {}
+    for thing in _things(model):
+        known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
+        if not str(known.__module__).startswith(("keras.", "builtins")):
+            found[keras.saving.get_registered_name(known)] = known
+    return found
+
+
+def _things(model: Any) -> Iterator[Any]:
+    yield from model._flatten_layers()
+    if model.optimizer is not None:
+        yield model.optimizer
+        yield model.optimizer._learning_rate
+    for value in getattr(getattr(model, "_compile_config", None), "config", {}).values():
+        for leaf in keras.tree.flatten(value):
+            if leaf is not None and not isinstance(leaf, str | float | int | bool):
+                yield leaf

@@ -1,0 +1,151 @@
+"""Small Keras trainings on the rows of the torch jobs, and the plain one-process loop that they must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow.parquet as pq
+
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train_spec import KerasBrought
+from spark_elastic.keras.train_task import KerasTrainTask
+from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.training.spec import Rows, TrainSpec
+from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
+
+
+def dense() -> Any:
+    """One input, one output, row weights or class weights as the job says; penalties of weights, clipped gradients."""
+    x = keras.Input((WIDTH,), name="x")
+    hidden = keras.layers.Dense(20, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3))(x)
+    model = keras.Model(x, keras.layers.Dense(CLASSES)(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.05), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    return model
+
+
+def two_heads() -> Any:
+    """An embedding of whole numbers, two outputs, weighted losses; the optimizer has a schedule."""
+    x, kind = keras.Input((WIDTH,), name="x"), keras.Input((1,), dtype="int32", name="y")
+    coded = keras.layers.Flatten()(keras.layers.Embedding(CLASSES, 4)(kind))
+    hidden = keras.layers.Dense(16, activation="tanh")(keras.layers.Concatenate()([x, coded]))
+    heads = [keras.layers.Dense(1, name="w")(hidden), keras.layers.Dense(1, name="id")(hidden)]
+    model = keras.Model([x, kind], heads)
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+    model.compile(optimizer, ["mse", "mae"], loss_weights=[0.7, 0.002])
+    return model
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained; everything float64."""
+
+    make: Callable[[], Any]
+    features: tuple[str, ...] = ("x",)
+    labels: tuple[str, ...] = ("y",)
+    weight: str | None = None
+    class_weight: dict[int, float] | None = None
+    callbacks: tuple[Any, ...] = ()
+    validates: bool = False
+    epochs: int = 2
+    batch_size: int = 8
+    workers: int = 3
+    checkpoint_steps: int | None = None
+
+    def plan(self, manifest: Manifest) -> DataPlan:
+        batch = self.batch_size * self.workers
+        return DataPlan.for_run(manifest.group_rows, batch, 5, self.workers, 10_000, 1 << 20)
+
+    def archive(self) -> Archive:
+        keras.config.set_floatx("float64")
+        try:
+            keras.utils.set_random_seed(1)
+            return Archive.of(self.make())
+        finally:
+            keras.config.set_floatx("float32")
+
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainTask:
+        plan = self.plan(manifest)
+        seen = DataPlan.for_run(manifest.group_rows, 100, 5, self.workers, 10_000, 1 << 20, shuffle=False)
+        kinds = {"x": Column("x", "float64", (WIDTH,)), "y": Column("y", "int64")}
+        spec = TrainSpec(
+            data=store,
+            manifest=manifest,
+            plan=plan,
+            store=store,
+            result="final.keras",
+            features=tuple(kinds[name] for name in self.features),
+            labels=self.labels,
+            weight=self.weight,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            seed=SEED,
+            validation=Rows(store, manifest, seen) if self.validates else None,
+            ledger=ledger,
+            checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
+        )
+        return KerasTrainTask(spec, KerasBrought(self.archive(), self.callbacks, self.class_weight))
+
+
+JOBS = {
+    "one output": Job(dense, validates=True),
+    "row weights": Job(dense, weight="w", class_weight={1: 3.0, 2: 0.5}),
+    "two outputs": Job(two_heads, features=("x", "y"), labels=("w", "id")),
+}
+
+
+def plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], list[float]]:
+    """(weights, the epochs' losses) of Keras's own steps, in one process, on the same plan."""
+    table = pq.read_table(store.path("rows/part.parquet"))
+    columns = {name: table[name].to_numpy() for name in ("y", "w", "id")}
+    columns["x"] = np.stack(table["x"].to_numpy())
+    try:
+        model, plan = job.archive().load(), job.plan(manifest)
+        losses = []
+        for epoch in range(job.epochs):
+            seen = 0.0
+            for step in range(plan.steps):
+                rows = plan.row_ids(plan.share(epoch, step, 0, 1))
+                weights = None if job.weight is None else columns[job.weight][rows]
+                if job.class_weight is not None:
+                    by_class = np.array([job.class_weight.get(int(y), 1.0) for y in columns["y"][rows]])
+                    weights = by_class if weights is None else weights * by_class
+                model.reset_metrics()
+                logs = model.train_on_batch(
+                    _one([columns[name][rows] for name in job.features]),
+                    _one([columns[name][rows] for name in job.labels]),
+                    sample_weight=weights,
+                    return_dict=True,
+                )
+                seen += float(logs["loss"]) * len(rows)
+            losses.append(seen / manifest.rows)
+        return model.get_weights(), losses
+    finally:
+        keras.config.set_floatx("float32")
+
+
+def weights_of(store: Store) -> list[Any]:
+    """Of the model that a training left."""
+    try:
+        final: list[Any] = keras.saving.load_model(store.path("final.keras")).get_weights()
+    finally:
+        keras.config.set_floatx("float32")
+    return final
+
+
+def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """R9's metric: the largest over all weights of max|difference| / max|weight|."""
+    assert len(ours) == len(theirs)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def _one(arrays: list[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else arrays

@@ -1,0 +1,57 @@
+"""A whole Keras training in a world of threads equals Keras's own steps in one process: weights, losses, metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import pytest
+
+from elastic_collectives import Group
+from tests.component.keras.job import JOBS, difference, plain, weights_of
+from tests.component.torch.job import ROWS, make_data
+from tests.unit.torch.worlds import in_a_world
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3 with numpy 2
+]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
+    job, (store, manifest) = JOBS[name], make_data(tmp_path)
+    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    session: Any = SimpleNamespace(
+        membership_version=lambda: 0, tell=lambda position: None, report=lambda numbers: None
+    )
+    tasks = [job.task(store, manifest) for _ in range(2)]
+    for task in tasks:  # one after the other: Keras builds no two models at a time
+        task._spec = replace(task._spec, checkpoints=None)
+        task.prepare()
+
+    def work(group: Group) -> Any:
+        task = tasks[group.rank]
+        outcome = task.run(world, group, session)
+        digest = task._state.digest()
+        task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
+        assert task._state.digest() == digest
+        task.close()
+        return outcome
+
+    outcomes = in_a_world(2, work)
+    keras.config.set_floatx("float32")
+    results = [json.loads(outcome.result) for outcome in outcomes]
+    assert len({result["digest"] for result in results}) == 1
+    theirs, losses = plain(job, store, manifest)
+    assert difference(weights_of(store), theirs) < 1e-9
+    history = results[0]["history"]
+    assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
+    assert [epoch["rows"] for epoch in history] == [ROWS] * job.epochs
+    if job.validates:
+        assert all(epoch["val_rows"] == ROWS and 0 < epoch["val_accuracy"] <= 1 for epoch in history)
