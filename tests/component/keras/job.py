@@ -27,7 +27,12 @@ def dense() -> Any:
     hidden = keras.layers.Dense(20, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3))(x)
     model = keras.Model(x, keras.layers.Dense(CLASSES)(hidden))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.05), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(0.01, global_clipnorm=0.05),
+        loss,
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy"],
+    )
     return model
 
 
