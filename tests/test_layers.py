@@ -52,7 +52,17 @@ FOREIGN = {
     "fsspec": ("data", "state"),
     "click": ("cli", "store_cli"),
     "matplotlib": ("observe",),
-    "cloudpickle": ("spark", "local", "worker", "launch", "running", "estimators", "state", "testing"),
+    "cloudpickle": (
+        "spark",
+        "keras",
+        "local",
+        "worker",
+        "launch",
+        "running",
+        "estimators",
+        "state",
+        "testing",
+    ),
     "numpy": (
         "data",
         "state",

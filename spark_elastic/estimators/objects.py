@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.wording import kind
 from spark_elastic.torch.callbacks import Callback
 from spark_elastic.torch.metrics import named
 from spark_elastic.torch.objective import is_lightning
@@ -183,8 +184,3 @@ def _function(function: Any, name: str) -> Any:
     if function is not None and not callable(function):
         raise InvalidInput(f"{name} must be a function; got {kind(function)}.")
     return function
-
-
-def kind(value: Any) -> str:
-    """A value in a message."""
-    return f"{type(value).__name__} ({str(value)[:40]!r})" if isinstance(value, str) else type(value).__name__

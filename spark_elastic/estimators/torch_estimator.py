@@ -27,7 +27,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.horovod_names import translated, with_horovod_names
-from spark_elastic.estimators.objects import activation_of
+from spark_elastic.estimators.objects import activation_of, brought
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.torch_fit import fit
@@ -134,7 +134,7 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
 
     def _fit(self, dataset: DataFrame) -> ElasticTorchModel:
         values = {param.name: self.getOrDefault(param) for param in self.params}
-        model = fit(dataset, checked(values))
+        model = fit(dataset, checked(values, brought))
         for param in model.params:
             if self.isDefined(param.name):
                 model._set(**{param.name: self.getOrDefault(param.name)})

@@ -1,245 +1,41 @@
-"""One fit: from a DataFrame and a checked request to a fitted model.
+"""One fit of the torch estimator: what is torch's in it. Runs in the caller's thread.
 
-Owns the order: columns, store, hosts, data, training, model; each part lives elsewhere. The module and optimizer of
-the request are only read: what is trained are copies. Runs in the caller's thread.
+The module and optimizer of the request are only read: what is trained are copies.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import hashlib
 import io
-import json
-import logging
-import math
-import sys
-import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-import cloudpickle
 import torch
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import check_validation, held_rows
+from spark_elastic.estimators import fitting
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
-from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor
-from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch import LaunchResult, WorldSpan, bounds, launch
-from spark_elastic.observe.progress import Progress
-from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.told_log import log_told
-from spark_elastic.protocol.types import Limits
-from spark_elastic.spark.driver_address import bind_of
-from spark_elastic.spark.preflight import preflight
-from spark_elastic.spark.schema import check_columns
-from spark_elastic.spark.shipping import ship
-from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.torch.train_task import TorchTrainTask
-from spark_elastic.training.spec import Clipping, Rows, TrainSpec
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
-log = logging.getLogger("spark_elastic")
-
-FRAMEWORKS = ("torch",)
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
 PRELOAD = ("torch", "torch._dynamo")
-UNSCALED = (
-    "the learning rate is not multiplied by the world's size: a step takes the same rows whatever that is; "
-    "scale_lr=True multiplies it by num_workers"
-)
+TORCH = fitting.Framework(("torch",), PRELOAD, ".pt", TorchTrainTask)
 
 
 def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
-    """Train on `df`; everything that can be seen to be wrong without a Spark job is said before the first one."""
-    check_columns(
-        df.schema,
-        request.feature_cols,
-        request.label_cols,
-        request.sample_weight_col,
-        transformed=request.brought.transformation is not None,
-    )
-    check_validation(df, request)
-    clock = SystemClock()
-    started = clock.now()
-    run_id = request.run_id or uuid.uuid4().hex[:12]
-    sc = df.sparkSession.sparkContext
-    worlds: tuple[WorldSpan, ...] = ()
-    report = JobReport()
-    with _opened(request, sc) as store:
-        record, result = _so_far(request, store, run_id)
-        if result is None or record is None:
-            ledger = _ledger(request, store, run_id)
-            payload = cloudpickle.dumps(request.brought)
-            if request.config.ship:
-                ship(sc)
-            place = bind_of(sc.getConf(), request.config)
-            preflight(sc, payload, store, FRAMEWORKS, request.config.start_timeout, place)
-            record, result, worlds, report = _trained(df, request, store, run_id, ledger)
-        model = _trained_model(request, store, result)
-        features = _inputs(request, record.rows())
-    summary = FitSummary(
-        run_id=run_id,
-        epochs=tuple(result.history),
-        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in worlds),
-        seconds=clock.now() - started,
-        data_rows=result.data_rows,
-        digest=result.digest,
-        report=report.with_rows(result.history, result.data_rows),
-    )
-    return ElasticTorchModel(Predictor(pack(model), features), summary)
-
-
-def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | None, RunResult | None]:
-    """What there is of the run, which must be one that this request goes on with (R19)."""
-    record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
-    if record is not None:
-        record.check(request, run_id)
-    if result is not None and result.epochs != request.epochs:
-        raise InvalidInput(
-            f"run_id {run_id!r} ended after {result.epochs} epochs and this fit wants {request.epochs}: use another "
-            "run_id."
-        )
-    return record, result
-
-
-def _trained(
-    df: DataFrame, request: Request, store: Store, run_id: str, ledger: str | None
-) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...], JobReport]:
-    """Train from the beginning, or from the newest checkpoint of an unfinished run."""
-    run = HeldRun.take(store, run_id)
-    with held_rows(df, request, store, run) as (record, data):
-        manifest = record.rows()
-        spec = _spec(request, store, data, record, run, ledger)
-        launched = _train(df.sparkSession, request, spec, run)
-    trained = json.loads(launched.results[0])
-    result = RunResult(
-        trained["model"],
-        trained["sha256"],
-        trained["digest"],
-        request.epochs,
-        trained["history"],
-        manifest.rows,
-    )
-    run.check()
-    result.save(store, run_id)
-    store.remove_tree(f"runs/{run_id}/checkpoints")
-    return record, result, launched.worlds, launched.report
-
-
-@contextmanager
-def _opened(request: Request, sc: SparkContext) -> Iterator[Store]:
-    """The request's store; without one, a folder of this machine for as long as the fit takes."""
-    if request.store is not None:
-        yield Store.open(request.store)
-    elif str(sc.master).startswith("local"):
-        with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-            yield Store.open(folder)
-    else:
-        raise InvalidInput(
-            f"store is missing: the executors of {sc.master} may be on other machines, so give a path or url that "
-            "all of them share."
-        )
-
-
-def _limits(request: Request, global_batch: int) -> Limits:
-    limits = bounds(request.config, request.num_workers, request.min_workers, request.max_workers)
-    return dataclasses.replace(limits, max_global_batch=global_batch)
-
-
-def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
-    """The feature columns as the model sees them."""
-    columns = [manifest.column(name) for name in request.feature_cols]
-    shapes = request.input_shapes or [column.shape for column in columns]
-    for column, shape in zip(columns, shapes, strict=True):
-        if math.prod(shape) != math.prod(column.shape):
-            raise InvalidInput(
-                f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
-                "numbers."
-            )
-    return tuple(
-        dataclasses.replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True)
+    """Train on `df`."""
+    fitted = fitting.fit(df, request, TORCH)
+    return ElasticTorchModel(
+        Predictor(pack(trained(request, fitted.weights)), fitted.features), fitted.summary
     )
 
 
-def _spec(
-    request: Request, store: Store, data: Store, record: RunRecord, run: HeldRun, ledger: str | None
-) -> TrainSpec:
-    manifest, config, seen = record.rows(), request.config, record.validating()
-    return TrainSpec(
-        data=data,
-        manifest=manifest,
-        plan=record.plan(manifest),
-        store=store,
-        # An older driver that lost the run may still write its own.
-        result=f"runs/{run.run_id}/model-{run.attempt:06d}.pt",
-        features=_inputs(request, manifest),
-        labels=request.label_cols,
-        weight=request.sample_weight_col,
-        batch_size=request.batch_size,
-        epochs=request.epochs,
-        seed=request.seed,
-        clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
-        label_shapes=request.label_shapes,
-        validation=None if seen is None else Rows(data, *seen),
-        val_batch_size=request.val_batch_size,
-        learning_rate=request.learning_rate,
-        lr_times=record.first_workers(request) if request.scale_lr else 1,
-        precision=request.precision,
-        wire=request.gradient_compression,
-        reader=request.reader,
-        terminate_on_nan=request.terminate_on_nan,
-        cache_bytes=sys.maxsize if request.inmemory_cache_all else DEFAULT_CACHE_BYTES,
-        ledger=ledger,
-        checkpoints=CheckpointPolicy(run.run_id, config.checkpoint_steps, config.checkpoint_seconds),
-    )
-
-
-def _train(spark: SparkSession, request: Request, spec: TrainSpec, run: HeldRun) -> LaunchResult:
-    # Pickled by `launch`: what workers train are copies of the model and the optimizer.
-    task = TorchTrainTask(spec, request.brought)
-    shown = Progress(
-        request.epochs,
-        listener=request.on_progress,
-        quiet=request.verbose == 0,
-        lines=request.config.show_logs,
-    )
-    with closing(shown) as progress, log_told(progress.tell, request.verbose > 1):
-        if request.num_workers > 1 and not request.scale_lr:
-            shown.tell(UNSCALED)
-        limits = _limits(request, spec.plan.global_batch)
-        return launch(spark, task, limits, request.config, run.run_id, PRELOAD, progress, run)
-
-
-def _ledger(request: Request, store: Store, run_id: str) -> str | None:
-    if not request.config.ledger:
-        return None
-    if not store.is_local:
-        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is none.")
-    return store.path(f"runs/{run_id}/ledger")
-
-
-def _trained_model(request: Request, store: Store, result: RunResult) -> torch.nn.Module:
-    """A copy of the request's module with the weights that training left in the store."""
-    weights = store.read_bytes(result.model)
-    if hashlib.sha256(weights).hexdigest() != result.sha256:
-        raise StoreError(
-            f"{result.model} in the store {store.url} is not what was trained: its SHA-256 differs."
-        )
-    model = copy.deepcopy(request.brought.model)
+def trained(request: Request, weights: bytes) -> torch.nn.Module:
+    """A copy of the request's module with the weights that training left."""
+    model: torch.nn.Module = copy.deepcopy(request.brought.model)
     model.load_state_dict(torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True))
     return model.eval()

@@ -14,19 +14,19 @@ from typing import Any
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.readers import check_reader
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.objects import brought, kind
+from spark_elastic.estimators.wording import kind
 from spark_elastic.state import attempts
-from spark_elastic.torch.train_spec import Brought
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one `fit` was asked for, checked. `max_workers` is filled in; `batch_size` is per worker and backward pass.
 
+    brought: what the user brings to the framework, with `transformation`, a function of columns or None.
     validation: a fraction of the rows, or the name of the column that says which; None for none.
     """
 
-    brought: Brought
+    brought: Any
     learning_rate: float | None
     scale_lr: bool
     feature_cols: tuple[str, ...]
@@ -69,8 +69,8 @@ class Request:
         return [*self.feature_cols, *self.label_cols, *filter(None, [self.sample_weight_col])]
 
 
-def checked(values: Mapping[str, Any]) -> Request:
-    """The request behind an estimator's parameters, by name.
+def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], Any]) -> Request:
+    """The request behind an estimator's parameters, by name. brought: checks the user's objects among them.
 
     Raises:
         InvalidInput: the first mistake, in one sentence.

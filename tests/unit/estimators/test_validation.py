@@ -9,6 +9,7 @@ import torch
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.objects import brought
 from spark_elastic.estimators.validation import Request, checked
 
 
@@ -65,7 +66,7 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def ask(**changes: Any) -> Request:
-    return checked(values(**changes))
+    return checked(values(**changes), brought)
 
 
 def test_good_values_become_a_request() -> None:
@@ -160,7 +161,7 @@ def test_frozen_parameters_may_be_left_out() -> None:
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(InvalidInput, match="nothing to train"):
-        checked(values() | {"model": torch.nn.ReLU()})
+        checked(values() | {"model": torch.nn.ReLU()}, brought)
 
 
 def test_an_optimizer_factory_is_tried_on_a_copy() -> None:

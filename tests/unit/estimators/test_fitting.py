@@ -16,8 +16,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import torch_fit
-from spark_elastic.estimators.torch_fit import _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators import fitting
+from spark_elastic.estimators.fitting import _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.torch_fit import TORCH
 from spark_elastic.estimators.validation import Request
 from spark_elastic.protocol.types import Limits
 
@@ -77,10 +78,10 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
 def test_a_rate_that_is_not_multiplied_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, workers: int, scales: bool, lines: int
 ) -> None:
-    monkeypatch.setattr(torch_fit, "launch", lambda *arguments: None)
+    monkeypatch.setattr(fitting, "launch", lambda *arguments: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
-    torch_fit._train(SimpleNamespace(), wanted, plan, SimpleNamespace(run_id="r"))
+    fitting._train(SimpleNamespace(), wanted, TORCH, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
 
 
