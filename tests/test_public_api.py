@@ -57,6 +57,16 @@ def _python(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30, env=environment)
 
 
+def test_names_of_the_testing_kit_are_where_it_says() -> None:
+    from spark_elastic import testing
+
+    assert sorted(testing._EXPORTS) == testing.__dir__()
+    for name, module in testing._EXPORTS.items():
+        assert getattr(testing, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="Nothing"):
+        testing.Nothing  # noqa: B018
+
+
 def test_all_is_exact() -> None:
     assert sorted(spark_elastic.__all__) == sorted(PUBLIC)
     assert set(dir(spark_elastic)) == {*PUBLIC, "__version__"}

@@ -1,0 +1,178 @@
+"""Faults on the user's own cluster: a plan that is made once, and struck by the workers themselves at steps of it.
+
+Owns which fault strikes whom, and that each strikes once, whatever worlds repeat its step: the first to create its
+object in the folder does it. Knows no Spark: an executor is an ancestor of the training process. Main thread only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+
+BlowKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
+KINDS: tuple[BlowKind, ...] = get_args(BlowKind)
+PAUSE = 0.25  # seconds by which a slow worker is late at each step
+
+
+@dataclass(frozen=True)
+class Blow:
+    """`kind` strikes the worker of `rank` (modulo the world's size) at the first step from (epoch, step) on.
+
+    kill worker, kill slot, kill executor: SIGKILL to the training process, the Python worker of Spark above it, the
+    JVM above that. stop: SIGSTOP to the training process for `seconds`. cut: all its TCP connections are broken. slow:
+    each of its steps takes a quarter of a second more for `seconds`. drain: SIGPWR to the executor, which
+    decommissions itself under `spark.decommission.enabled=true` and dies otherwise.
+    """
+
+    kind: BlowKind
+    step: int
+    epoch: int = 0
+    rank: int = 0
+    seconds: float = 5.0
+
+
+def seeded_blows(
+    seed: int, count: int, steps: int, epochs: int = 1, kinds: Sequence[BlowKind] = KINDS
+) -> tuple[Blow, ...]:
+    """`count` blows in the order in which they are due, the same for the same arguments.
+
+    steps: of an epoch; each blow falls on a step of its own as long as there are enough.
+    """
+    draw = random.Random(seed)
+    places = range(1, steps * epochs) if steps * epochs > 1 else range(1)
+    chosen = draw.sample(places, count) if count <= len(places) else draw.choices(places, k=count)
+    return tuple(
+        Blow(
+            draw.choice(kinds),
+            place % steps,
+            place // steps,
+            draw.randrange(64),
+            round(draw.uniform(1.0, 8.0), 1),
+        )
+        for place in sorted(chosen)
+    )
+
+
+class ClusterFaults:
+    """Strikes the blows of a plan on a real cluster.
+
+    folder: path or url that all hosts see and that was not used for faults before; each blow that fell is an object
+    there. In a hand-written loop call `strike`, in an estimator give `callbacks=[faults.callback()]`.
+
+    Raises:
+        InvalidInput: a blow is none of `KINDS`.
+    """
+
+    def __init__(self, blows: Sequence[Blow], folder: str, clock: Clock | None = None) -> None:
+        for blow in blows:
+            if blow.kind not in KINDS:
+                raise InvalidInput(f"kind must be one of {', '.join(KINDS)}; got {blow.kind!r}.")
+        self._left = dict(enumerate(blows))
+        self._folder = folder
+        self._clock = clock or SystemClock()
+        self._slow_until: float | None = None
+
+    def strike(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
+        """On every worker at the beginning of each step: do what the plan has for this one."""
+        self._linger()
+        for number, blow in list(self._left.items()):
+            if (epoch, step) >= (blow.epoch, blow.step) and blow.rank % size == rank:
+                del self._left[number]
+                self._once(number, blow, {"epoch": epoch, "step": step, "rank": rank, "size": size})
+
+    def struck(self) -> list[dict[str, Any]]:
+        """What fell, in the order of the plan: kind, where and when (`wall`), and the process that it hit."""
+        store = Store.open(self._folder)
+        return [json.loads(store.read_bytes(name)) for name in sorted(store.list())]
+
+    def callback(self) -> Any:
+        """The plan as a callback of `ElasticTorchEstimator`. Needs torch."""
+        from spark_elastic.testing.fault_callback import FaultCallback
+
+        return FaultCallback(self)
+
+    def _once(self, number: int, blow: Blow, where: dict[str, Any]) -> None:
+        target = _target(blow.kind)
+        note = (
+            asdict(blow) | where | {"wall": self._clock.wall(), "host": socket.gethostname(), "pid": target}
+        )
+        if Store.open(self._folder).create_exclusive(f"{number:06}.json", json.dumps(note).encode()):
+            self._carry_out(blow, target)
+
+    def _carry_out(self, blow: Blow, target: int) -> None:
+        match blow.kind:
+            case "stop":
+                _wake_after(target, blow.seconds)
+                os.kill(target, signal.SIGSTOP)
+            case "cut":
+                _break_connections()
+            case "slow":
+                self._slow_until = self._clock.now() + blow.seconds
+            case "drain":
+                os.kill(target, signal.SIGPWR)
+            case _:
+                os.kill(target, signal.SIGKILL)
+
+    def _linger(self) -> None:
+        if self._slow_until is not None and self._clock.now() < self._slow_until:
+            self._clock.sleep(PAUSE)
+
+
+def _target(kind: BlowKind) -> int:
+    """The process that a blow hits.
+
+    Raises:
+        InvalidInput: this worker has no executor of its own above it, as in Spark's local mode.
+    """
+    if kind == "kill slot":
+        return os.getppid()
+    if kind not in ("kill executor", "drain"):
+        return os.getpid()
+    for pid in _ancestors(os.getpid()):
+        if b"ExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise InvalidInput(
+        f"'{kind}' needs executors in processes of their own, and this worker is below none: use a cluster, or "
+        'master("local-cluster[3,1,1024]"), or one of the other kinds.'
+    )
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        status = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(status.rpartition(")")[2].split()[1])
+        yield pid
+
+
+def _wake_after(pid: int, seconds: float) -> None:
+    """By a process of its own, for the stopped one cannot wake itself."""
+    subprocess.Popen(
+        ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"], start_new_session=True, stdin=subprocess.DEVNULL
+    )
+
+
+def _break_connections() -> None:
+    """Shut down every connected TCP socket of this process: both ends learn of it at once."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if not entry.is_socket():
+            continue
+        connection = socket.socket(fileno=os.dup(int(entry.name)))
+        with connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                try:
+                    connection.getpeername()  # a socket that listens has none, and would listen no more
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # not connected

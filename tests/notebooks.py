@@ -1,0 +1,45 @@
+"""Runs a notebook of examples/notebooks to its end, as a user would find things there.
+
+    python -m tests.notebooks examples/notebooks/01-first-steps.ipynb --spark-first --read-only
+
+A program of its own, so that the kernel's threads are not the tests'. Prints nothing; the error of a cell is its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+SPARK_FIRST = """
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+"""
+NO_FINDSPARK = """
+import sys
+sys.modules["findspark"] = None
+"""
+READ_ONLY = "/proc"  # where not even root can make a file
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--folder", default=".", help="the working directory")
+    parser.add_argument("--spark-first", action="store_true", help="with `spark` made beforehand")
+    parser.add_argument("--no-findspark", action="store_true", help="without the package findspark")
+    parser.add_argument("--read-only", action="store_true", help="in a directory that cannot be written to")
+    options = parser.parse_args()
+    notebook = nbformat.read(options.notebook, as_version=4)
+    nbformat.validate(notebook)
+    before = SPARK_FIRST * options.spark_first + NO_FINDSPARK * options.no_findspark
+    if before:
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
+    folder = READ_ONLY if options.read_only else options.folder
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+
+
+if __name__ == "__main__":
+    main()

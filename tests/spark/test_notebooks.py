@@ -1,0 +1,52 @@
+"""The notebooks of examples/, run as a user would find things: each in a kernel and on a Spark of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+from tests.spark.cluster import cluster_environment
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+IN_CI = "01"
+
+
+def case(notebook: Path, *flags: str) -> object:
+    in_ci = notebook.name.startswith(IN_CI) and not flags
+    return pytest.param(
+        notebook, flags, id=" ".join([notebook.stem, *flags]), marks=[] if in_ci else pytest.mark.faults
+    )
+
+
+@pytest.mark.parametrize(
+    ("notebook", "flags"),
+    [
+        *(case(notebook) for notebook in NOTEBOOKS),
+        *(case(notebook, "--spark-first", "--no-findspark", "--read-only") for notebook in NOTEBOOKS),
+    ],
+)
+def test_notebook_runs_to_its_end(
+    notebook: Path, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cluster_environment().items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "tests.notebooks", notebook, "--folder", tmp_path, *flags]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-6000:]
+
+
+def test_notebooks_are_kept_without_outputs() -> None:
+    assert len(NOTEBOOKS) >= 5
+    for notebook in NOTEBOOKS:
+        cells = json.loads(notebook.read_text())["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), notebook.name
+        assert any("STORE" in "".join(cell["source"]) for cell in code[:1]), notebook.name
+        assert any("## On a cluster" in "".join(cell["source"]) for cell in cells), notebook.name

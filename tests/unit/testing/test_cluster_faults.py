@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.testing import Blow, ClusterFaults, FakeClock, seeded_blows
+from spark_elastic.testing.cluster_faults import KINDS
+
+
+def test_a_seed_gives_the_same_plan_in_the_order_of_its_steps() -> None:
+    blows = seeded_blows(7, 12, steps=10, epochs=3)
+    assert blows == seeded_blows(7, 12, steps=10, epochs=3)
+    assert blows != seeded_blows(8, 12, steps=10, epochs=3)
+    places = [(blow.epoch, blow.step) for blow in blows]
+    assert places == sorted(set(places))
+    assert all(step < 10 and epoch < 3 for epoch, step in places)
+    assert {blow.kind for blow in seeded_blows(1, 5, 100, kinds=["stop"])} == {"stop"}
+    assert len(seeded_blows(1, 5, steps=1)) == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "target"),
+    [
+        ("kill worker", signal.SIGKILL, os.getpid),
+        ("kill slot", signal.SIGKILL, os.getppid),
+        ("stop", signal.SIGSTOP, os.getpid),
+    ],
+)
+def test_a_blow_falls_once_on_the_rank_that_it_is_for(
+    kind: str, sent: int, target: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    monkeypatch.setattr("spark_elastic.testing.cluster_faults._wake_after", lambda pid, seconds: None)
+    blow = Blow(kind, step=3, epoch=1, rank=5)  # type: ignore[arg-type]
+    first, second = (ClusterFaults([blow], str(tmp_path / "f")) for _ in range(2))
+    first.strike(2, 2, 3, epoch=1)
+    first.strike(9, 2, 3, epoch=0)
+    first.strike(3, 1, 3, epoch=1)
+    assert signals == []
+    first.strike(3, 2, 3, epoch=1)
+    assert signals == [(target(), sent)]  # type: ignore[operator]
+    second.strike(4, 2, 3, epoch=1)  # a later world, another process
+    assert len(signals) == 1
+    (told,) = second.struck()
+    assert (told["kind"], told["epoch"], told["step"], told["pid"]) == (kind, 1, 3, signals[0][0])
+
+
+def test_a_slow_worker_is_late_for_a_while(tmp_path: Path) -> None:
+    clock = FakeClock()
+    faults = ClusterFaults([Blow("slow", step=0, seconds=0.5)], str(tmp_path / "f"), clock)
+    for step in range(5):
+        faults.strike(step, 0, 1)
+    assert clock.now() == 0.5
+
+
+def test_a_cut_breaks_connections_and_leaves_listeners(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as here, server.accept()[0] as there:
+            ClusterFaults([Blow("cut", step=0)], str(tmp_path / "f")).strike(0, 0, 1)
+            assert (here.recv(1), there.recv(1)) == (b"", b"")
+        with socket.create_connection(server.getsockname()), server.accept()[0]:
+            pass  # who listens is still there
+
+
+@pytest.mark.parametrize("kind", ["kill executor", "drain"])
+def test_executors_are_killed_where_there_are_some(kind: str, tmp_path: Path) -> None:
+    faults = ClusterFaults([Blow(kind, step=0)], str(tmp_path / "f"))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="local-cluster"):
+        faults.strike(0, 0, 1)
+    assert faults.struck() == []
+
+
+def test_kinds_are_checked(tmp_path: Path) -> None:
+    assert len(KINDS) == 7
+    with pytest.raises(InvalidInput, match="kill executor"):
+        ClusterFaults([Blow("explode", step=0)], str(tmp_path))  # type: ignore[arg-type]
