@@ -274,9 +274,17 @@ setup_gloo() {
     tar -xzf build/horovod-0.28.1.tar.gz -C build --strip-components=2 horovod-0.28.1/third_party/gloo
 }
 
+verb_docs() { # build/site: the documentation as pages for a browser; a broken link is an error
+    setup
+    python -m pip install -qq --disable-pip-version-check "mkdocs>=1.6,<2" "mkdocs-material>=9.5" "mkdocstrings[python]>=0.26"
+    python docs/generate.py
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
+    say "open build/site/index.html"
+}
+
 verb_sdist() { # dist/*.tar.gz
     setup_venv
-    python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))'
+    python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))' | tail -1
 }
 
 verb=${1:-help}

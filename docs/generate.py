@@ -1,0 +1,111 @@
+"""Writes params.md from the Params and benchmarks.md from benchmarks/results: `python docs/generate.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+
+from pyspark.ml.param import Param
+
+from spark_elastic.config import PREFIX, ElasticConfig
+from spark_elastic.estimators.params import TorchParams
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+
+FOLDER = Path(__file__).parent
+HEAD = """# Every parameter
+
+Made from the sources by `python docs/generate.py`. A parameter is a keyword of the constructor, of `setParams`, and has
+`setBatchSize(...)` and `getBatchSize()` as Spark ML's own do.
+
+## ElasticTorchEstimator
+
+| parameter | default | |
+|---|---|---|
+"""
+SETTINGS = """
+## ElasticConfig
+
+Each is also a keyword of the estimators and of `spark_elastic.run`, and, where it is a number, text or truth value, a
+variable of the driver's environment. Times are in seconds.
+
+| setting | default | environment | |
+|---|---|---|---|
+"""
+MEASURED = """# Benchmarks
+
+Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
+to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
+(training_step), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane). Ours and the
+peer ran in turns.
+
+| benchmark | case | ours | peer | ratio |
+|---|---|---|---|---|
+"""
+CASES = (
+    ("allreduce", "4 KB, 2 ranks, shared memory"),
+    ("allreduce", "4 MB, 2 ranks, sockets"),
+    ("allreduce", "4 MB, 2 ranks, in shared memory"),
+    ("training_step", "25 M parameters in 160 tensors, 2 ranks: step"),
+    ("training_step", "25 M parameters in 160 tensors, 2 ranks: added"),
+    ("two_hosts", "64 MB, 2 hosts x 1: float32, beside torch gloo"),
+    ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
+    ("recovery", "child killed: p50 to the next step"),
+    ("recovery", "executor killed: p50 to the next step"),
+    ("recovery", "executor killed: p99 to the next step"),
+    ("commit", "pause of the training thread per commit"),
+    ("control_plane", "128 workers: rendezvous (peer: TCPStore, a GET a pair)"),
+)
+
+
+def params_page() -> str:
+    return HEAD + "".join(_params()) + SETTINGS + "".join(_settings())
+
+
+def benchmarks_page() -> str:
+    return MEASURED + "".join(_measured(name, case) for name, case in CASES)
+
+
+def _measured(name: str, case: str) -> str:
+    """A row of a result. Raises StopIteration where the benchmark has no such case any more."""
+    rows = json.loads((FOLDER.parent / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    row = next(row for row in rows if row["case"] == case)
+    return _row(
+        name, case, *(f"{row[who]:.3g} {row['unit']}" for who in ("ours", "peer")), f"{row['ratio']:.2f}"
+    )
+
+
+def _params() -> list[str]:
+    keywords = inspect.signature(ElasticTorchEstimator.__init__).parameters
+    found = [(name, getattr(TorchParams, name)) for name in dir(TorchParams)]
+    params = {name: value for name, value in found if isinstance(value, Param)}
+    return [
+        _row(f"`{name}`", _default(keywords[name].default), params[name].doc)
+        for name, keyword in keywords.items()
+        if keyword.kind is keyword.KEYWORD_ONLY and name in params
+    ]
+
+
+def _settings() -> list[str]:
+    text = re.sub(r"\n {8}", " ", inspect.cleandoc(ElasticConfig.__doc__ or "").replace("\n    ", " "))
+    says = dict(re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
+    says["failure_window"] = "the window of failure_budget."
+    return [
+        _row(f"`{field.name}`", _default(field.default), f"`{PREFIX}{field.name.upper()}`", says[field.name])
+        for field in dataclasses.fields(ElasticConfig)
+    ]
+
+
+def _default(value: object) -> str:
+    return "required" if value is inspect.Parameter.empty else f"`{value!r}`"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    (FOLDER / "params.md").write_text(params_page())
+    (FOLDER / "benchmarks.md").write_text(benchmarks_page())

@@ -1,0 +1,78 @@
+"""The documentation without building it: every page in the menu, links that lead somewhere, programs that run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.pages import blocks
+from tests.sources import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)|!\[[^]]*\]\(([^)\s]+)\)")
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set[str]:
+    """As the table of contents names its headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def links(page: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for match in LINK.finditer(text):
+        target = match[1] or match[2]
+        if not target.startswith("http"):
+            yield target
+
+
+def test_the_menu_has_every_page_once() -> None:
+    named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+        assert page == ROOT / "README.md" or DOCS in file.parents, f"{target} is not part of the site"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "operations").glob("*.md")), ids=lambda page: page.stem)
+def test_each_place_to_run_says_whether_it_was_tried(page: Path) -> None:
+    assert page.read_text().split("\n\n")[1].startswith(("Run by us on ", "Not run: from documentation"))
+
+
+def test_the_page_of_parameters_is_current() -> None:
+    page: str = generator().params_page()
+    assert page == (DOCS / "params.md").read_text(), "run python docs/generate.py"
+
+
+def test_quoted_benchmarks_have_their_results() -> None:
+    assert generator().benchmarks_page().count("\n| ") > 10
+
+
+def test_programs_of_the_testing_page_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    programs = blocks("testing.md", "python")
+    assert len(programs) >= 4
+    for program in programs:
+        exec(compile(program.replace("/path/that/all/hosts/see", str(tmp_path)), "testing.md", "exec"), {})
+    assert "faults" in capsys.readouterr().out
