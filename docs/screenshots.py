@@ -60,8 +60,8 @@ def main() -> None:
     with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server, sync_playwright() as playwright:
         path = next(found for name in BROWSERS if (found := shutil.which(name)))
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        take(browser.new_page(viewport={"width": 1180, "height": 700}), job, door.url(server.address))
-        in_a_frame(browser.new_page(), door.url(server.address))
+        take(browser.new_page(viewport={"width": 1180, "height": 700}), job, door.url(server.url))
+        in_a_frame(browser.new_page(), door.url(server.url))
         browser.close()
 
 

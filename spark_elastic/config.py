@@ -22,6 +22,8 @@ class ElasticConfig:
     driver_port: port of the rendezvous server, 0 for any free one.
     advertise_address: host name or address that executors dial; default `spark.driver.host`.
     bind_address: what the server binds; default `spark.driver.bindAddress`.
+    tls: the server speaks TLS; None: where `spark.ssl.enabled` is set, or a certificate is given. See docs/security.md.
+    tls_certificate, tls_key: files in PEM; None: made for the job. Workers take this one certificate and no other.
     worker_port_range: ports (first, last) that workers may listen on for each other; None for any free one.
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
@@ -54,6 +56,9 @@ class ElasticConfig:
     driver_port: int = 0
     advertise_address: str | None = None
     bind_address: str | None = None
+    tls: bool | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
     worker_port_range: tuple[int, int] | None = None
     gather_timeout: float = 10.0
     start_timeout: float = 600.0
@@ -83,6 +88,8 @@ class ElasticConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.driver_port < 65536:
             raise InvalidInput(f"driver_port must be a port number or 0 for any; got {self.driver_port}.")
+        if (self.tls_certificate is None) is not (self.tls_key is None):
+            raise InvalidInput("tls_certificate and tls_key go together: give the files of both, in PEM.")
         if self.worker_port_range is not None:
             first, last = self.worker_port_range
             if not 0 < first <= last < 65536:

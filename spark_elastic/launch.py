@@ -45,6 +45,7 @@ from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.pace import beat_every
 from spark_elastic.protocol.types import Checkpoint, Limits, World
+from spark_elastic.rendezvous import tls
 from spark_elastic.rendezvous.descriptors import make_room
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
 from spark_elastic.rendezvous.server import Hooks, RendezvousServer
@@ -132,12 +133,13 @@ class LaunchResult:
 class Site:
     """The driver's side of a job: where its server listens, whom it lets in, and what outlives all workers.
 
-    admit: why a host with these facts cannot take part, or None. run: what the job's checkpoints belong to and where it
-    goes on from; None: no checkpoints.
+    encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
+    or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints.
     """
 
     bind: str = "127.0.0.1"
     advertise: str | None = None
+    encrypted: bool = False
     admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
     run: HeldRun | None = None
 
@@ -227,6 +229,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     site = Site(
         bind=bind.host,
         advertise=bind.advertise,
+        encrypted=conf.get("spark.ssl.enabled", "false") == "true",
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
         run=run,
     )
@@ -284,7 +287,7 @@ def supervise(
     journal = Journal(config.journal, audience.chronicle.turn)
     key = secrets.token_bytes(32)
     hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, pace)
-    bind = Bind(site.bind, config.driver_port, site.advertise)
+    bind = Bind(site.bind, config.driver_port, site.advertise, tls.chosen(config, site.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, hooks, clock, bind, door)
@@ -294,7 +297,7 @@ def supervise(
     make_room(limits.max_workers)
     server.start()
     if door is not None:
-        audience.announces(f"the status page of {name}: {door.url(server.address)}")
+        audience.announces(f"the status page of {name}: {door.url(server.url)}")
     with (
         ExitStack() as closing
     ):  # last in, first out; an interrupt while one closes does not spare the others
@@ -309,7 +312,7 @@ def supervise(
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
         closing.callback(server.end, "the job is over")
-        launcher.start(Contact(server.address, key, attempt, name), inbox.put)
+        launcher.start(Contact(server.address, key, attempt, name, server.certificate), inbox.put)
         discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)

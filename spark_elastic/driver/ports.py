@@ -15,12 +15,14 @@ Post = Callable[[DriverEvent], None]
 @dataclass(frozen=True)
 class Contact:
     """What a slot task needs to reach its driver. `key` is the job's secret: it travels inside the cluster's own
-    task channel, never in a command line or an environment."""
+    task channel, never in a command line or an environment. certificate: of the driver's server,
+    PEM; None: plain HTTP."""
 
     address: str
     key: bytes = field(repr=False)
     attempt: int
     job_name: str
+    certificate: str | None = None
 
 
 class Launcher(Protocol):

@@ -101,6 +101,7 @@ class LocalLauncher:
             "address": contact.address,
             "key": contact.key.hex(),
             "attempt": contact.attempt,
+            "certificate": contact.certificate,
             "job": job,
             "host": host,
             "preload": self._preload,

@@ -39,10 +39,14 @@ def main() -> None:
             driver_timeout=order["driver_timeout"],
             payload_bytes=payload_bytes,
             status_fd=status_fd,
+            certificate=order["certificate"],
         )
 
     plan = SlotPlan(slot, order["job"], order["host"], {}, payload, header, order["driver_timeout"])
-    with RendezvousClient(order["address"], bytes.fromhex(key), attempt, clock) as client:
+    secret = bytes.fromhex(key)
+    with RendezvousClient(
+        order["address"], secret, attempt, clock, certificate=order["certificate"]
+    ) as client:
         SlotAgent(plan, client, clock).run()
 
 

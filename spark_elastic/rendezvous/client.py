@@ -26,7 +26,7 @@ from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.calls import SlotCalls, WorkerCalls
 from spark_elastic.rendezvous.messages import HOLD, VERSION, GetValues, Request, SetValues, Values
-from spark_elastic.rendezvous.wire import Wire, WireBroken, WireClosed
+from spark_elastic.rendezvous.wire import Wire, WireBroken, WireClosed, WireForeign
 
 R = TypeVar("R")
 
@@ -61,15 +61,23 @@ class _Patience:
 
 class RendezvousClient:
     """address: "host:port" of the server. attempt: of the run (R10). timeout: seconds of silence after which the
-    driver is given up."""
+    driver is given up. certificate: the server's, PEM; None: it speaks plain HTTP."""
 
-    def __init__(self, address: str, key: bytes, attempt: int, clock: Clock, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        attempt: int,
+        clock: Clock,
+        timeout: float = 30.0,
+        certificate: str | None = None,
+    ) -> None:
         self._address = address
         self._key = key
         self._attempt = attempt
         self._clock = clock
         self._timeout = timeout
-        self._wire = Wire(address)
+        self._wire = Wire(address, certificate)
         self._closing = threading.Event()
         self._hello = threading.Lock()
         self._session: _Session | None = None
@@ -118,6 +126,10 @@ class RendezvousClient:
                 response = self._post(request.path, credentials, body, min(held + ANSWER_SECONDS, left))
             except WireClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
+            except WireForeign:
+                raise Unauthorized(
+                    f"Whatever answers at {self._address} does not show this job's certificate."
+                ) from None
             except WireBroken as error:
                 self._pause(patience, error)
                 continue

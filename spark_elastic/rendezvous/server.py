@@ -96,7 +96,8 @@ class RendezvousServer:
         """
         listener = listen(self._bind)
         self._address = dialled(self._bind, listener)
-        self._serving = Serving(self._entrance, listener)
+        certificate = self._bind.certificate
+        self._serving = Serving(self._entrance, listener, tls=certificate.context if certificate else None)
         self._serving.start()
         self._logs.start()
 
@@ -118,6 +119,16 @@ class RendezvousServer:
     def address(self) -> str:
         """What clients dial: "host:port", or "[host]:port" for IPv6."""
         return self._address
+
+    @property
+    def certificate(self) -> str | None:
+        """What clients must see, PEM; None where the server speaks plain HTTP."""
+        return self._bind.certificate.public if self._bind.certificate else None
+
+    @property
+    def url(self) -> str:
+        """Of the server, without a path."""
+        return f"{'https' if self._bind.certificate else 'http'}://{self._address}"
 
     def publish(self, world: World) -> None:
         """Answer the joins of its members, now and later, and open its exchange."""

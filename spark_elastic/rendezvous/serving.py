@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,12 +24,14 @@ from starlette.types import ASGIApp
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.connection import Connection
+from spark_elastic.rendezvous.tls import Certificate
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 RESTART_PAUSE = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
 LONGEST_PAUSE = 1.0  # seconds
 CLOSE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0  # for TLS to be agreed on
 IDLE_SECONDS = 600  # an idle connection is kept so long
 
 
@@ -36,12 +39,13 @@ IDLE_SECONDS = 600  # an idle connection is kept so long
 class Bind:
     """host: what to bind, a name or an IPv4 or IPv6 address. port: 0 for any free one.
 
-    advertise: what clients dial instead of `host`.
+    advertise: what clients dial instead of `host`. certificate: TLS with it; None: plain HTTP.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
+    certificate: Certificate | None = None
 
 
 def listen(bind: Bind) -> socket.socket:
@@ -89,13 +93,27 @@ class _Life(uvicorn.Server):
         self._begun()
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Gives a stranger that does not agree on TLS less time than asyncio's minute."""
+
+    async def create_server(self, *arguments: Any, **named: Any) -> asyncio.Server:
+        if named.get("ssl") is not None:
+            named["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
+        return await super().create_server(*arguments, **named)
+
+
 class Serving:
-    """Serves `app` on `listener`, which it owns, until closed."""
+    """Serves `app` on `listener`, which it owns, until closed. tls: the server's context; None: plain HTTP."""
 
     def __init__(
-        self, app: ASGIApp, listener: socket.socket, connection: type[Connection] = Connection
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        connection: type[Connection] = Connection,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._app = app
+        self._tls = tls
         self._connection = connection
         self._listener = listener
         self._address: tuple[str, int] = listener.getsockname()[:2]
@@ -190,8 +208,10 @@ class Serving:
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16384,
         )
+        config.load()
+        config.ssl = self._tls
         life = self._life = _Life(config, self._on_begun)
-        loop = self._loop = asyncio.new_event_loop()
+        loop = self._loop = _Loop()
         loop.set_exception_handler(self._on_error)
         listener = self._listener.dup()
         try:

@@ -59,9 +59,9 @@ class StatusDoor:
         self._made: dict[str, tuple[float, bytes]] = {}
         self._allowance, self._counted = BURST, clock.now()
 
-    def url(self, address: str) -> str:
-        """What people open. address: of the server."""
-        return f"http://{address}{ROOT}?token={self.token}"
+    def url(self, server: str) -> str:
+        """What people open. server: its url."""
+        return f"{server}{ROOT}?token={self.token}"
 
     def minds(self, scope: Scope) -> bool:
         """Whether a request is for this door."""
@@ -108,6 +108,8 @@ class StatusDoor:
         ]
         if by_address:
             cookie = f"{self._cookie}={self._visit.decode()}; HttpOnly; SameSite=Lax"
+            if scope.get("scheme") == "https":
+                cookie += "; Secure"
             kind.append((b"set-cookie", cookie.encode()))
         return 200, body, kind
 

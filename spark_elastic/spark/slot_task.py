@@ -72,6 +72,7 @@ class SlotTask:
                 payload_bytes=payload_bytes,
                 status_fd=status_fd,
                 threads=self.cpus_per_worker,
+                certificate=self.contact.certificate,
                 resources={name: tuple(held.addresses) for name, held in context.resources().items()},
             )
 
@@ -79,7 +80,8 @@ class SlotTask:
         plan = SlotPlan(
             slot, job, executor, facts(), payload, header, self.driver_timeout, self.room.shortage
         )
-        with RendezvousClient(self.contact.address, self.contact.key, self.contact.attempt, clock) as client:
+        to = self.contact
+        with RendezvousClient(to.address, to.key, to.attempt, clock, certificate=to.certificate) as client:
             return SlotAgent(plan, client, clock).run()
 
 

@@ -39,6 +39,7 @@ class Header:
 
     status_fd: pipe on which the child says that it is warm. watch_fds: see `stack_dump`; filled in by the `Child`.
     resources: addresses of what Spark gave to the slot, by name.
+    certificate: of the driver's server, PEM; None: plain HTTP.
     threads: of the arithmetic of numpy and frameworks, for the child's environment; None: as that says already.
     """
 
@@ -57,6 +58,7 @@ class Header:
     watch_fds: tuple[int, int] | None = None
     threads: int | None = None
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    certificate: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -89,7 +91,9 @@ def main() -> int:
     me = Identity(json.loads(activation)["worker"], header.slot, header.bind, header.resources)
     threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
     key = bytes.fromhex(header.key)
-    with RendezvousClient(header.address, key, header.attempt, clock, header.driver_timeout) as client:
+    with RendezvousClient(
+        header.address, key, header.attempt, clock, header.driver_timeout, header.certificate
+    ) as client:
         driver = WorkerCalls(WatchedAsks(client, sampler), me.worker, me.slot)
         if program is None:
             driver.failed(None, None, *failure)

@@ -1,4 +1,6 @@
-"""What Spark keeps of a job, its event log and the executors' logs and folders, has none of the job's secrets."""
+"""What Spark keeps of a job, its event log and the executors' logs and folders, has none of the job's secrets.
+
+Here of one over TLS."""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_spark_keeps_no_secret(
             "spark.eventLog.compress": "false",
         }
     )
-    assert spark_elastic.run(token, env={"TOKEN": SECRET}, num_workers=2, stdout=io.StringIO()) == [17, 17]
+    given = {"env": {"TOKEN": SECRET}, "tls": True}
+    assert spark_elastic.run(token, num_workers=2, stdout=io.StringIO(), **given) == [17, 17]
     spark.stop()  # which completes the event log
     assert keys
     needles = [SECRET.encode(), *keys, *(key.hex().encode() for key in keys)]

@@ -1,4 +1,5 @@
-"""The job's key and the values of `env=` are nowhere to be found: every trace of a real run is searched for them."""
+"""The job's key and the values of `env=` are nowhere to be found: every trace of a real run, here one over TLS, is
+searched for them."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import WorkerFailed
+from spark_elastic.rendezvous.tls import only
 from spark_elastic.running.call import prepare
 from spark_elastic.testing.processes import ProcessLauncher
 
@@ -60,6 +62,7 @@ class Traces(io.StringIO):
     def __init__(self, looked: Path) -> None:
         super().__init__()
         self.looked = looked
+        self.certificate = ""
         self.seen: dict[str, bytes] = {}
 
     def write(self, text: str) -> int:
@@ -73,18 +76,19 @@ class Traces(io.StringIO):
         for process in psutil.Process().children(recursive=True):
             self.seen[f"arguments of {process.pid}"] = " ".join(process.cmdline()).encode()
             self.seen[f"environment of {process.pid}"] = repr(process.environ()).encode()
-        found = re.search(r"(http://\S+)(\?token=\S+)", self.getvalue())
+        found = re.search(r"(https://\S+)(\?token=\S+)", self.getvalue())
         assert found is not None
         for name in ("", "data", "metrics"):
-            with closing(urlopen(found[1] + name + found[2])) as answer:
+            with closing(urlopen(found[1] + name + found[2], context=only(self.certificate))) as answer:
                 self.seen[f"status page {name}"] = answer.read()
 
 
 class Watched(ProcessLauncher):
     key = b""
+    traces: Traces
 
     def start(self, contact: Contact, post: Post) -> None:
-        self.key = contact.key
+        self.key, self.traces.certificate = contact.key, contact.certificate or ""
         super().start(contact, post)
 
 
@@ -99,7 +103,7 @@ class NoDiscovery:
 def test_no_trace_of_a_run_has_its_secrets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     traces = Traces(tmp_path / "looked")
-    config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True)
+    config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True, tls=True)
     call = prepare(
         train,
         ((str(traces.looked),),),
@@ -115,6 +119,7 @@ def test_no_trace_of_a_run_has_its_secrets(tmp_path: Path, caplog: pytest.LogCap
     )
     assert SECRET not in repr(call)
     launcher = Watched(call.program, SystemClock(), call.preload)
+    launcher.traces = traces
     with pytest.raises(WorkerFailed) as failed:
         call.over(launcher, NoDiscovery(), 2)
     assert "the end of the script" in str(failed.value)

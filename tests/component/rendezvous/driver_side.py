@@ -73,6 +73,7 @@ class Driver:
             options.pop("key", KEY),
             options.pop("attempt", ATTEMPT),
             SystemClock(),
+            certificate=options.pop("certificate", self.server.certificate),
             **options,
         )
         self._clients.append(made)

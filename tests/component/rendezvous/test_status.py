@@ -93,7 +93,7 @@ def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> 
             assert answer.status_code in (400, 401, 414, 431)
         except httpx.HTTPError:
             pass  # cut off while still sending
-        assert httpx.get(door.url(server.address)).status_code == 200
+        assert httpx.get(door.url(server.url)).status_code == 200
 
 
 def test_without_a_door_there_is_no_page() -> None:

@@ -33,6 +33,8 @@ def test_values_are_read_by_their_kind() -> None:
         ({"SPARK_ELASTIC_DRIVER_PORT": "99999"}, "driver_port"),
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "9-3"}, "cooldown_range"),
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "0-3"}, "cooldown_range"),
+        ({"SPARK_ELASTIC_TLS_KEY": "key.pem"}, "tls_certificate and tls_key go together"),
+        ({"SPARK_ELASTIC_LOG_BYTES": "-1"}, "log_bytes"),
         ({"SPARK_ELASTIC_IDLE_SLOT_TIMEOUT": "0"}, "idle_slot_timeout"),
     ],
 )

@@ -1,0 +1,160 @@
+"""TLS for real: the job's certificate and no other, long polls that can be freed, and a status page of the same."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
+from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.status_page import pages
+from spark_elastic.rendezvous import tls
+from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.status_door import StatusDoor
+from tests.component.rendezvous.driver_side import PATIENCE, Driver, read_all, start_driver
+
+
+@pytest.fixture(scope="module")
+def certificate() -> tls.Certificate:
+    return tls.made()
+
+
+@pytest.fixture
+def door() -> StatusDoor:
+    clock = SystemClock()
+    return StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock)
+
+
+@pytest.fixture
+def driver(certificate: tls.Certificate, door: StatusDoor) -> Iterator[Driver]:
+    made = start_driver(Bind(certificate=certificate), door=door)
+    yield made
+    made.close()
+
+
+def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
+    client = driver.client()
+    assert client.slot("1-0").beat().stop is None
+    waiting = driver.aside(lambda: client.slot("1-0").watch(0))
+    driver.until_polls(1)
+    client.close()
+    with pytest.raises(ConnectionClosed):
+        waiting.result(PATIENCE)
+
+
+def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
+    """The right key does not help an impostor, nor does a certificate of the same name."""
+    client = driver.client(certificate=tls.made().public)
+    with pytest.raises(Unauthorized, match="does not show this job's certificate"):
+        client.slot("1-0").beat()
+    assert driver.events.empty()
+
+
+def test_a_plain_server_is_no_stand_in(certificate: tls.Certificate) -> None:
+    plain = start_driver()
+    try:
+        client = plain.client(certificate=certificate.public, timeout=0.5)
+        with pytest.raises(DriverUnreachable):
+            client.slot("1-0").beat()
+        assert plain.events.empty()
+    finally:
+        plain.close()
+
+
+def test_plain_requests_get_nothing(driver: Driver) -> None:
+    client = driver.client(certificate=None, timeout=0.5)
+    with pytest.raises(DriverUnreachable):
+        client.slot("1-0").beat()
+    with socket.create_connection(("127.0.0.1", driver.port), timeout=PATIENCE) as connection:
+        connection.sendall(b"GET /status/ HTTP/1.1\r\nhost: x\r\n\r\n")
+        try:
+            assert b"HTTP" not in read_all(connection)
+        except ConnectionResetError:
+            return  # refused without reading what we sent
+    assert driver.events.empty()
+
+
+def test_the_status_page_speaks_it_too(
+    driver: Driver, door: StatusDoor, certificate: tls.Certificate
+) -> None:
+    url = door.url(driver.server.url)
+    assert url.startswith("https://")
+    with httpx.Client(verify=tls.only(certificate.public)) as browser:
+        answer = browser.get(url)
+    assert answer.status_code == 200
+    assert answer.headers["set-cookie"].endswith("; Secure")
+
+
+def test_the_private_key_stays_in_memory(certificate: tls.Certificate) -> None:
+    assert "PRIVATE" not in certificate.public
+    assert certificate.public.count("BEGIN CERTIFICATE") == 1
+
+
+def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
+    """Expired, and signed by an authority that clients do not know: they take it, and nothing else that it signed."""
+    _openssl(tmp_path, "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -subj /CN=ca -days 1")
+    _openssl(tmp_path, "req -newkey rsa:2048 -nodes -keyout key.pem -out request -subj /CN=driver")
+    for name, days in (("leaf", 0), ("other", 1)):
+        signed = f"-CA ca.pem -CAkey ca.key -set_serial {days} -days {days}"
+        _openssl(tmp_path, f"x509 -req -in request {signed} -out {name}.pem")
+    chain, key = tmp_path / "chain.pem", str(tmp_path / "key.pem")
+    chain.write_text((tmp_path / "leaf.pem").read_text() + (tmp_path / "ca.pem").read_text())
+    given = tls.given(str(chain), key)
+    assert given.public == (tmp_path / "leaf.pem").read_text()
+    driver = start_driver(Bind(certificate=given))
+    try:
+        assert driver.client().slot("1-0").beat().stop is None
+        with pytest.raises(Unauthorized):
+            driver.client(certificate=(tmp_path / "other.pem").read_text()).slot("1-0").beat()
+    finally:
+        driver.close()
+    for certificate in (tmp_path / "ca.pem", tmp_path / "nowhere"):
+        with pytest.raises(InvalidInput, match="cannot be used"):
+            tls.given(str(certificate), key)
+
+
+@pytest.mark.parametrize(
+    ("settings", "encrypted", "expected"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"tls": False}, True, False),
+        ({"tls": True}, False, True),
+        ({"tls_certificate": "nowhere", "tls_key": "nowhere"}, False, None),
+    ],
+)
+def test_when_there_is_a_certificate(
+    settings: dict[str, Any], encrypted: bool, expected: bool | None
+) -> None:
+    config = ElasticConfig(**settings)
+    if expected is None:
+        with pytest.raises(InvalidInput, match="nowhere"):
+            tls.chosen(config, encrypted)
+    else:
+        assert (tls.chosen(config, encrypted) is not None) is expected
+
+
+def _openssl(folder: Path, arguments: str) -> None:
+    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
+
+
+def test_without_openssl_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InvalidInput, match="tls needs the program openssl on the driver"):
+        tls.made()
+    broken = tmp_path / "openssl"
+    broken.write_text("#!/bin/sh\necho no curve >&2\nexit 3\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    with pytest.raises(InvalidInput, match=r"could not make a certificate \(no curve\)"):
+        tls.made()
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        tls.only("nonsense")
