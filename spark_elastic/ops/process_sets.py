@@ -138,10 +138,19 @@ def is_process_set_included(process_set_id: int) -> bool:
     Raises:
         InvalidInput: there is none.
     """
-    ranks = get_process_set_ids_and_ranks().get(process_set_id)
-    if ranks is None:
+    return set_of(process_set_id).included()
+
+
+def set_of(process_set_id: int) -> ProcessSet:
+    """The set of that id, 0 for the global one.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    found = {0: global_process_set, **_registry().added}.get(process_set_id)
+    if found is None:
         raise InvalidInput(f"there is no process set {process_set_id}: add it first.")
-    return world().rank in ranks
+    return found
 
 
 def root_in(process_set: ProcessSet, root_rank: int) -> int:

@@ -42,7 +42,12 @@ T = TypeVar("T")
 SLOW = {
     "torch": ("torch", "torch._dynamo"),
     "spark_elastic.torch": ("torch", "torch._dynamo", "spark_elastic.torch"),
+    "tensorflow": ("tensorflow",),
+    "spark_elastic.tensorflow": ("tensorflow", "spark_elastic.tensorflow"),
+    "keras": ("keras",),
+    "spark_elastic.keras": ("keras", "spark_elastic.keras"),
 }
+BACKEND = "KERAS_BACKEND"  # where a function sets it, Keras is not to be imported before
 
 
 @overload
@@ -250,13 +255,19 @@ def _slow_for(fn: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     used, around = captures.names_in(code), getattr(fn, "__globals__", {})
     modules = {getattr(around.get(name), "__name__", name) for name in used}
-    return _preload(modules)
+    return _preload(modules, BACKEND in code.co_consts)
 
 
 def _slow_in(source: str) -> tuple[str, ...]:
-    return _preload(set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", source, re.MULTILINE)))
+    modules = set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", source, re.MULTILINE))
+    return _preload(modules, BACKEND in source)
 
 
-def _preload(modules: set[str]) -> tuple[str, ...]:
-    found = [SLOW[name] for name in SLOW if any(m == name or m.startswith(name + ".") for m in modules)]
+def _preload(modules: set[str], chooses_backend: bool) -> tuple[str, ...]:
+    found = [
+        SLOW[name]
+        for name in SLOW
+        if any(m == name or m.startswith(name + ".") for m in modules)
+        and not (chooses_backend and name.endswith("keras"))
+    ]
     return tuple(dict.fromkeys(name for names in found for name in names))

@@ -119,6 +119,16 @@ def test_slow_imports_are_seen_before_the_worker_is_called_warm() -> None:
 
         hvd.init()
 
+    def keras_of_torch() -> None:
+        import os
+
+        os.environ["KERAS_BACKEND"] = "torch"
+        import keras
+        import tensorflow
+
+        keras.Model(tensorflow)
+
+    assert prepare(keras_of_torch, (), {}).preload == ("tensorflow",)
     assert prepare(inside, (), {}).preload == ("torch", "torch._dynamo")
     assert "spark_elastic.torch" in prepare(facade, (), {}).preload
     assert prepare(print, (), {}).preload == ()

@@ -1,0 +1,93 @@
+"""Variables of TensorFlow and Keras as part of a state's snapshot: whatever has `numpy()` and `assign()`.
+
+They are matched by their order, since their names depend on what else a process has made. Training thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.commit import Bytes, Place, Tray
+from spark_elastic.state.handlers import PictureHandler
+
+
+class _Frozen(NamedTuple):
+    """A variable in a snapshot."""
+
+    place: Place
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class VariablesHandler(PictureHandler):
+    """A list of variables."""
+
+    def variables(self) -> Sequence[Any]:
+        """Those there are now, in an order that is the same on all workers."""
+        return list(self.value)
+
+    def capture(self, tray: Tray) -> Any:
+        return [_freeze(np.asarray(variable.numpy()), tray) for variable in self.variables()]
+
+    def load(self, picture: Any, memory: Bytes) -> None:
+        live = self.variables()
+        mine = [tuple(variable.shape) for variable in live]
+        theirs = [frozen.shape for frozen in picture]
+        if mine != theirs:
+            odd = next(
+                (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None
+            )
+            said = (
+                f"{len(mine)} here and {len(theirs)} there"
+                if odd is None
+                else f"number {odd} is of another shape"
+            )
+            raise InvalidInput(
+                f"the workers' variables differ ({said}): build the same model and optimizer on each, before the state."
+            )
+        for variable, frozen in zip(live, picture, strict=True):
+            variable.assign(_array(frozen, memory))
+
+
+class KerasModelHandler(VariablesHandler):
+    """Weights and states of random generators of a Keras model; not its metrics, which are of an epoch under way."""
+
+    def variables(self) -> Sequence[Any]:
+        metrics = {id(variable) for variable in self.value.metrics_variables}
+        return [variable for variable in self.value.variables if id(variable) not in metrics]
+
+
+class KerasOptimizerHandler(VariablesHandler):
+    """Slots, learning rate and count of steps of a Keras optimizer, which must be built."""
+
+    def variables(self) -> Sequence[Any]:
+        return list(self.value.variables)
+
+
+def build_optimizer(optimizer: Any, model: Any) -> None:
+    """Make its slots: a newcomer must have them before it takes those of others.
+
+    Raises:
+        InvalidInput: the model has no weights yet.
+    """
+    if not model.built:
+        raise InvalidInput(
+            "the model is not built: call it on a batch, or model.build(input_shape), before its state is made."
+        )
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def _freeze(array: npt.NDArray[Any], tray: Tray) -> _Frozen:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return _Frozen(tray.put(flat.view(np.uint8)), array.dtype, array.shape)
+
+
+def _array(frozen: _Frozen, memory: Bytes) -> npt.NDArray[Any]:
+    offset, nbytes = frozen.place
+    return memory[offset : offset + nbytes].view(frozen.dtype).reshape(frozen.shape)

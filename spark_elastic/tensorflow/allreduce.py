@@ -1,0 +1,146 @@
+"""`allreduce` and `grouped_allreduce`, under Horovod's names, eager and in graphs.
+
+To be called by all ranks of the process set. Names identify operations; those without one go in the order in which each
+rank asks for its unnamed ones. An average of integers is cut towards zero; 16-bit floats are accumulated as float32; a
+bool's sum is "or". All raise `CollectiveError` where ranks disagree or the world broke: a graph does so through
+`DistributedGradientTape` and `elastic.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Adasum, ReduceOp, chosen
+from spark_elastic.ops.request import Request
+from spark_elastic.tensorflow.arrays import Tensor, copies, for_engine, name_of
+from spark_elastic.tensorflow.calls import call, unconverted
+from spark_elastic.tensorflow.compression import Compression, Compressor, checked_compression
+from spark_elastic.tensorflow.sparse import reduced_slices
+
+
+@dataclass(frozen=True)
+class How:
+    """The arguments that say how to reduce."""
+
+    op: ReduceOp
+    scale: tuple[float, float] = (1.0, 1.0)
+    compression: type[Compressor] = Compression.none
+    process_set: ProcessSet = global_process_set
+
+
+@unconverted
+def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
+    tensor: Tensor,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Tensor:
+    """The average (default), or what `op` says, of all ranks' tensors, of equal shapes. Differentiable.
+
+    IndexedSlices are summed or averaged by gathering them, and stay such. device_dense, device_sparse,
+    ignore_name_scope: of no use here.
+    """
+    how = _how(average, op, (prescale_factor, postscale_factor), compression, process_set)
+    if isinstance(tensor, tf.IndexedSlices):
+        return reduced_slices(tensor, name, how.op, how.scale, process_set)
+    return reduced([tensor], name, how)[0]
+
+
+@unconverted
+def grouped_allreduce(  # noqa: PLR0913
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> list[Tensor]:
+    """`allreduce` of several tensors as one operation. Differentiable."""
+    how = _how(average, op, (prescale_factor, postscale_factor), compression, process_set)
+    if not tensors:
+        raise InvalidInput("a grouped operation takes at least one tensor.")
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        return [
+            allreduce(t, None, "", "", compression, how.op, *how.scale, None, process_set) for t in tensors
+        ]
+    return reduced(tensors, name, how)
+
+
+@unconverted
+def reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+    """As one operation, differentiable: the gradient is reduced in the same way."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*upstream: Tensor) -> list[Tensor]:
+            return reduced(upstream, None, how)
+
+        return _reduced(given, name, how), gradient
+
+    return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
+
+
+def _reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+    wire, squeezed = on_the_wire(tensors, how.op, how.compression)
+    dtypes = [tensor.dtype for tensor, _ in squeezed]
+    names = tuple(name_of(dtype) for dtype in dtypes)
+
+    def body(arrays: list[Array]) -> list[Array]:
+        results, _ = copies(arrays)
+        request = Request(
+            kinds.ALLREDUCE,
+            None if name is None else f"allreduce.{name}",
+            names,
+            tuple(array.shape for array in results),
+            how.op.value,
+            how.scale,
+            wire,
+        )
+        given = [for_engine(array) for array in results]
+        channel_of(how.process_set).submit(request, given, awaited=True).wait()
+        return results
+
+    results = call(body, [tensor for tensor, _ in squeezed], dtypes, [tensor.shape for tensor in tensors])
+    return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
+
+
+def on_the_wire(
+    tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compressor]
+) -> tuple[str | None, list[tuple[Tensor, Any]]]:
+    """(the engine's wire format, what is exchanged and what undoes its compression)"""
+    if compression.wire is not None and op is not Adasum and all(t.dtype == tf.float32 for t in tensors):
+        return compression.wire, [(tensor, None) for tensor in tensors]
+    return None, [compression.compress(tensor) for tensor in tensors]
+
+
+def _how(
+    average: bool | None,
+    op: ReduceOp | None,
+    scale: tuple[float, float],
+    compression: Any,
+    process_set: ProcessSet,
+) -> How:
+    return How(
+        chosen(average, op), (float(scale[0]), float(scale[1])), checked_compression(compression), process_set
+    )

@@ -1,0 +1,93 @@
+"""Elastic training of hand-written loops under Horovod's names: `hvd.elastic.run` and the states.
+
+```
+@hvd.elastic.run
+def train(state): ...
+train(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, epoch=0))
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state import object_state
+from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.handlers import REGISTRY, Registry
+from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state.state import State
+from spark_elastic.state.variables import (
+    KerasModelHandler,
+    KerasOptimizerHandler,
+    VariablesHandler,
+    build_optimizer,
+)
+from spark_elastic.tensorflow.failures import as_raised
+from spark_elastic.worker.seat import seat_of_process
+
+__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+R = TypeVar("R")
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator.
+
+    A collective that breaks inside of a tf.function, `model.fit` included, ends the world as any other does.
+    """
+
+    @wraps(func)
+    def raising(*args: Any, **kwargs: Any) -> R:
+        with as_raised():
+            return func(*args, **kwargs)
+
+    return elastic(raising, seat_of_process)
+
+
+class _Variables(list[Any]):
+    """What a `TensorFlowState` handles as variables."""
+
+
+class TensorFlowState(object_state.ObjectState):
+    """Variables and plain values by name, all parts of one snapshot.
+
+    variables: of TensorFlow or Keras, in the same order on all workers. session: only None.
+    """
+
+    registry: Registry = ((_Variables, VariablesHandler), *REGISTRY)
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: object = None, **values: Any) -> None:
+        if session is not None or not variables:
+            raise InvalidInput(
+                "TensorFlowState takes a list of variables, and no session: there are neither sessions nor global "
+                "variables in TensorFlow 2."
+            )
+        super().__init__(variables=_Variables(variables), **values)
+
+
+class TensorFlowKerasState(object_state.ObjectState):
+    """A Keras model, its optimizer and plain values by name, all parts of one snapshot.
+
+    model: built. optimizer: None takes the one that the model was compiled with. backend: of no use here.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: object = None, **values: Any) -> None:
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if optimizer is None:
+            raise InvalidInput("TensorFlowKerasState needs an optimizer: pass one, or compile the model.")
+        build_optimizer(optimizer, model)
+        super().__init__(model=model, optimizer=optimizer, **values)
+
+    @property
+    def registry(self) -> Registry:  # type: ignore[override] # Keras is loaded when a state is made
+        keras = tf.keras
+        return (
+            (keras.Model, KerasModelHandler),
+            (keras.optimizers.Optimizer, KerasOptimizerHandler),
+            *REGISTRY,
+        )

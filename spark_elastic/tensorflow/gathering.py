@@ -1,0 +1,153 @@
+"""Allgather and broadcast under Horovod's names: as in `allreduce` of names, orders and errors.
+
+Gradients are those of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
+from spark_elastic.ops.reduce_op import Sum
+from spark_elastic.ops.request import Request
+from spark_elastic.tensorflow.allreduce import How, reduced
+from spark_elastic.tensorflow.arrays import Tensor, copies, for_engine, name_of
+from spark_elastic.tensorflow.calls import call, unconverted
+from spark_elastic.tensorflow.topology_ops import rank_in
+
+
+@unconverted
+def allgather(
+    tensor: Tensor,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """All ranks' tensors, one after the other along dimension 0, in which they may differ. Differentiable."""
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+@unconverted
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allgather` of several tensors as one operation. Differentiable."""
+    if not tensors:
+        raise InvalidInput("a grouped operation takes at least one tensor.")
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*upstream: Tensor) -> list[Tensor]:
+            rows = tf.stack([tf.shape(tensor)[0] for tensor in given])
+            counts = _gathered([rows[None]], None, process_set)[0]
+            mine = rank_in(process_set)
+            summed = reduced(upstream, None, How(Sum, process_set=process_set))
+            firsts = tf.reduce_sum(counts[:mine], axis=0)
+            return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(summed)]
+
+        return _gathered(given, name, process_set), gradient
+
+    as_tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    return list(differentiable(*(t[None] if t.shape.rank == 0 else t for t in as_tensors)))
+
+
+def _gathered(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    names = tuple(name_of(tensor.dtype) for tensor in tensors)
+
+    def body(arrays: list[Array]) -> Sequence[Array]:
+        request = Request(
+            kinds.ALLGATHER,
+            None if name is None else f"allgather.{name}",
+            names,
+            tuple((-1, *array.shape[1:]) for array in arrays),
+        )
+        rows = [for_engine(array) for array in arrays]
+        return channel_of(process_set).submit(request, rows, awaited=True).wait()
+
+    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in tensors]
+    return call(body, tensors, [tensor.dtype for tensor in tensors], shapes)
+
+
+@unconverted
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The tensor of rank `root_rank` (of the world), on all ranks. Differentiable."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(given: Tensor) -> tuple[Tensor, Any]:
+        def gradient(upstream: Tensor) -> Tensor:
+            summed = reduced([upstream], None, How(Sum, process_set=process_set))[0]
+            is_root = tf.equal(rank_in(process_set), root_in(process_set, root_rank))
+            return tf.where(is_root, summed, tf.zeros_like(summed))
+
+        return broadcast_all([given], root_rank, name, process_set)[0], gradient
+
+    return differentiable(tf.convert_to_tensor(tensor))
+
+
+def broadcast_all(
+    tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[Tensor]:
+    """Several tensors as one operation."""
+    names = tuple(name_of(tensor.dtype) for tensor in tensors)
+
+    def body(arrays: list[Array]) -> list[Array]:
+        results, _ = copies(arrays)
+        request = Request(
+            kinds.BROADCAST,
+            None if name is None else f"broadcast.{name}",
+            names,
+            tuple(array.shape for array in results),
+            root=root_in(process_set, root_rank),
+        )
+        given = [for_engine(array) for array in results]
+        channel_of(process_set).submit(request, given, awaited=True).wait()
+        return results
+
+    return call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
+
+
+@unconverted
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Overwrite variables with those of rank `root_rank`, as one operation. The same variables."""
+    held = [getattr(variable, "value", None) for variable in variables]
+    # A Keras variable has a tf.Variable for its value, a tf.Variable a method of that name.
+    plain = [
+        v if callable(inner) or inner is None else inner for v, inner in zip(variables, held, strict=True)
+    ]
+    if plain:
+        values = [tf.convert_to_tensor(variable) for variable in plain]
+        for variable, value in zip(plain, broadcast_all(values, root_rank, name, process_set), strict=True):
+            variable.assign(value)
+    return list(variables)
+
+
+@unconverted
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: of no use here."""
+    broadcast_(list(variables), root_rank, "variables", process_set)

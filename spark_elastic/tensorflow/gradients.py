@@ -1,0 +1,162 @@
+"""The exchange of a step's gradients: each group of dense ones as one operation in one piece of memory.
+
+The dense gradients of a group are copied behind each other and reduced there, and TensorFlow takes the results over
+without a copy. Gradients with rows missing (IndexedSlices) are gathered. What is None stays None: a graph's gradients
+are there or not on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from elastic_collectives import Group
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
+from spark_elastic.ops.request import Request
+from spark_elastic.ops.world import world
+from spark_elastic.tensorflow.allreduce import on_the_wire
+from spark_elastic.tensorflow.arrays import Tensor, copies, for_engine, name_of
+from spark_elastic.tensorflow.calls import call
+from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.tensorflow.sparse import reduced_slices
+from spark_elastic.tensorflow.topology_ops import size_op
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How gradients are exchanged. predivide: divide by it before and by size / it after.
+
+    groups: a number of groups to make, or lists of variables. local: variables whose gradients are this rank's own;
+    scale_local: they are divided by the size, as an average's share is.
+    """
+
+    op: ReduceOp = Average
+    compression: type[Compressor] = Compression.none
+    predivide: float = 1.0
+    sparse_as_dense: bool = False
+    groups: int | Sequence[Sequence[Any]] = 0
+    process_set: ProcessSet = global_process_set
+    local: list[Any] = field(default_factory=list)
+    scale_local: bool = True
+
+    def __post_init__(self) -> None:
+        if self.op not in (Average, Sum, Adasum):
+            raise InvalidInput(f"op must be Average, Sum or Adasum; got {self.op!r}.")
+        if self.predivide <= 0 or (self.op is not Average and self.predivide != 1.0):
+            raise InvalidInput(
+                "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
+            )
+        if isinstance(self.groups, int) and self.groups < 0:
+            raise InvalidInput(f"groups must be lists of variables, or a number; got {self.groups}.")
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        return 1.0 / self.predivide, self.predivide
+
+
+def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms) -> list[Tensor]:
+    """The gradients that all ranks share, in the same places."""
+    results = list(gradients)
+    if terms.sparse_as_dense or terms.op is Adasum:
+        results = [dense(gradient) for gradient in results]
+    local = {key_of(variable) for variable in terms.local}
+    places = [i for i, g in enumerate(results) if g is not None]
+    shared = [i for i in places if key_of(sources[i]) not in local]
+    if terms.scale_local:
+        for i in set(places) - set(shared):
+            results[i] = _over_size(results[i], terms.process_set)
+    for i in shared:
+        if isinstance(results[i], tf.IndexedSlices):
+            name = f"gradient.{i}.{_label([results[i].values])}"
+            results[i] = reduced_slices(results[i], name, terms.op, terms.scale, terms.process_set)
+    plain = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
+    for group in _groups(plain, results, sources, terms):
+        for i, result in zip(group, _exchanged([results[i] for i in group], terms), strict=True):
+            results[i] = result
+    return results
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """With all rows."""
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _groups(
+    places: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms
+) -> list[list[int]]:
+    """What travels together: of one dtype, the later layers first, as their gradients are there first."""
+    group_of: dict[Any, int] = {}
+    if isinstance(terms.groups, int):
+        count = max(terms.groups, 1)
+        group_of = {key_of(sources[i]): at * count // len(places) for at, i in enumerate(places)}
+    else:
+        for number, variables in enumerate(terms.groups):
+            group_of.update({key_of(variable): number for variable in variables})
+    made: dict[tuple[int, Any], list[int]] = {}
+    for i in places:
+        made.setdefault((group_of.get(key_of(sources[i]), -1), gradients[i].dtype), []).append(i)
+    return list(made.values())[::-1]
+
+
+def _exchanged(gradients: list[Tensor], terms: Terms) -> list[Tensor]:
+    wire, squeezed = on_the_wire(gradients, terms.op, terms.compression)
+    given = [tensor for tensor, _ in squeezed]
+    dtype = name_of(given[0].dtype)
+    body = _body(dtype, f"allreduce.gradients.{_label(given)}", wire, terms)
+    results = call(body, given, [g.dtype for g in given], [g.shape for g in given])
+    return [terms.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
+
+
+def _body(dtype: str, name: str, wire: str | None, terms: Terms) -> Callable[[list[Array]], list[Array]]:
+    def body(arrays: list[Array]) -> list[Array]:
+        if trains_alone(terms.process_set):
+            return arrays
+        results, memory = copies(arrays)
+        if terms.op is Adasum:  # which combines each by itself
+            operands = [for_engine(array) for array in results]
+        else:
+            kind = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
+            operands = [memory.view(kind)]
+        shapes = tuple(array.shape for array in operands)
+        dtypes = (dtype,) * len(operands)
+        request = Request(kinds.ALLREDUCE, name, dtypes, shapes, terms.op.value, terms.scale, wire)
+        channel_of(terms.process_set).submit(request, operands, awaited=True).wait()
+        return results
+
+    return body
+
+
+def trains_alone(process_set: ProcessSet) -> bool:
+    """Nobody to exchange with: a world of one, or others' process set."""
+    group: Group = world()
+    return group.size == 1 or process_set.ranks in ([], [group.rank]) or group.rank not in process_set.ranks
+
+
+def _label(gradients: Sequence[Tensor]) -> str:
+    """The same on all ranks, whatever each has traced before."""
+    said = repr([(g.dtype.name, g.shape.as_list() if g.shape.rank is not None else None) for g in gradients])
+    return f"{zlib.crc32(said.encode()):08x}"
+
+
+def _over_size(gradient: Tensor, process_set: ProcessSet) -> Tensor:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _over_size(gradient.values, process_set)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(size_op(process_set), gradient.dtype)
+
+
+def key_of(variable: Any) -> Any:
+    """What tells a variable from others: of a Keras variable, its tf.Variable's."""
+    inner = getattr(variable, "value", None)
+    plain = variable if inner is None or callable(inner) else inner
+    return plain.ref() if hasattr(plain, "ref") else id(plain)

@@ -1,0 +1,122 @@
+"""`DistributedOptimizer`: a Keras optimizer whose gradients are exchanged before it applies them. Training thread only.
+
+It is the optimizer itself with a further class: variables, learning rate and schedules are the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.tensorflow.calls import unconverted
+from spark_elastic.tensorflow.compression import Compression, checked_compression
+from spark_elastic.tensorflow.gradients import Terms, dense, exchanged
+from spark_elastic.tensorflow.passes import Passes
+from spark_elastic.tensorflow.tape import layers_of
+
+Plain = TypeVar("Plain")
+
+
+def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
+    optimizer: Plain,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Plain:
+    """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
+
+    backward_passes_per_step: gradients of so many calls of `apply` are summed (average_aggregated_gradients: averaged)
+    before they are exchanged and applied; the others change nothing. The rest as in `DistributedGradientTape`. name,
+    use_locking: of no use here.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    if isinstance(optimizer, _Distributed) or not all(
+        callable(getattr(optimizer, method, None)) for method in ("apply", "apply_gradients", "build")
+    ):
+        raise InvalidInput(
+            f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
+        )
+    if backward_passes_per_step < 1:
+        raise InvalidInput(f"backward_passes_per_step must be at least 1; got {backward_passes_per_step}.")
+    terms = Terms(
+        op,
+        checked_compression(compression),
+        gradient_predivide_factor,
+        sparse_as_dense,
+        num_groups if groups is None else groups,
+        process_set,
+        scale_local=scale_local_gradients,
+    )
+    own = type(optimizer)
+    # Under the name of its own class: what is saved is loaded as the plain optimizer.
+    kind = type(own.__name__, (_Distributed, own), {"__module__": own.__module__})
+    distributed: Any = object.__new__(kind)
+    distributed.__dict__ = optimizer.__dict__
+    passes = Passes(backward_passes_per_step, average_aggregated_gradients)
+    vars(distributed)["_spark_elastic"] = (terms, passes)  # unseen by Keras's tracking of attributes
+    wrapped: Plain = distributed
+    return wrapped
+
+
+def PartialDistributedOptimizer(
+    optimizer: Plain, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Plain:
+    """As `DistributedOptimizer`; the variables of `local_layers`, a Keras layer or several, are each rank's own."""
+    distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
+    for layer in layers_of(local_layers):
+        for variable in layer.trainable_weights:
+            distributed.register_local_var(variable)
+    wrapped: Plain = distributed
+    return wrapped
+
+
+class _Distributed:
+    """What is added to the optimizer's own class."""
+
+    _spark_elastic: tuple[Terms, Passes]
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of that variable is not exchanged."""
+        self._spark_elastic[0].local.append(var)
+
+    @unconverted
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Exchange, and apply.
+
+        Raises:
+            CollectiveError: the exchange broke; no variable was changed. In a graph: see `elastic.run`.
+        """
+        own: Any = super()
+        this: Any = self
+        terms, passes = self._spark_elastic
+        variables = list(this._trainable_variables if trainable_variables is None else trainable_variables)
+        given = list(grads)
+        if passes.count == 1:
+            own.apply(exchanged(given, variables, terms), trainable_variables)
+            return
+        this.build(variables)  # not inside of the branch below
+        complete, summed = passes.add([dense(gradient) for gradient in given], terms.process_set)
+
+        def step() -> Any:
+            own.apply(exchanged(summed, variables, terms), trainable_variables)
+            return tf.constant(True)
+
+        tf.cond(complete, step, lambda: tf.constant(False))

@@ -1,0 +1,58 @@
+"""Gradients of several backward passes, summed in this process until there are as many as make a step.
+
+Written by whoever runs the optimizer's graph, one at a time. What a world that is over left unfinished is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.ops.process_sets import ProcessSet
+from spark_elastic.ops.world import world
+from spark_elastic.tensorflow.arrays import Tensor, copies
+from spark_elastic.tensorflow.calls import call
+
+
+class Passes:
+    """count: of passes in a step. average: divide their sum by it."""
+
+    def __init__(self, count: int, average: bool) -> None:
+        self.count = count
+        self._average = average
+        self._taken = 0
+        self._sums: list[Array] = []
+        self._fence = (0, 0)  # of the world that they are of
+
+    def add(self, gradients: Sequence[Tensor], process_set: ProcessSet) -> tuple[Tensor, list[Tensor]]:
+        """(whether the step is complete, then the sums; before, of no use)"""
+        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        given = [gradients[i] for i in there]
+        results = call(
+            self._added, given, [tf.bool, *(g.dtype for g in given)], [[], *(g.shape for g in given)]
+        )
+        summed = list(gradients)
+        for i, result in zip(there, results[1:], strict=True):
+            summed[i] = result
+        return results[0], summed
+
+    def _added(self, arrays: list[Array]) -> list[Array]:
+        fence = world().fence
+        if fence != self._fence:
+            self._fence, self._taken = fence, 0
+        if self._taken == 0:
+            self._sums, _ = copies(arrays)
+        else:
+            for whole, part in zip(self._sums, arrays, strict=True):
+                whole += part
+        self._taken += 1
+        if self._taken < self.count:
+            return [np.array(False), *arrays]
+        results, self._sums, self._taken = self._sums, [], 0
+        if self._average:
+            for whole in results:
+                whole /= self.count
+        return [np.array(True), *results]

@@ -1,0 +1,53 @@
+"""IndexedSlices of all ranks, put behind each other: their sum or average, without the rows that nobody has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import request as kinds
+from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.process_sets import ProcessSet
+from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
+from spark_elastic.ops.request import Request
+from spark_elastic.tensorflow.arrays import for_engine, name_of
+from spark_elastic.tensorflow.calls import call
+
+
+def reduced_slices(
+    slices: Any, name: str | None, op: ReduceOp, scale: tuple[float, float], process_set: ProcessSet
+) -> Any:
+    """IndexedSlices with the rows of all ranks, in rank order; a row may be listed more than once.
+
+    Raises:
+        InvalidInput: `op` is neither Average nor Sum.
+    """
+    if op not in (Average, Sum):
+        raise InvalidInput(
+            f"IndexedSlices take Average and Sum, not {op.name}: use tf.convert_to_tensor first."
+        )
+    given = [slices.values, slices.indices]
+    names = tuple(name_of(tensor.dtype) for tensor in given)
+
+    def body(arrays: list[Array]) -> list[Array]:
+        request = Request(
+            kinds.ALLGATHER,
+            None if name is None else f"slices.{name}",
+            names,
+            tuple((-1, *array.shape[1:]) for array in arrays),
+        )
+        rows = [for_engine(array) for array in arrays]
+        channel = channel_of(process_set)
+        values, indices = channel.submit(request, rows, awaited=True).wait()
+        factor = scale[0] * scale[1] / (process_set.size() if op is Average else 1)
+        if factor != 1.0:
+            own = values.view(arrays[0].dtype)
+            values = (own * own.dtype.type(factor)).astype(own.dtype, copy=False)
+        return [values, indices]
+
+    shapes = [[None, *tensor.shape[1:]] for tensor in given]
+    values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -1,0 +1,60 @@
+"""Where this process stands, asked when a graph runs: the world may be another one than when it was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.ops import topology
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, set_of
+from spark_elastic.tensorflow.arrays import Tensor
+from spark_elastic.tensorflow.calls import call, unconverted
+
+
+@unconverted
+def size_op(process_set: ProcessSet | int = global_process_set, name: str | None = None) -> Tensor:
+    """Ranks of the set: a scalar int32, as all of these."""
+    return _number(_as_set(process_set).size)
+
+
+@unconverted
+def rank_op(name: str | None = None) -> Tensor:
+    """Of this process in the world."""
+    return _number(topology.rank)
+
+
+def rank_in(process_set: ProcessSet) -> Tensor:
+    """Of this process in the set."""
+    return _number(process_set.rank)
+
+
+@unconverted
+def local_size_op(name: str | None = None) -> Tensor:
+    """Workers of the world on this host."""
+    return _number(topology.local_size)
+
+
+@unconverted
+def local_rank_op(name: str | None = None) -> Tensor:
+    """Among the workers on this host."""
+    return _number(topology.local_rank)
+
+
+@unconverted
+def process_set_included_op(process_set: ProcessSet | int = 0, name: str | None = None) -> Tensor:
+    """1 if this process is in the set, else 0."""
+    return _number(_as_set(process_set).included)
+
+
+def _number(ask: Callable[[], int]) -> Tensor:
+    def body(arrays: list[Array]) -> list[Array]:
+        return [np.array(int(ask()), np.int32)]
+
+    return call(body, [], [tf.int32], [[]])[0]
+
+
+def _as_set(process_set: ProcessSet | int) -> ProcessSet:
+    return process_set if isinstance(process_set, ProcessSet) else set_of(process_set)

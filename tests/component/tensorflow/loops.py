@@ -1,0 +1,103 @@
+"""Hand-written TensorFlow training, as documented for Horovod: what the workers of the tests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STEPS = 30
+
+
+def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
+    """A net in float64 with an embedding, trained by a tf.function. Each step's batch follows from the step alone and
+    is the same on all ranks, so that the final weights are those of one process, whatever the world did.
+
+    hold: at that step, wait for that size.
+    """
+    import time
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import spark_elastic.tensorflow as hvd
+    from tests.component.tensorflow.loops import batch_of, net, plain
+
+    hvd.init()
+    keras.utils.set_random_seed(7 + hvd.rank())  # what rank 0 begins with counts, for newcomers too
+    model = net()
+    optimizer = keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.9))
+    initial = [weight.numpy() for weight in model.weights]
+    trained: list[int] = []
+    resets: list[int] = []
+
+    @tf.function
+    def training_step(ids: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(labels - model(ids, training=True)))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return hvd.allreduce(loss, op=hvd.Sum), hvd.size_op()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while state.batch < steps:
+            while state.batch == hold[0] and hvd.size() < hold[1]:
+                time.sleep(0.05)
+                state.check_host_updates()
+            time.sleep(0.05)
+            ids, labels = batch_of(state.batch)
+            total, size = training_step(tf.constant(ids), tf.constant(labels))
+            assert int(size) == hvd.size()
+            assert np.isfinite(float(total))
+            trained.append(state.batch)
+            state.batch += 1
+            print(f"step {state.batch}", flush=True)  # noqa: T201 - what the test waits for
+            state.commit()
+
+    state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, initial=initial)
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+    loop(state)
+    return {
+        "rank": hvd.rank(),
+        "weights": [weight.numpy() for weight in model.weights],
+        "slots": [variable.numpy() for variable in optimizer.variables],
+        "trained": trained,
+        "plain": plain(state.initial, steps) if hvd.rank() == 0 else None,
+        "resets": resets,
+    }
+
+
+def net() -> Any:
+    """Embedding and two layers, in float64."""
+    import keras
+
+    ids = keras.Input((2,), dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(9, 3, dtype="float64")(ids))
+    hidden = keras.layers.Dense(4, activation="tanh", dtype="float64")(rows)
+    return keras.Model(ids, keras.layers.Dense(1, dtype="float64")(hidden))
+
+
+def plain(initial: list[Any], steps: int) -> list[Any]:
+    """The weights that the same training has in one process."""
+    import keras
+    import tensorflow as tf
+
+    model = net()
+    model.set_weights(initial)
+    optimizer = keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.9))
+    for step in range(steps):
+        ids, labels = batch_of(step)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(labels - model(ids, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return [weight.numpy() for weight in model.weights]
+
+
+def batch_of(step: int) -> tuple[Any, Any]:
+    """(ids of 6 rows, labels)"""
+    import numpy as np
+
+    draw = np.random.default_rng(step)
+    return draw.integers(0, 9, (6, 2)).astype(np.int32), draw.normal(size=(6, 1))

@@ -1,0 +1,45 @@
+"""Hand-written TensorFlow loops on real processes: newcomers and losses in the middle of a tf.function."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from tests.component.tensorflow import loops
+from tests.component.torch.hand_written import Run
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(400)]
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def sizes_in(worlds: list[int]) -> list[int]:
+    """Without repetitions: where a newcomer traces for too long on a busy machine, its world begins again."""
+    return [size for size, _ in groupby(worlds)]
+
+
+def far(got: list[Any], expected: list[Any]) -> float:
+    """Largest difference, relative to the largest weight."""
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.scenario("G2")
+def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit(fault: Fault) -> None:
+    run = Run(loops.train, (loops.STEPS, (10, 3)), room=2, num_workers=2, max_workers=3, env=QUIET)
+    run.at(5, lambda: fault(run.cluster.add_room, 1))
+    run.at(18, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
+    results = run.results()
+    assert sizes_in(run.sizes())[:3] == [2, 3, 2]
+    for result in results:
+        for what in ("weights", "slots"):
+            assert all(map(np.array_equal, result[what], results[0][what]))
+    assert far(results[0]["weights"], results[0]["plain"]) < 1e-9
+    assert sizes_in(max((result["resets"] for result in results), key=len))[:2] == [3, 2]
+    steps = max((result["trained"] for result in results), key=len)
+    assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"

@@ -1,0 +1,185 @@
+"""Horovod's operations on TensorFlow's tensors: dtypes, gradients, slices, process sets, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import spark_elastic.tensorflow as hvd
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.tensorflow.arrays import copies
+from spark_elastic.tensorflow.calls import call
+from spark_elastic.tensorflow.failures import as_raised
+from tests.unit.ops.workers import among_fakes, per_thread
+
+World = Callable[[int, Callable[[Group], Any]], list[Any]]
+DTYPES = [tf.bool, tf.uint8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    per_thread(monkeypatch)
+    return among_fakes
+
+
+def test_every_operation_with_every_dtype(world: World) -> None:
+    def work(group: Group) -> None:
+        rank = group.rank
+        for dtype in DTYPES:
+            mine = tf.cast(tf.constant([[rank, 1], [1, 0], [1, 1]]), dtype)
+            summed = hvd.allreduce(mine, op=hvd.Max, name=dtype.name)
+            assert summed.dtype == dtype
+            assert summed.numpy().astype(int).tolist() == [[1, 1], [1, 0], [1, 1]]
+            assert mine.numpy().astype(int).tolist() == [[rank, 1], [1, 0], [1, 1]], "the operand was changed"
+            gathered = hvd.allgather(mine[: rank + 1])
+            assert gathered.dtype == dtype
+            assert gathered.numpy().astype(int).tolist() == [[0, 1], [1, 1], [1, 0]]
+            assert hvd.broadcast(mine, 1).numpy().astype(int).tolist() == [[1, 1], [1, 0], [1, 1]]
+            rows, came = hvd.alltoall(mine, splits=[1, 2])
+            assert came.numpy().tolist() == ([1, 1] if rank == 0 else [2, 2])
+            assert rows.numpy().astype(int).tolist() == (
+                [[0, 1], [1, 1]] if rank == 0 else [[1, 0], [1, 1], [1, 0], [1, 1]]
+            )
+            part = hvd.reducescatter(mine, op=hvd.Max)
+            assert part.numpy().astype(int).tolist() == ([[1, 1], [1, 0]] if rank == 0 else [[1, 1]])
+
+    world(2, work)
+
+
+def test_averages_factors_groups_and_compression(world: World) -> None:
+    def work(group: Group) -> None:
+        mine = tf.fill([3], float(group.rank + 1))
+        assert hvd.allreduce(mine).numpy().tolist() == [1.5] * 3
+        assert hvd.allreduce(mine, average=False, prescale_factor=2.0, postscale_factor=0.5).numpy()[0] == 3.0
+        assert hvd.allreduce(mine, compression=hvd.Compression.fp16).dtype == tf.float32
+        one, two = hvd.grouped_allreduce([mine, tf.cast(mine, tf.float64)], op=hvd.Sum)
+        assert one.numpy()[0] == two.numpy()[0] == 3.0
+        wide = hvd.allreduce(tf.cast(mine, tf.float64), compression=hvd.Compression.bf16)
+        assert (wide.dtype, wide.numpy()[0]) == (tf.float64, 1.5)
+        variable = tf.Variable([float(group.rank)])
+        hvd.broadcast_variables([variable], root_rank=1)
+        assert variable.numpy().tolist() == [1.0]
+        assert hvd.broadcast_object({"rank": group.rank}, 1) == {"rank": 1}
+        assert hvd.broadcast_object_fn(0)([group.rank]) == [0]
+        assert hvd.allgather_object(group.rank) == [0, 1]
+        assert (hvd.size_op().numpy(), hvd.rank_op().numpy()) == (2, group.rank)
+        assert hvd.join() in (0, 1)
+
+    world(2, work)
+
+
+def test_gradients_are_those_of_the_sum_of_all_losses(world: World) -> None:
+    def work(group: Group) -> None:
+        rank = group.rank
+        x = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+        weights = tf.fill([2, 2], rank + 1.0)
+
+        def gradient(of: Callable[[Any], Any]) -> Any:
+            with tf.GradientTape() as tape:
+                loss = of(x)
+            return tape.gradient(loss, x).numpy()
+
+        assert (
+            gradient(lambda v: tf.reduce_sum(hvd.allreduce(v, op=hvd.Sum) * weights)).tolist() == [[3, 3]] * 2
+        )
+        gathered = gradient(lambda v: tf.reduce_sum(hvd.allgather(v) * (rank + 1.0)))
+        assert gathered.tolist() == [[3, 3]] * 2
+        sent = gradient(lambda v: tf.reduce_sum(hvd.broadcast(v, 1) * weights))
+        assert sent.tolist() == [[3.0 * rank] * 2] * 2
+        swapped = gradient(lambda v: tf.reduce_sum(hvd.alltoall(v) * weights))
+        assert swapped.tolist() == [[1, 1], [2, 2]]
+        scattered = gradient(lambda v: tf.reduce_sum(hvd.reducescatter(v, op=hvd.Sum) * weights[:1]))
+        assert scattered.tolist() == [[1, 1], [2, 2]]
+
+    world(2, work)
+
+
+def test_slices_keep_their_rows_and_process_sets_their_ranks(world: World) -> None:
+    def work(group: Group) -> None:
+        pair = hvd.add_process_set([0, 2])
+        rank = group.rank
+        slices = tf.IndexedSlices(tf.fill([1, 2], rank + 1.0), tf.constant([rank]), tf.constant([3, 2]))
+        summed = hvd.allreduce(slices, op=hvd.Sum)
+        assert isinstance(summed, tf.IndexedSlices)
+        assert tf.convert_to_tensor(summed).numpy()[:, 0].tolist() == [1, 2, 3]
+        assert tf.convert_to_tensor(hvd.allreduce(slices)).numpy()[2, 0] == 1.0
+        if pair.included():
+            assert hvd.allreduce(tf.constant(float(rank)), op=hvd.Sum, process_set=pair).numpy() == 2.0
+        with pytest.raises(InvalidInput, match="Average and Sum"):
+            hvd.allreduce(slices, op=hvd.Max)
+
+    world(3, work)
+
+
+def test_tape_exchanges_what_its_variables_share(world: World) -> None:
+    def work(group: Group) -> None:
+        rank = group.rank
+        dense, table, own = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2])), tf.Variable(1.0)
+        unused = tf.Variable(0.0)
+        for sparse_as_dense in (False, True):
+            tape = hvd.DistributedGradientTape(
+                tf.GradientTape(), sparse_as_dense=sparse_as_dense, gradient_predivide_factor=2.0, groups=2
+            )
+            tape.register_local_source(own)
+            with tape:
+                row = tf.gather(table, [rank])
+                loss = tf.reduce_sum(dense * (rank + 1)) + tf.reduce_sum(row) * 2 + own * (rank + 1)
+            got = tape.gradient(loss, {"a": dense, "t": table, "o": own, "u": unused})
+            assert got["a"].numpy().tolist() == [1.5, 1.5]
+            assert isinstance(got["t"], tf.IndexedSlices) is not sparse_as_dense
+            assert tf.convert_to_tensor(got["t"]).numpy().tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+            assert got["o"].numpy() == (rank + 1) / 2
+            assert got["u"] is None
+
+    world(2, work)
+
+
+def test_wrong_arguments_are_refused_in_a_sentence() -> None:
+    with pytest.raises(InvalidInput, match=r"wraps a tf\.GradientTape once"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
+    with pytest.raises(InvalidInput, match="Average, Sum or Adasum"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max)
+    with pytest.raises(InvalidInput, match="tensors of string"):
+        hvd.allreduce(tf.constant("a"))
+    with pytest.raises(InvalidInput, match="jit_compile=False"):
+        tf.function(hvd.allreduce, jit_compile=True)(tf.ones(2))
+
+
+def test_a_graph_of_one_process_gives_back_what_it_was_given() -> None:
+    @tf.function
+    def graph(x: Any) -> Any:
+        y = hvd.allreduce(x, op=hvd.Sum, postscale_factor=3.0)
+        return x, y, hvd.size_op(), hvd.allgather(x)
+
+    x, y, size, gathered = graph(tf.constant([1.0, 2.0]))
+    assert (x.numpy().tolist(), y.numpy().tolist()) == ([1, 2], [3, 6])
+    assert (size.numpy(), gathered.numpy().tolist()) == (1, [1, 2])
+
+
+def test_what_a_graph_raised_is_raised_to_who_runs_it() -> None:
+    def boom(arrays: Any) -> Any:
+        raise hvd.HorovodInternalError((1,), "rank 1 is gone")
+
+    graph = tf.function(lambda x: call(boom, [x], [tf.float32], [[]])[0])
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 is gone"), as_raised():
+        graph(tf.constant(1.0))
+    wrong = tf.function(lambda x: tf.debugging.check_numerics(x / 0.0, "not a number"))
+    with pytest.raises(tf.errors.InvalidArgumentError), as_raised():
+        wrong(tf.constant(1.0))
+
+
+def test_memory_is_used_again_only_once_it_is_let_go() -> None:
+    big = [np.ones(1 << 18, np.float32), np.ones(3, np.float32)]
+    held, _ = copies(big)
+    other, _ = copies(big)
+    address = held[1].ctypes.data
+    assert address % 64 == 0
+    assert other[1].ctypes.data != address
+    del held, _
+    again, _ = copies(big)
+    assert again[1].ctypes.data == address
