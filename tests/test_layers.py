@@ -29,6 +29,7 @@ SIDEWAYS = {
     ("cli", "running"): "the command line calls run()",
     ("config", "errors"): "a wrong setting is InvalidInput",
     ("keras", "tensorflow"): "Keras on the TensorFlow backend uses its collectives",
+    ("keras", "torch"): "Keras on the torch backend uses its collectives",
 }
 PURE = ("protocol", "data.plan", "torch.buckets")
 # What has a clock, a lock, a socket, a file or a source of randomness.
@@ -41,7 +42,7 @@ FOREIGN = {
     "pyspark": ("spark", "estimators"),
     "py4j": ("spark",),
     "pandas": ("spark", "estimators"),
-    "torch": ("torch", "estimators"),
+    "torch": ("torch", "keras", "estimators"),
     "tensorflow": ("tensorflow", "keras", "estimators"),
     "keras": ("keras", "estimators"),
     "petastorm": ("data.petastorm_reader",),

@@ -12,10 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives.group import Array
-from spark_elastic.ops import request as kinds
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.arrays import broadcast_arrays, gathered
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.request import Request
 from spark_elastic.state.handover import pickled
 
 T = TypeVar("T")
@@ -28,14 +26,13 @@ def broadcast_object(
     """The object of rank `root_rank`, on all ranks."""
     if process_set.size() == 1:
         return obj
-    root = root_in(process_set, root_rank)
-    is_root = process_set.rank() == root
+    is_root = process_set.rank() == root_in(process_set, root_rank)
     mine = _bytes_of(obj) if is_root else np.empty(0, np.uint8)
     name = name or "object"
     length = np.array([len(mine)], np.int64)
-    _broadcast(length, root, f"{name}.length", process_set)
+    broadcast_arrays([length], root_rank, f"broadcast.{name}.length", process_set)
     data = mine if is_root else np.empty(int(length[0]), np.uint8)
-    _broadcast(data, root, f"{name}.data", process_set)
+    broadcast_arrays([data], root_rank, f"broadcast.{name}.data", process_set)
     return obj if is_root else _object_of(data)
 
 
@@ -44,19 +41,9 @@ def allgather_object(
 ) -> list[T]:
     """All ranks' objects, in rank order."""
     mine, name = _bytes_of(obj), name or "object"
-    lengths = _gathered(np.array([len(mine)], np.int64), f"{name}.length", process_set)
-    data = _gathered(mine, f"{name}.data", process_set)
+    lengths = gathered(np.array([len(mine)], np.int64), f"allgather.{name}.length", process_set)
+    data = gathered(mine, f"allgather.{name}.data", process_set)
     return [_object_of(part) for part in np.split(data, np.cumsum(lengths)[:-1])]
-
-
-def _broadcast(array: Array, root: int, name: str, process_set: ProcessSet) -> None:
-    request = Request(kinds.BROADCAST, f"broadcast.{name}", (array.dtype.name,), (array.shape,), root=root)
-    channel_of(process_set).submit(request, [array], awaited=True).wait()
-
-
-def _gathered(array: Array, name: str, process_set: ProcessSet) -> Array:
-    request = Request(kinds.ALLGATHER, f"allgather.{name}", (array.dtype.name,), ((-1,),))
-    return channel_of(process_set).submit(request, [array], awaited=True).wait()[0]
 
 
 def _bytes_of(obj: object) -> Bytes:

@@ -1,4 +1,4 @@
-"""Variables of TensorFlow and Keras as part of a state's snapshot: whatever has `numpy()` and `assign()`.
+"""Variables of TensorFlow and Keras as part of a state's snapshot: whatever has a value and `assign()`.
 
 They are matched by their order, since their names depend on what else a process has made. Training thread only.
 """
@@ -6,7 +6,7 @@ They are matched by their order, since their names depend on what else a process
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,27 @@ class _Frozen(NamedTuple):
     shape: tuple[int, ...]
 
 
+@runtime_checkable
+class LikeKerasModel(Protocol):
+    """What tells a Keras model from other values."""
+
+    @property
+    def metrics_variables(self) -> Any: ...
+
+    @property
+    def trainable_variables(self) -> Any: ...
+
+
+@runtime_checkable
+class LikeKerasOptimizer(Protocol):
+    """What tells an optimizer of Keras 3 from other values."""
+
+    @property
+    def iterations(self) -> Any: ...
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any: ...
+
+
 class VariablesHandler(PictureHandler):
     """A list of variables."""
 
@@ -32,7 +53,7 @@ class VariablesHandler(PictureHandler):
         return list(self.value)
 
     def capture(self, tray: Tray) -> Any:
-        return [_freeze(np.asarray(variable.numpy()), tray) for variable in self.variables()]
+        return [_freeze(array_of(variable), tray) for variable in self.variables()]
 
     def load(self, picture: Any, memory: Bytes) -> None:
         live = self.variables()
@@ -69,18 +90,16 @@ class KerasOptimizerHandler(VariablesHandler):
         return list(self.value.variables)
 
 
-def build_optimizer(optimizer: Any, model: Any) -> None:
-    """Make its slots: a newcomer must have them before it takes those of others.
+def plain(variable: Any) -> Any:
+    """The tf.Variable or torch tensor that a Keras variable stands for; any other variable itself."""
+    inner = getattr(variable, "value", None)
+    return variable if inner is None or callable(inner) else inner  # a tf.Variable has a method of that name
 
-    Raises:
-        InvalidInput: the model has no weights yet.
-    """
-    if not model.built:
-        raise InvalidInput(
-            "the model is not built: call it on a batch, or model.build(input_shape), before its state is made."
-        )
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
+
+def array_of(variable: Any) -> npt.NDArray[Any]:
+    """Its value, not to be written to."""
+    inner = plain(variable)
+    return np.asarray((inner.detach().cpu() if hasattr(inner, "detach") else inner).numpy())
 
 
 def _freeze(array: npt.NDArray[Any], tray: Tray) -> _Frozen:

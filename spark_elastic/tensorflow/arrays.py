@@ -35,11 +35,6 @@ def name_of(dtype: Any) -> str:
     return str(dtype.name)
 
 
-def for_engine(array: Array) -> Array:
-    """The same memory; bfloat16, which numpy does not have, looks like uint16."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-
-
 def for_tensor(array: Array, dtype: Any) -> Array:
     """The same memory, as TensorFlow knows `dtype`."""
     kind = np.dtype(dtype.as_numpy_dtype)

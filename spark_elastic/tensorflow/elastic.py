@@ -13,20 +13,14 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
-import tensorflow as tf
-
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import object_state
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import REGISTRY, Registry
+from spark_elastic.state.keras_state import KerasState
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
-from spark_elastic.state.variables import (
-    KerasModelHandler,
-    KerasOptimizerHandler,
-    VariablesHandler,
-    build_optimizer,
-)
+from spark_elastic.state.variables import VariablesHandler
 from spark_elastic.tensorflow.failures import as_raised
 from spark_elastic.worker.seat import seat_of_process
 
@@ -70,24 +64,8 @@ class TensorFlowState(object_state.ObjectState):
         super().__init__(variables=_Variables(variables), **values)
 
 
-class TensorFlowKerasState(object_state.ObjectState):
-    """A Keras model, its optimizer and plain values by name, all parts of one snapshot.
-
-    model: built. optimizer: None takes the one that the model was compiled with. backend: of no use here.
-    """
+class TensorFlowKerasState(KerasState):
+    """As `spark_elastic.keras.elastic.KerasState`. backend: of no use here."""
 
     def __init__(self, model: Any, optimizer: Any = None, backend: object = None, **values: Any) -> None:
-        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-        if optimizer is None:
-            raise InvalidInput("TensorFlowKerasState needs an optimizer: pass one, or compile the model.")
-        build_optimizer(optimizer, model)
-        super().__init__(model=model, optimizer=optimizer, **values)
-
-    @property
-    def registry(self) -> Registry:  # type: ignore[override] # Keras is loaded when a state is made
-        keras = tf.keras
-        return (
-            (keras.Model, KerasModelHandler),
-            (keras.optimizers.Optimizer, KerasOptimizerHandler),
-            *REGISTRY,
-        )
+        super().__init__(model, optimizer, **values)

@@ -13,12 +13,14 @@ import tensorflow as tf
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
+from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
 from spark_elastic.ops.reduce_op import Sum
 from spark_elastic.ops.request import Request
+from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import How, reduced
-from spark_elastic.tensorflow.arrays import Tensor, copies, for_engine, name_of
+from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
 from spark_elastic.tensorflow.calls import call, unconverted
 from spark_elastic.tensorflow.topology_ops import rank_in
 
@@ -130,14 +132,10 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Overwrite variables with those of rank `root_rank`, as one operation. The same variables."""
-    held = [getattr(variable, "value", None) for variable in variables]
-    # A Keras variable has a tf.Variable for its value, a tf.Variable a method of that name.
-    plain = [
-        v if callable(inner) or inner is None else inner for v, inner in zip(variables, held, strict=True)
-    ]
-    if plain:
-        values = [tf.convert_to_tensor(variable) for variable in plain]
-        for variable, value in zip(plain, broadcast_all(values, root_rank, name, process_set), strict=True):
+    inner = [plain(variable) for variable in variables]
+    if inner:
+        values = [tf.convert_to_tensor(variable) for variable in inner]
+        for variable, value in zip(inner, broadcast_all(values, root_rank, name, process_set), strict=True):
             variable.assign(value)
     return list(variables)
 

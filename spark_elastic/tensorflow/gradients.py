@@ -19,13 +19,15 @@ from elastic_collectives import Group
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
+from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.ops.request import Request
 from spark_elastic.ops.world import world
+from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
-from spark_elastic.tensorflow.arrays import Tensor, copies, for_engine, name_of
+from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
 from spark_elastic.tensorflow.calls import call
 from spark_elastic.tensorflow.compression import Compression, Compressor
 from spark_elastic.tensorflow.sparse import reduced_slices
@@ -79,8 +81,8 @@ def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms)
         if isinstance(results[i], tf.IndexedSlices):
             name = f"gradient.{i}.{_label([results[i].values])}"
             results[i] = reduced_slices(results[i], name, terms.op, terms.scale, terms.process_set)
-    plain = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
-    for group in _groups(plain, results, sources, terms):
+    whole = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
+    for group in _groups(whole, results, sources, terms):
         for i, result in zip(group, _exchanged([results[i] for i in group], terms), strict=True):
             results[i] = result
     return results
@@ -157,6 +159,5 @@ def _over_size(gradient: Tensor, process_set: ProcessSet) -> Tensor:
 
 def key_of(variable: Any) -> Any:
     """What tells a variable from others: of a Keras variable, its tf.Variable's."""
-    inner = getattr(variable, "value", None)
-    plain = variable if inner is None or callable(inner) else inner
-    return plain.ref() if hasattr(plain, "ref") else id(plain)
+    inner = plain(variable)
+    return inner.ref() if hasattr(inner, "ref") else id(inner)

@@ -69,7 +69,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     # Under the name of its own class: what is saved is loaded as the plain optimizer.
     kind = type(own.__name__, (_Distributed, own), {"__module__": own.__module__})
     distributed: Any = object.__new__(kind)
-    distributed.__dict__ = optimizer.__dict__
+    object.__setattr__(distributed, "__dict__", optimizer.__dict__)  # past Keras's own way to set attributes
     passes = Passes(backward_passes_per_step, average_aggregated_gradients)
     vars(distributed)["_spark_elastic"] = (terms, passes)  # unseen by Keras's tracking of attributes
     wrapped: Plain = distributed

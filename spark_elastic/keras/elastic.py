@@ -1,0 +1,126 @@
+"""Elastic training with `model.fit` under Horovod's names: the state, and callbacks that keep its position.
+
+```
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+callbacks = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state),
+             hvd.elastic.CommitStateCallback(state)]
+
+@hvd.elastic.run
+def train(state):
+    model.fit(data, initial_epoch=state.epoch, epochs=epochs, steps_per_epoch=steps, callbacks=callbacks)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+
+from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.keras_state import KerasState
+from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state.state import State
+from spark_elastic.worker.seat import seat_of_process
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+R = TypeVar("R")
+
+END_OF_EPOCH = "the epoch is over"  # true for fit, which leaves its batches for it
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator."""
+    if keras.backend.backend() == "tensorflow":
+        from spark_elastic.tensorflow import elastic as of_tensorflow
+
+        return of_tensorflow.run(func)
+    return elastic(func, seat_of_process)
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+    """Commits every `batches_per_commit` batches and at the end of epochs.
+
+    It does so when the next batch or epoch begins, and so behind all that other callbacks do to the state, whatever
+    their order.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self._state = state
+        self._every = batches_per_commit
+        self._seen = 0  # since the last commit
+        self._due = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._seen, self._due = 0, False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._commit_if_due()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._seen += 1
+        self._due = self._seen >= self._every
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._commit_if_due()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._due = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._commit_if_due()
+
+    def _commit_if_due(self) -> None:
+        if self._due:
+            self._seen, self._due = 0, False
+            self._state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """`state.batch` is the number of batches done in the epoch, over all fits that it took; 0 between epochs.
+
+    An epoch in which a fit begins anew ends once `steps_per_epoch` batches were done, those of earlier fits included.
+    steps_per_epoch: None takes what fit was given.
+    """
+
+    def __init__(self, state: Any, steps_per_epoch: int | None = None) -> None:
+        super().__init__()
+        self._state = state
+        self._whole = steps_per_epoch
+        self._before = 0  # done in this epoch by earlier fits
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._before = self._state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._state.batch = self._before + batch + 1
+        whole = self._whole or (self.params or {}).get("steps")
+        if self._before and whole is not None and self._state.batch >= whole:
+            self.model.stop_training = END_OF_EPOCH
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._state.batch = self._before = 0
+        if self.model.stop_training is END_OF_EPOCH:  # and nobody else wants to stop
+            self.model.stop_training = False
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """`state.epoch` is the number of epochs done, over all fits, whatever number a fit begins with."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._state.epoch += 1

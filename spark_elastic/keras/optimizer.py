@@ -1,0 +1,70 @@
+"""`DistributedOptimizer` and `load_model` for Keras 3 on TensorFlow or torch. Training thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import keras
+
+from spark_elastic.errors import InvalidInput
+
+Plain = TypeVar("Plain")
+
+
+def DistributedOptimizer(optimizer: Plain, *args: Any, **kwargs: Any) -> Plain:
+    """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
+
+    Arguments: those of `spark_elastic.tensorflow.DistributedOptimizer`. With the torch backend: `compression`,
+    `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `average_aggregated_gradients` and `process_set`,
+    by name.
+
+    Raises:
+        InvalidInput: an argument is wrong, or Keras runs on another backend.
+    """
+    return _of_backend("DistributedOptimizer")(optimizer, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def PartialDistributedOptimizer(
+    optimizer: Plain, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Plain:
+    """As `DistributedOptimizer`; the variables of `local_layers`, a layer or several, are each rank's own."""
+    distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
+    for layer in local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]:
+        for variable in [] if layer is None else layer.trainable_weights:
+            distributed.register_local_var(variable)
+    wrapped: Plain = distributed
+    return wrapped
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: list[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = None,
+    legacy_opts: bool = False,
+) -> Any:
+    """`keras.models.load_model`, with the optimizer made distributed again, at the state in which it was saved.
+
+    custom_optimizers: classes of optimizers that Keras does not know. legacy_opts: of no use here.
+    """
+    known = {kind.__name__: kind for kind in custom_optimizers or []}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    if model.optimizer is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _of_backend(name: str) -> Callable[..., Any]:
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from spark_elastic.tensorflow import optimizer as of_tensorflow
+
+        return getattr(of_tensorflow, name)  # type: ignore[no-any-return]
+    if backend == "torch":
+        from spark_elastic.keras import torch_optimizer
+
+        return getattr(torch_optimizer, name)  # type: ignore[no-any-return]
+    raise InvalidInput(
+        f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
+    )

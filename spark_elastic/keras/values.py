@@ -1,0 +1,68 @@
+"""Operations on values and variables of Keras, whatever its backend: for metrics and the like. Training thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.ops.arrays import allreduce_arrays, broadcast_arrays, gathered, scattered
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Average, ReduceOp, chosen
+from spark_elastic.state.variables import array_of
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+) -> npt.NDArray[Any]:
+    """The average (default), or what `op` says, of all ranks' values: numbers, arrays or tensors, of equal shapes."""
+    mine = _copy(value)
+    allreduce_arrays(
+        [mine], _named("allreduce", name), chosen(average, op), (prescale_factor, postscale_factor)
+    )
+    return mine
+
+
+def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
+    """All ranks' values, one after the other along dimension 0, in which they may differ."""
+    mine = _copy(value)
+    return gathered(mine[None] if mine.ndim == 0 else mine, _named("allgather", name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
+    """The value of rank `root_rank`, on all ranks."""
+    mine = _copy(value)
+    broadcast_arrays([mine], root_rank, _named("broadcast", name))
+    return mine
+
+
+def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
+    """This rank's part of what `allreduce` gives, cut along dimension 0."""
+    return scattered(_copy(value), _named("reducescatter", name), op)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite variables with those of `root_rank`."""
+    held = [np.array(array_of(variable), order="C") for variable in variables]
+    if held:
+        broadcast_arrays(held, root_rank, "broadcast.variables", process_set)
+    for variable, array in zip(variables, held, strict=True):
+        variable.assign(array)
+
+
+def _copy(value: Any) -> npt.NDArray[Any]:
+    return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
+
+
+def _named(kind: str, name: str | None) -> str | None:
+    return None if name is None else f"{kind}.{name}"

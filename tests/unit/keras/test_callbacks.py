@@ -1,0 +1,160 @@
+"""Keras's `fit` in one process: callbacks, the distributed optimizer, and positions over many interruptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import spark_elastic.keras as hvd
+from spark_elastic.errors import InvalidInput
+from spark_elastic.keras import schedules
+
+X = np.random.default_rng(0).normal(size=(24, 3))
+Y = X.sum(axis=1, keepdims=True)
+
+
+def compiled(optimizer: Any = None, **how: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float64")])
+    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", **how)
+    return model
+
+
+class Position(dict[str, int]):
+    """A state that keeps nothing but what it is told, and interrupts at some commits."""
+
+    def __init__(self, interrupt_at: tuple[int, ...] = ()) -> None:
+        self.epoch = self.batch = self.commits = 0
+        self.kept = (0, 0)
+        self._interrupt_at = interrupt_at
+
+    def commit(self) -> None:
+        self.commits += 1
+        self.kept = self.epoch, self.batch
+        if self.commits in self._interrupt_at:
+            raise hvd.HostsUpdatedInterrupt
+
+    def restore(self) -> None:
+        self.epoch, self.batch = self.kept
+
+
+class Seen(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+    """The positions that were trained."""
+
+    def __init__(self, state: Position) -> None:
+        super().__init__()
+        self.state = state
+        self.steps: list[tuple[int, int]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.steps.append((self.state.epoch, self.state.batch))
+
+
+@pytest.mark.parametrize("commit_first", [True, False])
+def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first: bool) -> None:
+    state = Position(interrupt_at=(2, 4, 5, 9, 14))
+    commit = hvd.elastic.CommitStateCallback(state)
+    update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
+    seen, model = Seen(state), compiled()
+    callbacks = [commit, *update, seen] if commit_first else [*update, commit, seen]
+    fit = {"epochs": 3, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
+    rounds = 0
+    while state.epoch < 3:
+        rounds += 1
+        try:
+            model.fit(X, Y, batch_size=4, initial_epoch=state.epoch, **fit)
+        except hvd.HostsUpdatedInterrupt:
+            state.restore()
+    assert seen.steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
+    assert rounds == 6
+    assert (state.epoch, state.batch, state.kept) == (3, 0, (3, 0))
+
+
+def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
+    state = Position()
+    callbacks = [hvd.elastic.CommitStateCallback(state, batches_per_commit=4)]
+    compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+    assert state.commits == 4  # behind four batches, and at the end of each epoch
+    state.batch = 2
+    seen = Seen(state)
+    rest = [hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6), seen]
+    compiled().fit(X, Y, batch_size=4, steps_per_epoch=4, verbose=0, callbacks=rest)
+    assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]
+
+
+def test_rates_follow_epochs_and_velocities_follow_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "size", lambda: 4)
+    rates: list[float] = []
+
+    class Rates(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(round(float(self.model.optimizer.learning_rate.numpy()), 6))
+
+    warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    steps = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2)
+    model = compiled(keras.optimizers.SGD(0.4, momentum=0.5))
+    history = model.fit(X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, Rates()])
+    assert rates == pytest.approx([0.175, 0.25, 0.325, 0.4, 0.004, 0.004, 0.0004, 0.0004])
+    assert history.history["lr"] == pytest.approx([0.25, 0.4, 0.004, 0.0004])
+    velocity = model.optimizer.momentums[0].numpy()
+    corrected = hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5)
+    corrected.set_model(model)
+    model.optimizer.learning_rate = 0.4
+    corrected.on_epoch_begin(0)
+    np.testing.assert_allclose(model.optimizer.momentums[0].numpy(), velocity / 2)
+    scheduled = compiled(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)))
+    with pytest.raises(InvalidInput, match="a schedule of its own"):
+        scheduled.fit(X, Y, verbose=0, callbacks=[steps.__class__(0.4, 0.5)])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_one(tmp_path: Path) -> None:
+    plain = keras.optimizers.Adam(0.01)
+    optimizer = hvd.DistributedOptimizer(plain)
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert optimizer.learning_rate is plain.learning_rate
+    model = compiled(optimizer)
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / "best.keras"))
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        best,
+    ]
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks)
+    for load in (keras.models.load_model, hvd.load_model):
+        loaded = load(best.filepath)
+        assert isinstance(loaded.optimizer, keras.optimizers.Adam)
+        assert int(loaded.optimizer.iterations.numpy()) == 2
+        loaded.fit(X, Y, verbose=0)
+    with pytest.raises(InvalidInput, match="once"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_passes_are_summed_before_they_are_applied(eager: bool) -> None:
+    expected, model = compiled(), compiled(run_eagerly=eager)
+    wrapped = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=3, average_aggregated_gradients=True
+    )
+    model.compile(wrapped, "mse", run_eagerly=eager)
+    expected.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
+    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert int(wrapped.iterations.numpy()) == 2
+    np.testing.assert_allclose(model.get_weights()[0], expected.get_weights()[0], rtol=1e-5)
+
+
+def test_xla_is_refused_in_a_sentence() -> None:
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    with pytest.raises(InvalidInput, match=r"jit_compile=False to model\.compile"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_values_of_one_process_are_its_own() -> None:
+    assert hvd.allreduce(2.0, op=hvd.Sum) == 2.0
+    assert hvd.allgather(keras.ops.ones((2, 1))).tolist() == [[1], [1]]
+    assert hvd.broadcast([1, 2], 0).tolist() == [1, 2]
+    assert hvd.reducescatter([1.0, 2.0]).tolist() == [1, 2]
