@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,9 +23,9 @@ def world_dependence(model: torch.nn.Module) -> str | None:
     )
 
 
-def shares_statistics(model: torch.nn.Module) -> bool:
+def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether forward passes of all ranks meet, so that each must make the same number of them, of all its rows."""
-    return any(isinstance(module, SyncBatchNorm) and module.training for module in model.modules())
+    return any(isinstance(module, SyncBatchNorm) and module.training for module in modules)
 
 
 def _dependent(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,9 +1,10 @@
 """Gradients of one step, summed over the world while backward still runs.
 
 Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks tell which are there; the
-engine's thread reduces buckets strictly in the layout's order (R7). The training thread owns everything else and waits
-in `finish`. A failed exchange leaves no parameter touched: only bucket memory is void. A step given up half-way is
-drained before the next one begins. Layout and memory belong to one group, and change at a step's opening only.
+engine's thread reduces buckets strictly in the layout's order (R7), but for the last one: with nothing left to overlap,
+the training thread, which owns everything else, reduces it in `finish`. A failed exchange leaves no parameter touched:
+only bucket memory is void. A step given up half-way is drained before the next one begins. Layout and memory belong to
+one group, and change at a step's opening only.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class GradientExchange:
         self._engine_now = engine
         self._engine = self._own  # of the open step
         self._sent: Future[None] | None = None  # what the open step handed over last
+        self._held: Callable[[], None] | None = None  # the last bucket, once complete
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda tensor, index=i: self._arrived(index))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self._parameters)
@@ -136,7 +138,7 @@ class GradientExchange:
                 raise InvalidInput(
                     f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
                 )
-        self._engine, self._sent = self._engine_now() or self._own, None
+        self._engine, self._sent, self._held = self._engine_now() or self._own, None, None
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse, self._bucket_bytes = frozenset(), self._terms.bucket_bytes
             total = sum(spec.numel * spec.itemsize for spec in self._specs) if self._terms.tuned else 0
@@ -176,6 +178,10 @@ class GradientExchange:
                 self._adopt(index)
         while self._launched < len(self._waiting):
             self._launch()
+        if self._held is not None:
+            if self._sent is not None:
+                self._sent.result()
+            self._engine.run(self._held)
         rows = self._send_sparse()
         if self._sent is not None:
             self._sent.result()
@@ -301,7 +307,10 @@ class GradientExchange:
             fusion.ready(number)
             group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
 
-        self._submit(reduce)
+        if self._launched < len(self._waiting):
+            self._submit(reduce)
+        else:
+            self._held = reduce
 
     def _greet(self, group: Group) -> None:
         if group is not self._agreed:

@@ -84,6 +84,8 @@ class RowLoss:
         """What `__call__` would divide by, known without the model's output."""
         if self._summed:
             return 0.0
+        if weights is None and not self._by_class(labels[0]):
+            return float(len(labels[0]))
         divisors = torch.ones(len(labels[0]), dtype=torch.float64)
         if self._by_class(labels[0]):
             divisors = self._class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
@@ -107,6 +109,8 @@ class RowLoss:
 
     def _by_row(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
         """(n,) losses."""
+        if value.ndim == 1:
+            return value
         flat = value.reshape(rows, -1)
         return flat.sum(1) if self._per_row_sums or self._by_class(label) else flat.mean(1)
 

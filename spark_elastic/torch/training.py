@@ -22,8 +22,8 @@ from spark_elastic.torch.exchange import GradientExchange
 from spark_elastic.torch.metrics import Metrics
 from spark_elastic.torch.objective import Objective
 from spark_elastic.torch.precision import Scaling
-from spark_elastic.torch.row_dropout import draw_rows
-from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by
+from spark_elastic.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by, has_buffers
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
@@ -88,6 +88,9 @@ class StepTaker:
         self._state = state
         self._objective = objective
         self._exchange = exchange
+        # To walk a model each step costs as much as a small one's forward pass.
+        self._modules = tuple(state.model.modules())
+        self._draws_rows = any(isinstance(module, RowDropout) for module in self._modules)
         self._buffers = BufferExchange(state.model)
         self._rules = rules
         self._ledger = ledger
@@ -114,7 +117,7 @@ class StepTaker:
         before = ForwardSnapshot(state.model)
         try:
             # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
-            meets = shares_statistics(state.model)
+            meets = shares_statistics(self._modules)
             parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
             self._objective.begin(group, share)
             self._exchange.begin(group, len(parts))
@@ -123,7 +126,8 @@ class StepTaker:
             with drawing_by(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
                 loss, denominator = self._backward(parts)
             self._exchange.finish()
-            if group.size > 1:
+            shared = group.size > 1 and has_buffers(self._modules)
+            if shared:
                 self._buffers.send(group, before, len(share), share.planned)
             self._metrics.gather(group)
             verdict = exchange(
@@ -147,7 +151,7 @@ class StepTaker:
             raise
         with uninterrupted():
             before_apply()
-            self._apply(verdict, share.planned, group.size > 1)
+            self._apply(verdict, share.planned, shared)
             self._metrics.commit()
             self._exchange.agree(verdict.found_sparse, verdict.bucket_bytes)
             state.position = after(verdict)
@@ -159,7 +163,10 @@ class StepTaker:
         loss, denominator = 0.0, 0.0
         here = self._state.position
         for part in parts:
-            draw_rows(self._state.model, part.row_ids, self._rules.seed, here.epoch, here.phase, here.step)
+            if self._draws_rows:
+                draw_rows(
+                    self._state.model, part.row_ids, self._rules.seed, here.epoch, here.phase, here.step
+                )
             if not len(part):
                 output = self._state.model(*part.features)  # its layers meet those of the other ranks
                 sum(

@@ -5,8 +5,10 @@ Nobody acts on a wish before the trailer is back. Sums run in rank order, so tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +16,24 @@ import numpy.typing as npt
 from elastic_collectives import Group, MismatchError
 from spark_elastic.protocol.types import Position
 
-_HEAD = np.dtype(
-    [
-        ("attempt", "<u8"),
-        ("generation", "<u8"),
-        ("epoch", "<i8"),
-        ("phase", "<i8"),
-        ("step", "<i8"),
-        ("version", "<i8"),
-        ("layout", "<u8"),
-        ("rows", "<i8"),
-        ("loss", "<f8"),
-        ("denominator", "<f8"),
-        ("bucket_bytes", "<i8"),
-    ]
-)
+
+class _Head(NamedTuple):
+    """The numbers of a trailer, as they travel. numpy's record types would take five times as long."""
+
+    attempt: int
+    generation: int
+    epoch: int
+    phase: int
+    step: int
+    version: int
+    layout: int
+    rows: int
+    loss: float
+    denominator: float
+    bucket_bytes: int
+
+
+_FORM = struct.Struct("<QQqqqqQqddq")
 
 
 @dataclass(frozen=True)
@@ -71,49 +76,56 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
         MismatchError: ranks stand at different positions or cut their gradients differently; on every rank alike.
         CollectiveError: the group broke.
     """
-    head = np.zeros((), _HEAD)
-    head["attempt"], head["generation"] = group.fence
-    head["epoch"], head["phase"], head["step"] = mine.position.epoch, mine.position.phase, mine.position.step
-    head["version"], head["layout"], head["rows"] = mine.version, mine.layout, mine.rows
-    head["loss"], head["denominator"] = mine.loss, mine.denominator
-    head["bucket_bytes"] = mine.bucket_bytes
+    position = mine.position
+    head = _Head(
+        *group.fence,
+        position.epoch,
+        position.phase,
+        position.step,
+        mine.version,
+        mine.layout,
+        mine.rows,
+        mine.loss,
+        mine.denominator,
+        mine.bucket_bytes,
+    )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
     marks = np.concatenate([mine.present, found_sparse])
-    blob = np.frombuffer(head.tobytes() + np.packbits(marks).tobytes(), np.uint8)
-    gathered = group.allgather(blob)
-    heads = np.frombuffer(gathered[:, : _HEAD.itemsize].tobytes(), _HEAD)
+    gathered = group.allgather(np.frombuffer(_FORM.pack(*head) + np.packbits(marks).tobytes(), np.uint8))
+    heads = [_Head(*_FORM.unpack_from(blob)) for blob in gathered]
     _agree(group, heads)
-    masks = np.unpackbits(gathered[:, _HEAD.itemsize :], axis=1, count=len(marks)).astype(bool)
+    masks = np.unpackbits(gathered[:, _FORM.size :], axis=1, count=len(marks)).astype(bool)
     present, found_sparse = np.split(np.logical_or.reduce(masks, axis=0), 2)
     return Verdict(
-        version=int(heads["version"].max()),
-        rows=int(heads["rows"].sum()),
-        loss=_in_order(heads["loss"]),
-        denominator=_in_order(heads["denominator"]),
+        version=max(head.version for head in heads),
+        rows=sum(head.rows for head in heads),
+        loss=_in_order(head.loss for head in heads),
+        denominator=_in_order(head.denominator for head in heads),
         present=present,
         found_sparse=found_sparse,
-        bucket_bytes=int(heads["bucket_bytes"][0]),
+        bucket_bytes=heads[0].bucket_bytes,
     )
 
 
-def _agree(group: Group, heads: npt.NDArray[np.void]) -> None:
-    for names, what in (
+def _agree(group: Group, heads: Sequence[_Head]) -> None:
+    for fields, what in (
         (("attempt", "generation"), "worlds"),
         (("epoch", "phase", "step"), "positions"),
         (("layout",), "models or gradient layouts"),
     ):
-        first = [heads[name][0] for name in names]
-        off = [r for r in range(group.size) if [heads[name][r] for name in names] != first]
+        told = [tuple(getattr(head, name) for name in fields) for head in heads]
+        off = [rank for rank, each in enumerate(told) if each != told[0]]
         if off:
             seen = "; ".join(
-                f"rank {r}: {', '.join(f'{name} {heads[name][r]}' for name in names)}" for r in (0, *off)
+                f"rank {rank}: {', '.join(f'{n} {v}' for n, v in zip(fields, told[rank], strict=True))}"
+                for rank in (0, *off)
             )
             group.abort(f"ranks are in different {what}")
             raise MismatchError(off, f"the ranks are in different {what} ({seen})")
 
 
-def _in_order(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
+def _in_order(values: Iterable[float]) -> float:
     total = 0.0
     for value in values:
-        total += float(value)
+        total += value
     return total
