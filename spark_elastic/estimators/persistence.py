@@ -23,6 +23,10 @@ class Packed:
     architecture: bytes
     weights: bytes
 
+    def parts(self) -> dict[str, bytes]:
+        """By name."""
+        return {"architecture": self.architecture, "weights": self.weights}
+
     def unpack(self) -> Any:
         """What was packed, its tensors on the CPU."""
         tensors = torch.load(io.BytesIO(self.weights), map_location="cpu", weights_only=True)

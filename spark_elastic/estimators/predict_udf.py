@@ -1,4 +1,4 @@
-"""The pandas UDF around a `Predictor`. Apart from the model, since importing it needs pandas, and training does not.
+"""The pandas UDF around a trained model. Apart from the model, since importing it needs pandas, and training does not.
 
 Spark reads the UDF's kind from its annotations, so that their names must exist in this module at run time.
 """
@@ -15,10 +15,10 @@ from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
 from spark_elastic.estimators.outputs import Outputs, as_column
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.transformer import Predicts
 
 
-def predict_udf(shipped: Broadcast[Predictor], outputs: Outputs) -> Callable[..., Column]:
+def predict_udf(shipped: Broadcast[Predicts], outputs: Outputs) -> Callable[..., Column]:
     """From the feature columns to the one column of `outputs`, or to a struct of all, in fields of their names."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
@@ -38,7 +38,7 @@ def predict_udf(shipped: Broadcast[Predictor], outputs: Outputs) -> Callable[...
     return pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload,no-any-return]
 
 
-def _values(shipped: Broadcast[Predictor], outputs: Outputs, batch: Any) -> list[Any]:
+def _values(shipped: Broadcast[Predicts], outputs: Outputs, batch: Any) -> list[Any]:
     # Spark hands a single column over as itself.
     columns = (batch,) if isinstance(batch, pd.Series) else batch
     return list(outputs.values(shipped.value.predict(columns)))

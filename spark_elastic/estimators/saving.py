@@ -1,7 +1,7 @@
 """Packed objects beside the metadata of Spark ML: rows of a Parquet table, written and read by Spark.
 
 PATH/metadata   Spark ML's own, with `format`
-PATH/data       part, number, content: the bytes of a `Packed`, in pieces far below Spark's limits on one value
+PATH/data       part, number, content: bytes by the part's name, in pieces far below Spark's limits on one value
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.persistence import Packed
 
 FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
 CHUNK = 16 << 20  # bytes
 
 
-def write(spark: SparkSession, path: str, packed: Packed) -> None:
+def write(spark: SparkSession, path: str, parts: Mapping[str, bytes]) -> None:
     rows = [
         (part, number, bytearray(content[start : start + CHUNK]))
-        for part, content in (("architecture", packed.architecture), ("weights", packed.weights))
+        for part, content in parts.items()
         for number, start in enumerate(range(0, len(content), CHUNK))
     ]
     table = spark.createDataFrame(rows, "part string, number int, content binary")
     table.write.parquet(os.path.join(path, "data"))
 
 
-def read(spark: SparkSession, path: str) -> Packed:
+def read(spark: SparkSession, path: str) -> dict[str, bytes]:
     rows = spark.read.parquet(os.path.join(path, "data")).collect()
-    parts: Mapping[str, bytes] = {
-        part: b"".join(bytes(r.content) for r in sorted(rows, key=lambda r: r.number) if r.part == part)
-        for part in ("architecture", "weights")
-    }
-    return Packed(**parts)
+    parts: dict[str, list[Any]] = {}
+    for row in sorted(rows, key=lambda row: row.number):
+        parts.setdefault(row.part, []).append(bytes(row.content))
+    return {part: b"".join(pieces) for part, pieces in parts.items()}
 
 
 def upgraded(metadata: dict[str, Any], path: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.horovod_names import translated, with_horovod_names
 from spark_elastic.estimators.objects import activation_of, brought
 from spark_elastic.estimators.params import TorchParams
-from spark_elastic.estimators.persistence import pack
+from spark_elastic.estimators.persistence import Packed, pack
 from spark_elastic.estimators.torch_fit import fit
 from spark_elastic.estimators.validation import checked
 from spark_elastic.torch.callbacks import Callback
@@ -159,7 +159,7 @@ class _Writer(MLWriter):
         DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extraMetadata=extra, paramMap=plain)
         model = values.get("model")
         named = model if isinstance(model, torch.nn.Module) else None
-        saving.write(self.sparkSession, path, pack(objects, named))
+        saving.write(self.sparkSession, path, pack(objects, named).parts())
 
 
 class _Reader(MLReader["ElasticTorchEstimator"]):
@@ -172,7 +172,7 @@ class _Reader(MLReader["ElasticTorchEstimator"]):
         estimator = self._cls()
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-        estimator._set(**{**metadata["paramMap"], **saving.read(self.sparkSession, path).unpack()})
+        estimator._set(**{**metadata["paramMap"], **Packed(**saving.read(self.sparkSession, path)).unpack()})
         return estimator
 
 

@@ -12,7 +12,8 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import ROWS_AT_ONCE, Predictor
+from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.stacking import ROWS_AT_ONCE
 
 
 def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:

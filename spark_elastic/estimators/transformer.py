@@ -1,0 +1,189 @@
+"""The fitted model: a Transformer of Spark ML around a trained model of any framework.
+
+`transform` adds a column of predictions, batch by batch in Arrow. Saving follows Spark ML's layout (`metadata/`
+beside `data/`), written through Spark, so that any path Spark can write will do and pipelines can hold the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pyspark.ml import Model
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.util import (
+    DefaultParamsReader,
+    DefaultParamsWriter,
+    MLReader,
+    MLWritable,
+    MLWriter,
+)
+from pyspark.sql import Row, SparkSession
+from pyspark.sql import functions as F
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import saving
+from spark_elastic.estimators.history import FitSummary
+from spark_elastic.estimators.outputs import Outputs
+from spark_elastic.estimators.params import ColumnParams
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
+
+_ALL = "__spark_elastic_outputs"
+
+
+class Predicts(Protocol):
+    """A trained model as a function of columns; pickles, for a broadcast."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+
+    def model(self) -> Any:
+        """A new copy of the framework's model."""
+        ...
+
+    def parts(self) -> dict[str, bytes]:
+        """What is saved, by name."""
+        ...
+
+    def widths(self) -> list[int]:
+        """Numbers per row of each output."""
+        ...
+
+    def predict(self, columns: Sequence[Sequence[Any]]) -> list[npt.NDArray[np.float64]]:
+        """(rows, width) for each output. columns: for each input column its rows."""
+        ...
+
+
+class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused-ignore]
+    """What an estimator's `fit` returns, whatever the framework; `_restored` is the framework's."""
+
+    def __init__(self, predictor: Predicts, summary: FitSummary) -> None:
+        super().__init__()
+        self._predictor = predictor
+        self._summary = summary
+        self._setDefault(
+            prediction_col="prediction",
+            probability_col=None,
+            activation=None,
+            output_cols=None,
+            label_cols=[],
+        )
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dict per epoch: epoch, loss, rows and what else training reported."""
+        return [dict(epoch) for epoch in self._summary.epochs]
+
+    @property
+    def summary(self) -> FitSummary:
+        return self._summary
+
+    @property
+    def model(self) -> Any:
+        """A new copy of the trained model."""
+        return self._predictor.model()
+
+    def getModel(self) -> Any:
+        """The same as `model`."""
+        return self.model
+
+    def history_frame(self) -> DataFrame:
+        """`history` as a DataFrame, a row per epoch."""
+        return SparkSession.active().createDataFrame([Row(**epoch) for epoch in self.history])
+
+    def worlds_frame(self) -> DataFrame:
+        """The worlds of the training as a DataFrame: when each began, its size, and why."""
+        worlds = [Row(**asdict(world)) for world in self._summary.worlds]
+        return SparkSession.active().createDataFrame(worlds, "seconds double, size int, reason string")
+
+    def write(self) -> MLWriter:
+        return ModelWriter(self)
+
+    @classmethod
+    def _restored(
+        cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
+    ) -> Predicts:
+        """What was saved. extra: of `_extra`."""
+        raise TypeError(f"{cls.__name__} belongs to no framework")
+
+    def _extra(self) -> dict[str, Any]:
+        """What the framework adds to the metadata."""
+        return {}
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        inputs = [self._input(dataset, column) for column in self._predictor.columns]
+        names = ("prediction_col", "probability_col", "activation", "output_cols")
+        wanted = {name: self.getOrDefault(name) for name in names}
+        labels = self.getOrDefault("label_cols")
+        outputs = Outputs.of(self._predictor.widths(), labels=labels, **wanted)
+        for name in outputs.columns:
+            if name in dataset.columns:
+                raise InvalidInput(
+                    f"the table has a column {name!r} already: choose another name for the prediction."
+                )
+        from spark_elastic.estimators.predict_udf import predict_udf
+
+        shipped = dataset.sparkSession.sparkContext.broadcast(self._predictor)
+        predicted = predict_udf(shipped, outputs)(*inputs)
+        if len(outputs.columns) == 1:
+            return dataset.withColumn(outputs.columns[0], predicted)
+        added = dataset.withColumn(_ALL, predicted)
+        for name in outputs.columns:
+            field = F.col(_ALL).getField(name)
+            added = added.withColumn(
+                name, array_to_vector(field) if name == wanted["probability_col"] else field
+            )
+        return added.drop(_ALL)
+
+    @staticmethod
+    def _input(dataset: DataFrame, column: Column) -> SparkColumn:
+        if column.name not in dataset.columns:
+            raise InvalidInput(
+                f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
+            )
+        reference = F.col(f"`{column.name}`")
+        is_vector = isinstance(dataset.schema[column.name].dataType, VectorUDT)
+        return vector_to_array(reference) if is_vector else reference
+
+
+class ModelWriter(MLWriter):
+    """Metadata as Spark ML writes it, the module's parts in rows of a Parquet table."""
+
+    def __init__(self, instance: ElasticModel) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        model = self._instance
+        extra = {
+            "format": saving.FORMAT,
+            "summary": model.summary.to_json(),
+            "columns": [[c.name, c.dtype, list(c.shape)] for c in model._predictor.columns],
+            **model._extra(),
+        }
+        DefaultParamsWriter.saveMetadata(model, path, self.sc, extraMetadata=extra)
+        saving.write(self.sparkSession, path, model._predictor.parts())
+
+
+class ModelReader(MLReader[Any]):
+    def __init__(self, cls: type[ElasticModel]) -> None:
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> Any:
+        metadata = saving.upgraded(DefaultParamsReader.loadMetadata(path, self.sc), path)
+        columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
+        summary = FitSummary.from_json(metadata["summary"])
+        predictor = self._cls._restored(saving.read(self.sparkSession, path), columns, metadata)
+        model: Any = self._cls(predictor, summary)
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model

@@ -1,0 +1,116 @@
+"""Keras training on real processes: P1 to P4 under kills, P7 when all are lost, callbacks told each thing once."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.launch import Site, supervise
+from spark_elastic.protocol.types import Limits
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.testing.processes import ProcessLauncher
+from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
+from tests.component.torch.job import PACE, ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
+from tests.scenarios import Fault
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3 with numpy 2
+]
+
+
+class Watches(keras.callbacks.Callback):
+    """Slows training down, so that a quick machine, too, is met in mid-epoch, and asserts that it is told all once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.steps = 0, 0
+        self.epochs: list[int] = []
+        self.ended: list[int] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.begun += 1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(PACE)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert logs["loss"] > 0
+        self.steps += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ended.append(epoch)
+        assert self.begun == 1
+        assert self.ended == self.epochs == list(range(epoch + 1)), "each epoch is told once (W6)"
+        assert self.steps == len(self.epochs) * self.params["steps"], "each step is told once (R1)"
+
+
+def train(job: Job, tmp_path: Path, victims: Any, fault: Fault) -> tuple[Any, Any, list[int]]:
+    """(store and manifest, the launch's result, slots that were killed); victims: of (epoch, step, living, killed)."""
+    store, manifest = make_data(tmp_path)
+    launcher = ProcessLauncher(
+        job.task(store, manifest, str(tmp_path / "ledger")), SystemClock(), preload=("keras",), room=3
+    )
+    killed: list[int] = []
+
+    def strike(epoch: int, step: int) -> None:
+        for slot in victims(epoch, step, sorted(launcher.slots()), killed):
+            killed.append(slot)
+            fault(launcher.kill, slot)
+
+    limits = Limits(job.workers, 1, job.workers, lease=5.0, max_global_batch=job.batch_size * job.workers)
+    site = Site(run=HeldRun.take(store, RUN))
+    result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower(strike))
+    assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
+    seen = ledger_of(tmp_path / "ledger")
+    assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
+    assert set(seen.values()) == {1}
+    return (store, manifest), result, killed
+
+
+@pytest.mark.scenario("G1", "G2", "G3")
+def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
+    """One slot in the first epoch, and rank 0's in the second."""
+
+    def victims(epoch: int, step: int, living: list[int], killed: list[int]) -> list[int]:
+        if len(killed) == min(epoch, 1) and step > 3:
+            return [living[1] if not killed else living[0]]
+        return []
+
+    job = replace(JOBS["row weights"], validates=True, callbacks=(Watches(),))
+    data, result, killed = train(job, tmp_path, victims, fault)
+    assert len(killed) == 2
+    assert len(result.worlds) > 1, "nobody was lost"
+    theirs, losses = plain(job, *data)
+    assert difference(weights_of(data[0]), theirs) < 1e-9
+    history = json.loads(result.results[0])["history"]
+    assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
+    assert [epoch["val_rows"] for epoch in history] == [ROWS] * job.epochs
+
+
+@pytest.mark.scenario("G5")
+def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
+    tmp_path: Path, fault: Fault
+) -> None:
+    def victims(epoch: int, step: int, living: list[int], killed: list[int]) -> list[int]:
+        return living if epoch == 1 and step > 5 and not killed else []
+
+    job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(Watches(),))
+    data, result, killed = train(job, tmp_path, victims, fault)
+    assert len(killed) == 3
+    assert [w for w in result.worlds if "goes on from checkpoint" in w.reason], (
+        "nobody began from a checkpoint"
+    )
+    assert difference(weights_of(data[0]), plain(job, *data)[0]) < 1e-9
