@@ -27,6 +27,8 @@ _EXPORTS = {
     "DriverUnreachable": "spark_elastic.errors",
     "ElasticConfig": "spark_elastic.config",
     "ElasticError": "spark_elastic.errors",
+    "ElasticKerasEstimator": "spark_elastic.estimators.keras_estimator",
+    "ElasticKerasModel": "spark_elastic.estimators.keras_model",
     "ElasticTorchEstimator": "spark_elastic.estimators.torch_estimator",
     "ElasticTorchModel": "spark_elastic.estimators.fitted_model",
     "FailureBudgetExceeded": "spark_elastic.errors",
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from spark_elastic.estimators.fitted_model import ElasticTorchModel
+    from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
+    from spark_elastic.estimators.keras_model import ElasticKerasModel
     from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
     from spark_elastic.running.call import run
     from spark_elastic.worker.resources import task_resources
@@ -78,6 +82,8 @@ __all__ = [
     "DriverUnreachable",
     "ElasticConfig",
     "ElasticError",
+    "ElasticKerasEstimator",
+    "ElasticKerasModel",
     "ElasticTorchEstimator",
     "ElasticTorchModel",
     "FailureBudgetExceeded",

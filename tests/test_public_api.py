@@ -18,6 +18,8 @@ PUBLIC = {
     "DriverUnreachable": "errors",
     "ElasticConfig": "config",
     "ElasticError": "errors",
+    "ElasticKerasEstimator": "estimators.keras_estimator",
+    "ElasticKerasModel": "estimators.keras_model",
     "ElasticTorchEstimator": "estimators.torch_estimator",
     "ElasticTorchModel": "estimators.fitted_model",
     "FailureBudgetExceeded": "errors",

@@ -5,7 +5,7 @@ Values only. A refused parameter may be given the value that Horovod takes by it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spark_elastic.errors import InvalidInput
@@ -31,6 +31,7 @@ REFUSED = {
     "custom_objects": _FRAME,
     "data_module": "rows are read from Parquet by one reader, through Arrow",
     "debug_data_loader": "the worker's messages name the step and rows of an error by themselves",
+    "initial_epoch": "a fit with the same run_id goes on where the run stands",
     "loader_num_epochs": _EPOCH,
     "log_every_n_steps": "on_progress hears of every step",
     "logger": "use callbacks, or on_progress on the driver",
@@ -40,6 +41,7 @@ REFUSED = {
     "partitions_per_process": _PARTITIONS,
     "profiler": "use callbacks",
     "reader_pool_type": _READERS,
+    "steps_per_execution": "workers exchange gradients in each step",
     "shuffle_buffer_size": "shuffle=True shuffles all rows of the table",
     "tensorflow_dataset_prefetch_buffer_size": _FRAME,
     "train_async_data_loader_queue_size": _READERS,
@@ -56,15 +58,15 @@ REFUSED = {
 _NOTHING: tuple[Any, ...] = (None, False, 0)
 
 
-def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by our names.
+def translated(values: Mapping[str, Any], own: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
+    """Parameters by our names. own: whether a name is a parameter of the estimator, whatever another thinks of it.
 
     Raises:
         InvalidInput: one has no meaning here, or is given under both names.
     """
     ours: dict[str, Any] = {}
     for name, value in values.items():
-        if name in REFUSED:
+        if name in REFUSED and not own(name):
             if not any(value is nothing for nothing in _NOTHING):
                 raise InvalidInput(f"{name} has no meaning here: {REFUSED[name]}.")
             continue

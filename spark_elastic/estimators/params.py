@@ -1,4 +1,4 @@
-"""The parameters of the torch estimator as Params of Spark ML: keywords, `setX`/`getX`, `copy`, param maps.
+"""The parameters of the estimators as Params of Spark ML: keywords, `setX`/`getX`, `copy`, param maps.
 
 Owns names, documentation and defaults. What values are allowed is `validation.py`'s, when `fit` is called.
 """
@@ -93,26 +93,14 @@ class ColumnParams(Params):
 
 
 @with_accessors
-class TorchParams(ColumnParams):
-    """What `ElasticTorchEstimator` can be told."""
+class EstimatorParams(ColumnParams):
+    """What the estimators of all frameworks can be told."""
 
-    model: Param[Any] = declare("the torch.nn.Module to train, left as it is, or a function that makes one")
-    optimizer: Param[Any] = declare(
-        "a torch optimizer over the model's parameters, or a function of parameters to one"
-    )
     learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
     scale_lr: Param[bool] = declare(
         "whether num_workers multiplies all learning rates, once, as Horovod has it"
     )
-    loss: Param[Any] = declare("function or module of (output, *labels), or a list of one per label", listed)
     loss_weights: Param[Sequence[float]] = declare("weight of each of several losses; None: 1/n each", listed)
-    metrics: Param[Any] = declare(
-        "functions of (output, label) or torchmetrics, as a list or by name", listed
-    )
-    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", listed)
-    train_minibatch_fn: Param[Any] = declare(
-        "function of (model, features, labels) to the rows' losses or their mean, in place of loss"
-    )
     transformation_fn: Param[Any] = declare(
         "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers"
     )
@@ -125,9 +113,6 @@ class TorchParams(ColumnParams):
     )
     val_batch_size: Param[int] = declare("rows per worker in validation; None: batch_size")
     backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
-    precision: Param[str] = declare(
-        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
-    )
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
     terminate_on_nan: Param[bool] = declare("whether a loss that is no number ends the training")
@@ -139,8 +124,6 @@ class TorchParams(ColumnParams):
     store: Param[str] = declare("path or url for data and models that driver and executors share")
     seed: Param[int] = declare("seed of the order of rows and of the workers' random numbers")
     shuffle: Param[bool] = declare("whether each epoch has an order of its own")
-    gradient_clip_norm: Param[float] = declare("largest norm of all gradients together, or None")
-    gradient_clip_value: Param[float] = declare("largest absolute value of a gradient's element, or None")
     run_id: Param[str] = declare("name of the run in the store; default a new one for each fit")
     verbose: Param[int] = declare(
         "0: silent; 1: progress, worlds and what workers print; 2: the log of spark_elastic, too"
@@ -151,3 +134,43 @@ class TorchParams(ColumnParams):
     )
     config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
     settings: Param[Any] = declare("single settings of ElasticConfig that go before `config`")
+
+
+@with_accessors
+class TorchParams(EstimatorParams):
+    """What `ElasticTorchEstimator` can be told, too."""
+
+    model: Param[Any] = declare("the torch.nn.Module to train, left as it is, or a function that makes one")
+    optimizer: Param[Any] = declare(
+        "a torch optimizer over the model's parameters, or a function of parameters to one"
+    )
+    loss: Param[Any] = declare("function or module of (output, *labels), or a list of one per label", listed)
+    metrics: Param[Any] = declare(
+        "functions of (output, label) or torchmetrics, as a list or by name", listed
+    )
+    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", listed)
+    train_minibatch_fn: Param[Any] = declare(
+        "function of (model, features, labels) to the rows' losses or their mean, in place of loss"
+    )
+    precision: Param[str] = declare(
+        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
+    )
+    gradient_clip_norm: Param[float] = declare("largest norm of all gradients together, or None")
+    gradient_clip_value: Param[float] = declare("largest absolute value of a gradient's element, or None")
+
+
+@with_accessors
+class KerasParams(EstimatorParams):
+    """What `ElasticKerasEstimator` can be told, too."""
+
+    model: Param[Any] = declare("the Keras model to train, left as it is, or a function that makes one")
+    optimizer: Param[Any] = declare("a Keras optimizer or its name; None: what the model is compiled with")
+    loss: Param[Any] = declare(
+        "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", listed
+    )
+    metrics: Param[Any] = declare(
+        "Keras metrics or their names; None: what the model is compiled with", listed
+    )
+    callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", listed)
+    class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
+    custom_objects: Param[Any] = declare("classes and functions that the model is made of, by name, or None")

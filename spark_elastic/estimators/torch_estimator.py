@@ -5,28 +5,20 @@ Owns its keywords and their defaults. What values are allowed is `validation.py`
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pyspark import keyword_only
-from pyspark.ml import Estimator
 from pyspark.ml.util import (
-    DefaultParamsReader,
-    DefaultParamsWriter,
     MLReadable,
     MLReader,
-    MLWritable,
-    MLWriter,
 )
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import saving
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
-from spark_elastic.estimators.horovod_names import translated, with_horovod_names
+from spark_elastic.estimators.horovod_names import with_horovod_names
 from spark_elastic.estimators.objects import activation_of, brought
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.persistence import Packed, pack
@@ -40,7 +32,7 @@ if TYPE_CHECKING:
 
 @with_horovod_names
 class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
-    Estimator[ElasticTorchModel], TorchParams, MLWritable, MLReadable["ElasticTorchEstimator"]
+    ElasticEstimator, TorchParams, MLReadable["ElasticTorchEstimator"]
 ):
     """Trains a torch module on the rows of a DataFrame with workers that may come and go.
 
@@ -108,78 +100,21 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
         **settings: Any,
     ) -> None:
         super().__init__()
-        keywords = inspect.signature(type(self).__init__).parameters.values()
-        self._setDefault(settings={}, **{k.name: k.default for k in keywords if k.kind is k.KEYWORD_ONLY})
-        self.setParams(**self._input_kwargs)
-
-    def setParams(self, **values: Any) -> ElasticTorchEstimator:
-        """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
-        values = translated(values)
-        settings = {name: value for name, value in values.items() if not self.hasParam(name)}
-        known = {field.name for field in dataclasses.fields(ElasticConfig)}
-        for name in settings.keys() - known:
-            raise InvalidInput(
-                f"{name!r} is neither a parameter of ElasticTorchEstimator nor a field of ElasticConfig."
-            )
-        self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
-        self._set(settings={**self.getOrDefault("settings"), **settings})
-        return self
-
-    def write(self) -> MLWriter:
-        return _Writer(self)
+        self._begin(self._input_kwargs)
 
     @classmethod
     def read(cls) -> MLReader[ElasticTorchEstimator]:
-        return _Reader(cls)
+        return EstimatorReader(cls)
 
     def _fit(self, dataset: DataFrame) -> ElasticTorchModel:
-        values = {param.name: self.getOrDefault(param) for param in self.params}
-        model = fit(dataset, checked(values, brought))
-        for param in model.params:
-            if self.isDefined(param.name):
-                model._set(**{param.name: self.getOrDefault(param.name)})
-        if values["activation"] is None:
-            model._set(activation=activation_of(values["loss"]))
+        model = fit(dataset, checked(self._values, brought))
+        self._hand_down(model, activation_of(self.getOrDefault("loss")))
         return model
 
+    def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+        model = self.getOrDefault("model")
+        return pack(dict(objects), model if isinstance(model, torch.nn.Module) else None).parts()
 
-class _Writer(MLWriter):
-    """Plain parameters as Spark ML writes them, the others packed together: what they share stays shared."""
-
-    def __init__(self, instance: ElasticTorchEstimator) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:
-        estimator = self._instance
-        values = {param.name: value for param, value in estimator._paramMap.items()}
-        objects = {name: value for name, value in values.items() if not _is_plain(value)}
-        plain = {name: value for name, value in values.items() if name not in objects}
-        extra = {"format": saving.FORMAT}
-        DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extraMetadata=extra, paramMap=plain)
-        model = values.get("model")
-        named = model if isinstance(model, torch.nn.Module) else None
-        saving.write(self.sparkSession, path, pack(objects, named).parts())
-
-
-class _Reader(MLReader["ElasticTorchEstimator"]):
-    def __init__(self, cls: type[ElasticTorchEstimator]) -> None:
-        super().__init__()
-        self._cls = cls
-
-    def load(self, path: str) -> ElasticTorchEstimator:
-        metadata = saving.upgraded(DefaultParamsReader.loadMetadata(path, self.sc), path)
-        estimator = self._cls()
-        estimator._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-        estimator._set(**{**metadata["paramMap"], **Packed(**saving.read(self.sparkSession, path)).unpack()})
-        return estimator
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON gives it back as it is."""
-    if isinstance(value, list):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_plain(item) for name, item in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
+    def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
+        objects: dict[str, Any] = Packed(**parts).unpack()
+        return objects

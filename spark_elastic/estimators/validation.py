@@ -161,10 +161,10 @@ def _validation(value: Any) -> float | str | None:
 
 
 def _one_of(values: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str | None:
-    value = values[name]
+    value = values.get(name)
     if value is not None and value not in allowed:
         raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, or None; got {value!r}.")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _workers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _whole(values: Mapping[str, Any], name: str, least: int) -> int:
 
 
 def _positive(values: Mapping[str, Any], name: str) -> float | None:
-    value = values[name]
+    value = values.get(name)  # None: the framework has no such parameter
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

@@ -50,6 +50,8 @@ class KerasLearner:
         self.model = model = brought.model.load()
         if spec.learning_rate is not None:
             model.optimizer.learning_rate = spec.learning_rate
+        if spec.lr_times != 1:
+            model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_times
         model.optimizer.build(model.trainable_variables)
         transformed = brought.transformation is not None
         inputs = Inputs.of(model, spec.features, free=transformed)

@@ -1,0 +1,111 @@
+"""What the estimators of all frameworks share as estimators of Spark ML: setting, fitting, saving.
+
+A framework's class owns its keywords and their defaults, and says how its objects are packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Estimator
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import saving
+from spark_elastic.estimators.horovod_names import translated
+from spark_elastic.estimators.params import EstimatorParams
+from spark_elastic.estimators.transformer import ElasticModel
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
+    """Its keywords are those of the framework's class."""
+
+    def _begin(self, given: Mapping[str, Any]) -> None:
+        """Take the constructor's defaults, and what was given."""
+        keywords = inspect.signature(type(self).__init__).parameters.values()
+        self._setDefault(settings={}, **{k.name: k.default for k in keywords if k.kind is k.KEYWORD_ONLY})
+        self.setParams(**given)
+
+    def setParams(self, **values: Any) -> Self:
+        """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
+        values = translated(values, self.hasParam)
+        settings = {name: value for name, value in values.items() if not self.hasParam(name)}
+        known = {field.name for field in dataclasses.fields(ElasticConfig)}
+        for name in settings.keys() - known:
+            raise InvalidInput(
+                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig."
+            )
+        self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
+        self._set(settings={**self.getOrDefault("settings"), **settings})
+        return self
+
+    def write(self) -> MLWriter:
+        return _Writer(self)
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {param.name: self.getOrDefault(param) for param in self.params}
+
+    def _hand_down(self, model: ElasticModel, activation: str | None) -> None:
+        """The fitted model's own parameters. activation: what the loss says."""
+        for param in model.params:
+            if self.isDefined(param.name):
+                model._set(**{param.name: self.getOrDefault(param.name)})
+        if self.getOrDefault("activation") is None:
+            model._set(activation=activation)
+
+    def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+        """Parameters that JSON cannot hold, as bytes by name."""
+        raise TypeError(f"{type(self).__name__} belongs to no framework")
+
+    def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
+        """What was packed."""
+        raise TypeError(f"{type(self).__name__} belongs to no framework")
+
+
+class _Writer(MLWriter):
+    """Plain parameters as Spark ML writes them, the others packed together: what they share stays shared."""
+
+    def __init__(self, instance: ElasticEstimator) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        estimator = self._instance
+        values = {param.name: value for param, value in estimator._paramMap.items()}
+        objects = {name: value for name, value in values.items() if not _is_plain(value)}
+        plain = {name: value for name, value in values.items() if name not in objects}
+        extra = {"format": saving.FORMAT}
+        DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extraMetadata=extra, paramMap=plain)
+        saving.write(self.sparkSession, path, estimator._packed(objects))
+
+
+class EstimatorReader(MLReader[Any]):
+    def __init__(self, cls: type[ElasticEstimator]) -> None:
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> Any:
+        metadata = saving.upgraded(DefaultParamsReader.loadMetadata(path, self.sc), path)
+        estimator: Any = self._cls()
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
+        objects = estimator._unpacked(saving.read(self.sparkSession, path))
+        estimator._set(**{**metadata["paramMap"], **objects})
+        return estimator
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is."""
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(item) for name, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)

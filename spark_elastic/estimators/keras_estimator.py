@@ -1,0 +1,144 @@
+"""`ElasticKerasEstimator`: the estimator of Spark ML for Keras models.
+
+Owns its keywords and their defaults. What values are allowed is `validation.py`'s and `keras_objects.py`'s, what a fit
+does `fitting.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import keras
+from pyspark import keyword_only
+from pyspark.ml.util import MLReadable, MLReader
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.horovod_names import with_horovod_names
+from spark_elastic.estimators.keras_fit import fit
+from spark_elastic.estimators.keras_model import ElasticKerasModel
+from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.estimators.params import KerasParams
+from spark_elastic.estimators.validation import checked
+from spark_elastic.keras.train_archive import Archive
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
+
+
+@with_horovod_names
+class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
+    ElasticEstimator, KerasParams, MLReadable["ElasticKerasEstimator"]
+):
+    """Trains a Keras 3 model (TensorFlow backend) on the rows of a DataFrame with workers that may come and go.
+
+    Every parameter is a Param of Spark ML: a keyword here, `setX`/`getX`, `copy({estimator.epochs: 5})`.
+    One step takes batch_size × num_workers rows, however many workers there are at that moment. The model is called
+    with one tensor per feature column: by the names of its inputs where the columns have these, else in order; labels
+    belong to the outputs in the same way.
+
+    model: compiled, or compiled here on a copy with optimizer, loss, loss_weights and metrics. Keras's callbacks are
+    called once for each thing that became part of the training, whatever workers come and go; ModelCheckpoint and its
+    like write on rank 0 alone. Gradients of embeddings travel dense. float16 losses that are scaled, and models with a
+    train_step of their own, are refused. Horovod's names are taken, or refused with what to use instead.
+    store: shared by driver and executors; where all run on this machine it may be left out.
+    config, or any field of `ElasticConfig` as a keyword of its own: ports, addresses, time limits, ledger.
+
+    `fit` raises InvalidInput for what is wrong with an argument or a column before any Spark job, PreflightError for
+    a host that cannot take part, JobFailed and its subclasses, JobCancelled, StoreError.
+    """
+
+    _input_kwargs: dict[str, Any]
+
+    @keyword_only
+    def __init__(  # noqa: PLR0913 - the keywords are the Params
+        self,
+        *,
+        model: keras.Model | Callable[[], keras.Model] | None = None,
+        optimizer: keras.optimizers.Optimizer | str | None = None,
+        learning_rate: float | None = None,
+        scale_lr: bool = False,
+        loss: Any = None,
+        loss_weights: Sequence[float] | None = None,
+        metrics: Any = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        transformation_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        feature_cols: str | Sequence[str] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        label_shapes: Sequence[Sequence[int]] | None = None,
+        prediction_col: str = "prediction",
+        probability_col: str | None = None,
+        activation: str | None = None,
+        output_cols: Sequence[str] | None = None,
+        validation: float | str | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        backward_passes_per_step: int = 1,
+        epochs: int = 1,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        max_workers: int | None = None,
+        store: str | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        gradient_compression: str | None = None,
+        reader: str = "arrow",
+        terminate_on_nan: bool = False,
+        inmemory_cache_all: bool = False,
+        run_id: str | None = None,
+        verbose: int = 1,
+        keep_data: bool = False,
+        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
+        config: ElasticConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._begin(self._input_kwargs)
+
+    @classmethod
+    def read(cls) -> MLReader[ElasticKerasEstimator]:
+        return EstimatorReader(cls)
+
+    def _fit(self, dataset: DataFrame) -> ElasticKerasModel:
+        model = fit(dataset, checked(self._values, keras_brought))
+        self._hand_down(model, activation_of(compiled(self._values)))
+        return model
+
+    def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+        """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
+        objects, parts = dict(objects), {}
+        if isinstance(objects.get("model"), keras.Model):
+            archive = Archive.of(objects.pop("model"), objects.get("custom_objects"))
+            parts = {"model.keras": archive.content, "floatx": archive.floatx.encode()}
+            if cloudpickle.loads(archive.custom):
+                parts["custom"] = archive.custom
+        configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
+        plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
+        return {
+            **parts,
+            "configured": json.dumps(plain).encode(),
+            **({"objects": cloudpickle.dumps(objects)} if objects else {}),
+        }
+
+    def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
+        found: dict[str, Any] = cloudpickle.loads(parts["objects"]) if "objects" in parts else {}
+        custom = (
+            cloudpickle.loads(parts["custom"]) if "custom" in parts else found.get("custom_objects") or {}
+        )
+        if "model.keras" in parts:
+            archive = Archive(parts["model.keras"], cloudpickle.dumps(custom), parts["floatx"].decode(), True)
+            found["model"] = archive.load()
+        plain = json.loads(parts["configured"])
+        found.update(
+            {name: keras.saving.deserialize_keras_object(value, custom) for name, value in plain.items()}
+        )
+        return found

@@ -1,0 +1,124 @@
+"""The fitted model of the Keras estimator. What all frameworks' models can do is `transformer.py`'s."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from pyspark.ml.util import MLReadable, MLReader
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.errors import StoreError
+from spark_elastic.estimators.stacking import Floats, in_parts
+from spark_elastic.estimators.transformer import ElasticModel, ModelReader
+from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train_share import Inputs
+
+PART = "model.keras"
+
+
+@dataclass(frozen=True)
+class KerasPredictor:
+    """Rows in, predictions out; the model is called with training=False."""
+
+    archive: Archive
+    columns: tuple[Column, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"archive": self.archive, "columns": self.columns}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def model(self) -> Any:
+        """A new copy of the model."""
+        return self.archive.load()
+
+    def parts(self) -> dict[str, bytes]:
+        return {PART: self.archive.content}
+
+    def widths(self) -> list[int]:
+        outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
+        return [int(output.shape[1]) for output in outputs]
+
+    def predict(self, columns: Sequence[Sequence[Any]]) -> list[Floats]:
+        return in_parts(self.columns, columns, self._forward, self.widths)
+
+    @cached_property
+    def _called(self) -> Any:
+        """(inputs of the columns, function of them)."""
+        model = self.archive.load()
+        nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
+
+        def call(arrays: list[Any]) -> list[Any]:
+            single = arrays[0] if len(arrays) == 1 else arrays
+            inputs = single if nested is None else keras.tree.pack_sequence_as(nested, arrays)
+            return list(tf.nest.flatten(model(inputs, training=False)))
+
+        return Inputs.of(model, self.columns), tf.function(call, reduce_retracing=True)
+
+    def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[Floats]:
+        columns, call = self._called
+        named = {c.name: values for c, values in zip(self.columns, inputs, strict=True)}
+        outputs = call([tf.constant(array) for array in columns.arrays(named)])
+        return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]
+
+
+class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type: ignore[misc,unused-ignore]
+    """What `ElasticKerasEstimator.fit` returns.
+
+    `transform(df)` adds `prediction_col`: a double where the model returns one number per row, else an array of
+    doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
+    take them.
+    A model of several outputs adds a column for each: `output_cols`, by default LABEL__output.
+
+    `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`
+    are the same as DataFrames. `model` and `getModel()` give a compiled copy of the Keras model.
+
+    `save` keeps a `.keras` file, which loads without running code from the path. Classes and functions of the user's
+    are imported by name from where they are defined.
+    """
+
+    @classmethod
+    def read(cls) -> MLReader[ElasticKerasModel]:
+        return ModelReader(cls)
+
+    def _extra(self) -> dict[str, Any]:
+        archive = self._predictor.archive  # type: ignore[attr-defined]
+        custom = cloudpickle.loads(archive.custom)
+        named = {name: [thing.__module__, thing.__qualname__] for name, thing in custom.items()}
+        return {"floatx": archive.floatx, "custom_objects": named}
+
+    @classmethod
+    def _restored(
+        cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
+    ) -> KerasPredictor:
+        custom = {name: imported(*place) for name, place in extra["custom_objects"].items()}
+        archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=True)
+        return KerasPredictor(archive, columns)
+
+
+def imported(module: str, name: str) -> Any:
+    """A class or function by its place.
+
+    Raises:
+        StoreError: it is not there.
+    """
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise StoreError(
+            f"the model needs {name} of {module}, which cannot be imported here ({error}): define it in a module that "
+            "can be imported."
+        ) from error
+    return found

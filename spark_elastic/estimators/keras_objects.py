@@ -1,0 +1,193 @@
+"""What the user brings to a fit with Keras, checked: model, optimizer, losses, metrics, callbacks.
+
+Nothing of the user's is changed: what is compiled anew is a copy. Knows Keras, not Spark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.wording import kind
+from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train_spec import KerasBrought
+
+_BY_OURSELVES = "BackupAndRestore"
+
+
+def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
+    """The user's objects among an estimator's parameters.
+
+    Raises:
+        InvalidInput: the first mistake, in one sentence.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise InvalidInput(
+            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+    model = compiled(values)
+    _check_steps(model)
+    _check_columns(model, values)
+    _check_rate(model, values["learning_rate"], values["scale_lr"])
+    transformation = values["transformation_fn"]
+    if transformation is not None and not callable(transformation):
+        raise InvalidInput(f"transformation_fn must be a function; got {kind(transformation)}.")
+    return KerasBrought(
+        model=Archive.of(model, values["custom_objects"]),
+        callbacks=_callbacks(values["callbacks"]),
+        class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
+        transformation=transformation,
+    )
+
+
+def compiled(values: Mapping[str, Any]) -> Any:
+    """The model as it is to be trained: itself, or a copy that is compiled with the estimator's parameters."""
+    model = _model(values["model"], values["seed"])
+    names = ("optimizer", "loss", "loss_weights", "metrics")
+    given = {name: values[name] for name in names if values[name] is not None}
+    if given:
+        if model.optimizer is not None and not model.compiled:
+            raise InvalidInput("the model is half compiled: call compile() with an optimizer and a loss.")
+        copy = Archive.of(model, values["custom_objects"]).load()
+        before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
+        optimizer = given.get("optimizer", before.get("optimizer"))
+        if optimizer is None or given.get("loss", before.get("loss")) is None:
+            raise InvalidInput("the model is not compiled: give the estimator an optimizer and a loss.")
+        given["optimizer"] = _fresh(optimizer) if "optimizer" in given else optimizer
+        copy.compile(**{**before, **given})
+        return copy
+    if not model.compiled or model._compile_loss is None:
+        raise InvalidInput(
+            "the model is not compiled: call model.compile(optimizer, loss), or give the estimator an optimizer and a "
+            "loss."
+        )
+    return model
+
+
+def activation_of(model: Any) -> str | None:
+    """What makes probabilities of the outputs that the model's one loss is given; None where that cannot be known."""
+    loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
+    try:
+        loss = keras.losses.get(loss) if isinstance(loss, str) else loss
+    except ValueError:
+        return None
+    name = getattr(loss, "name", getattr(loss, "__name__", "")) or ""
+    if "crossentropy" not in name:
+        return None
+    if not getattr(loss, "_fn_kwargs", {}).get("from_logits", False):
+        return "identity"
+    return "sigmoid" if "binary" in name else "softmax"
+
+
+def _model(model: Any, seed: Any) -> Any:
+    if isinstance(model, type):
+        raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
+    if not isinstance(model, keras.Model) and callable(model):
+        keras.utils.set_random_seed(int(seed))
+        model = model()
+    if not isinstance(model, keras.Model):
+        raise InvalidInput(f"model must be a Keras model or a function that makes one; got {kind(model)}.")
+    if not model.built:
+        raise InvalidInput("the model has no weights yet: give it an Input, or call model.build(shape).")
+    if not model.trainable_variables:
+        raise InvalidInput("the model has no trainable weight: there is nothing to train.")
+    return model
+
+
+def _fresh(optimizer: Any) -> Any:
+    """An optimizer of the same settings, bound to no model."""
+    try:
+        found = keras.optimizers.get(optimizer)
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(f"optimizer must be a Keras optimizer or its name: {error}") from error
+    return type(found).from_config(found.get_config())
+
+
+def _check_steps(model: Any) -> None:
+    """What the elastic step cannot honour."""
+    for name, instead in (
+        (
+            "train_step",
+            "the elastic step computes gradients, sums them over the workers and applies them by itself",
+        ),
+        ("compute_loss", "losses are summed by rows: give compile() a loss, and penalties to add_loss()"),
+        ("compute_metrics", "metrics see the rows of all workers: give them to compile()"),
+    ):
+        if getattr(type(model), name) is not getattr(keras.Model, name) and not _is_keras(type(model), name):
+            raise InvalidInput(
+                f"{type(model).__name__} has a {name}() of its own, which is not called: {instead}."
+            )
+    if (getattr(model, "steps_per_execution", 1) or 1) != 1:
+        raise InvalidInput(
+            "steps_per_execution has no meaning here, since the workers exchange gradients in each step: compile "
+            "without it."
+        )
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise InvalidInput("float16 with scaled losses is not supported: use the policy mixed_bfloat16.")
+    if model.optimizer.gradient_accumulation_steps:
+        raise InvalidInput(
+            "gradient_accumulation_steps: use backward_passes_per_step of the estimator instead."
+        )
+
+
+def _is_keras(owner: type, name: str) -> bool:
+    """Whether Keras itself defines the method."""
+    return str(getattr(owner, name).__module__).startswith("keras.")
+
+
+def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
+    features, labels = values["feature_cols"] or (), values["label_cols"] or ()
+    inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
+    if inputs and features and len(inputs) != len(features):
+        raise InvalidInput(
+            f"the model has {len(inputs)} inputs and feature_cols names {len(features)} columns: name one for each "
+            "(put numbers of one input together with VectorAssembler)."
+        )
+    if outputs and labels and len(outputs) != len(labels):
+        raise InvalidInput(
+            f"the model has {len(outputs)} outputs and label_cols names {len(labels)} columns: name one for each."
+        )
+
+
+def _check_rate(model: Any, rate: Any, scales: Any) -> None:
+    if rate is None and not scales:
+        return
+    if rate is not None and (
+        isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf
+    ):
+        raise InvalidInput(f"learning_rate must be a number of 0 or more, or None; got {rate!r}.")
+    if isinstance(model.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise InvalidInput(
+            "the optimizer has a schedule of learning rates: leave learning_rate and scale_lr out."
+        )
+
+
+def _callbacks(callbacks: Any) -> tuple[Any, ...]:
+    found = (
+        tuple(callbacks) if isinstance(callbacks, list | tuple) else () if callbacks is None else (callbacks,)
+    )
+    for callback in found:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise InvalidInput(
+                f"callbacks must be instances of keras.callbacks.Callback; got {kind(callback)}."
+            )
+        if type(callback).__name__ == _BY_OURSELVES:
+            raise InvalidInput(
+                f"{_BY_OURSELVES} has no meaning here: checkpoints are written by themselves, and a fit with the same "
+                "run_id goes on from the last one."
+            )
+    return found
+
+
+def _class_weight(weights: Any, labels: Any) -> dict[int, float] | None:
+    if weights is None:
+        return None
+    if len(labels) != 1:
+        raise InvalidInput("class_weight needs one label column: use sample_weight_col for several.")
+    if not isinstance(weights, Mapping):
+        raise InvalidInput(f"class_weight must be a dict of class numbers and weights; got {kind(weights)}.")
+    return {int(number): float(weight) for number, weight in weights.items()}
