@@ -189,6 +189,7 @@ void Mesh::whenIdle(bool late) {
   adoptLeftOver();
   for (int r = 0; r < size && !failure_; r++) {
     if (r != rank) pair(r).lookBehind();
+    if (r < rank && !failure_) pair(r).seek();
   }
   // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
   if (!late || failure_) return;

@@ -19,6 +19,7 @@ namespace elastic {
 namespace {
 
 constexpr std::chrono::milliseconds kHereEvery{150};
+constexpr std::chrono::seconds kSeekEvery{1};
 
 }  // namespace
 
@@ -232,7 +233,35 @@ void Pair::close() {
   shut();
 }
 
+// A lower rank that has died before it dialled us is known by nobody refusing to listen: twice, since what it sent
+// before an orderly end may lie in the socket that comes next. To the living it is one more stranger who says nothing.
+void Pair::seek() {
+  if (seeking_ >= 0) {
+    int error = 0;
+    socklen_t length = sizeof error;
+    getsockopt(seeking_, SOL_SOCKET, SO_ERROR, &error, &length);
+    return sought(error);
+  }
+  const auto now = Mesh::Clock::now();
+  if (state_ != State::kIdle || !busy() || (!refused_ && now - sought_ < kSeekEvery)) return;
+  sought_ = now;
+  const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
+  seeking_ = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (seeking_ < 0) return;  // no descriptor today
+  if (::connect(seeking_, to.get(), to.length) != 0 && errno != EINPROGRESS) sought(errno);
+}
+
+void Pair::sought(int error) {
+  ::close(seeking_);
+  seeking_ = -1;
+  const bool again = refused_;
+  refused_ = error == ECONNREFUSED;
+  if (refused_ && again && state_ == State::kIdle) fail("it is gone and never came");
+}
+
 void Pair::shut() {
+  if (seeking_ >= 0) ::close(seeking_);
+  seeking_ = -1;
   if (fd_ >= 0) {
     mesh_.unwatch(fd_);
     mesh_.byFd_.erase(fd_);

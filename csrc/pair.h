@@ -48,6 +48,7 @@ class Pair : public gloo::transport::Pair {
   void onEvents(uint32_t events);
   void lookBehind();
   void sayHere();
+  void seek();
   void sayGoodbye(const Failure& failure, Mesh::Clock::time_point until);
   void drop();
   void shut();
@@ -88,6 +89,7 @@ class Pair : public gloo::transport::Pair {
   void mismatch(size_t expected, size_t got);
   bool sameCall(const Call& theirs);
   void fail(const std::string& why);
+  void sought(int error);
   void arm();
   std::string link() const;
 
@@ -109,6 +111,9 @@ class Pair : public gloo::transport::Pair {
   bool inBody_ = false, paused_ = false, aside_ = false, draining_ = false;
   Receive target_{};
   std::vector<char> asideBody_;
+  int seeking_ = -1;      // a connection that is made only to see whether the peer listens
+  bool refused_ = false;  // it did not, the last time
+  Mesh::Clock::time_point sought_{};
   Mesh::Clock::time_point heard_{}, said_{};  // when its last byte was read; when we last told it that we wait
 };
 

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.worker.program import Program
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -24,7 +27,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.test_resume import DRIVER, every_row_once_by_attempt, make_job
+from tests.component.torch.test_resume import DRIVER, every_row_once, every_row_once_by_attempt, make_job
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(600)]
 
@@ -63,3 +66,36 @@ def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -
     assert "goes on from checkpoint 000001-" in result.worlds[0].reason
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once_by_attempt(tmp_path / "ledger", job.epochs)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_p7_all_workers_are_killed_at_random_moments_and_the_driver_lives(tmp_path: Path, seed: int) -> None:
+    """Twice: at a step of the seed's, and then some way into the next exchange, commit or checkpoint."""
+    draw = random.Random(seed)
+    job, (store, manifest) = make_job(), make_data(tmp_path)
+    steps = [draw.randrange(5, 13), draw.randrange(15, 26)]
+    made: list[ProcessLauncher] = []
+    struck: list[threading.Thread] = []
+
+    def kill() -> None:
+        time.sleep(draw.uniform(0.0, 0.3))
+        for slot in made[0].slots():
+            made[0].kill(slot)
+
+    def strike(epoch: int, step: int) -> None:
+        if len(struck) < len(steps) and epoch * job.plan(manifest).steps + step >= steps[len(struck)]:
+            struck.append(threading.Thread(target=kill))
+            struck[-1].start()
+
+    def make(task: Program) -> ProcessLauncher:
+        made.append(launcher(task, room=job.workers))
+        return made[0]
+
+    ledger, run = tmp_path / "ledger", HeldRun.take(store, RUN)
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(strike), make, run=run)
+    for thread in struck:
+        thread.join()
+    assert len(struck) == len(steps)
+    assert any("goes on from checkpoint" in world.reason for world in result.worlds)
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    every_row_once(ledger, job.epochs)

@@ -55,6 +55,20 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
     assert ranks[3].answer().kind in {"GroupAborted", "PeerLost"}
 
 
+@pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+def test_a_rank_that_died_before_it_came_is_missed_by_those_whom_it_was_to_call(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
+    """The lower rank of two opens their connection; where memory is shared, while they settle who shares it."""
+    ranks = pool.take(2)
+    pool.world(ranks, timeout=60, hosts=hosts)
+    ranks[0].signal(signal.SIGKILL)
+    ranks[0].process.wait()
+    (end,) = each(ranks[1:], calls.barrier)
+    assert (end.kind, end.ranks) == ("PeerLost", (0,))
+    assert "never came" in end.reason
+
+
 ALL_LAYOUTS = pytest.mark.parametrize("hosts", [(), (3,), (2, 1)], ids=["sockets", "one host", "two hosts"])
 SLOW_BUT_SOCKETS = pytest.mark.parametrize(
     "hosts",

@@ -15,6 +15,7 @@ HOSTS = {
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", HOSTS)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_operation_agrees_with_numpy(pool: Pool, size: int, layout: str) -> None:

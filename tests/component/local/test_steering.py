@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.handle import JobHandle
 from spark_elastic.errors import JobCancelled
@@ -19,7 +22,10 @@ from spark_elastic.launch import LaunchResult, Silent, Site, supervise
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.places import Hosts
 from spark_elastic.protocol.types import Limits
+from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.testing.counting import CountingProgram
+from tests.component.local.watched import watched
+from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -83,3 +89,21 @@ def test_a_job_is_ended_by_its_handle() -> None:
     launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
     with pytest.raises(JobCancelled, match="enough is enough"):
         _run(program, launcher, AtStep(3, lambda: handle.cancel("enough is enough")), handle=handle)
+
+
+def test_a_run_id_goes_on_behind_a_killed_command(tmp_path: Path) -> None:
+    """`spark-elastic-run --run-id`: killed once a commit is durable, the same command goes on behind that one."""
+    durable = ("--run-id", "mine", "--store", str(tmp_path / "store"), "--checkpoint-steps", "5")
+    fault, folders = Fault(on=True), [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    with watched(folders[0], fault, "-np", "2", *durable) as job:
+        store = Store.open(str(tmp_path / "store"))
+        job.wait_for(lambda: bool(Checkpoints(store, "mine").published()), "a durable commit")
+        job.process.kill()
+        assert job.ended() == -signal.SIGKILL
+    newest = max(each.position.step for each in Checkpoints(store, "mine").published())
+    with watched(folders[1], fault, "-np", "1", *durable) as job:
+        assert job.await_size(1)
+        assert job.stop() == 0
+        assert job.lines()[0]["step"] == newest + 1

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from elastic_collectives import Group
-from tests.component.torch.job import difference, make_data
+from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.training.loop import CHANGE
+from spark_elastic.worker.program import Stopped
+from tests.component.torch.job import RUN, difference, make_data
 from tests.component.torch.test_training_hooks import make_job, plain, same_history
 from tests.unit.torch.worlds import in_a_world
 
@@ -37,3 +42,31 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     theirs, history = plain(job, store, manifest)
     assert difference(ours, theirs) < 1e-9
     same_history(SimpleNamespace(results=[outcome.result]), history)
+
+
+def test_r18_behind_the_last_boundary_the_very_step_is_durable(tmp_path: Path) -> None:
+    """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""
+    (store, manifest), job, last = make_data(tmp_path), make_job(), 4
+    world: Any = SimpleNamespace(version=0, fence=Fence(1, 1), source=0, resume=(), receivers=())
+    told: list[Checkpoint] = []
+
+    def work(group: Group) -> tuple[Any, Any]:
+        heard = iter([0] * (last - 1 + group.rank) + [LAST_CHANGE] * job.workers)
+        session: Any = SimpleNamespace(
+            membership_version=lambda: next(heard),
+            tell=lambda position: None,
+            report=lambda numbers: None,
+            wrote_checkpoint=told.append,
+        )
+        task = job.task(store, manifest)
+        task._spec = replace(task._spec, checkpoints=CheckpointPolicy(RUN, 100_000, None))
+        task.prepare()
+        outcome = task.run(world, group, session)
+        task.close()
+        return outcome, task.position()
+
+    here = Position(0, Phase.TRAIN, last)
+    assert in_a_world(2, work) == [(Stopped(CHANGE), here)] * 2
+    (checkpoint,) = told
+    assert checkpoint.position == here
+    Checkpoints(store, RUN).read_newest((checkpoint,))
