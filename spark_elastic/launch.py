@@ -92,7 +92,7 @@ class Silent:
         """Nothing."""
 
 
-class _Gathering:
+class Gathering:
     """Tells a narrator everything, and ends its job's turn with the first world."""
 
     def __init__(self, narrator: Narrator, turn: GatherTurn) -> None:
@@ -233,8 +233,9 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
         run=run,
     )
-    warn(sc)
-    room = room_of(dict(conf.getAll()))
+    settings = dict(conf.getAll())
+    warn(settings, sc)
+    room = room_of(settings)
     if config.ship:
         ship(sc)
     shipped = sc.broadcast(cloudpickle.dumps(program))
@@ -259,7 +260,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         with GatherTurn(application, name, limits, clock) as turn:
             watch = Together(ExecutorWatch(sc, clock), turn)
             return supervise(
-                launcher, watch, site, limits, config, name, _Gathering(narrate or Silent(), turn)
+                launcher, watch, site, limits, config, name, Gathering(narrate or Silent(), turn)
             )
     finally:
         _forget(shipped)

@@ -35,6 +35,7 @@ from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.told_log import log_told
 from spark_elastic.protocol.types import Limits
+from spark_elastic.spark.active_session import refuse_connect
 from spark_elastic.spark.driver_address import bind_of
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.schema import check_columns
@@ -81,6 +82,7 @@ class Fitted:
 
 def fit(df: DataFrame, request: Request, framework: Framework) -> Fitted:
     """Train on `df`; everything that can be seen to be wrong without a Spark job is said before the first one."""
+    refuse_connect(df.sparkSession, "fit()")
     check_columns(
         df.schema,
         request.feature_cols,

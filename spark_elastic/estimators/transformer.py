@@ -130,7 +130,9 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                     f"the table has a column {name!r} already: choose another name for the prediction."
                 )
         from spark_elastic.estimators.predict_udf import predict_udf
+        from spark_elastic.spark.active_session import refuse_connect
 
+        refuse_connect(dataset.sparkSession, "transform()")
         shipped = dataset.sparkSession.sparkContext.broadcast(self._predictor)
         predicted = predict_udf(shipped, outputs)(*inputs)
         if len(outputs.columns) == 1:

@@ -97,10 +97,11 @@ def run(
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
     call = prepare(fn, given, arguments, config)
-    from spark_elastic.spark.active_session import session
+    from spark_elastic.running.over_connect import over_connect
+    from spark_elastic.spark.active_session import is_connect, session
 
     chosen = session(spark)
-    return call.over_spark(chosen)
+    return over_connect(call, chosen) if is_connect(chosen) else call.over_spark(chosen)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ class Call:
     preload: tuple[str, ...]
     name: str
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Packages that hosts must have."""
+        return tuple(name for name in self.preload if "." not in name)
+
     def over_spark(self, spark: SparkSession) -> list[Any]:
         from spark_elastic.spark.driver_address import bind_of
         from spark_elastic.spark.preflight import preflight
@@ -121,20 +127,19 @@ class Call:
         limits = self.limits(sc.defaultParallelism)
         if config.ship:
             ship(sc)
-        needs = tuple(name for name in self.preload if "." not in name)
         place = bind_of(sc.getConf(), config)
         preflight(
             sc,
             self.program.pickled,
-            self._store(),
-            needs,
+            self.store(),
+            self.needs,
             config.start_timeout,
             place,
             "the function or its arguments",
         )
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
         run = self.held()
-        with self._watched() as narrator:
+        with self.watched() as narrator:
             return results(launch(spark, self.program, limits, config, name, self.preload, narrator, run))
 
     def over(
@@ -144,7 +149,7 @@ class Call:
         limits = self.limits(default_workers)
         config = self.options.config
         site = site or Site(run=self.held())
-        with self._watched() as narrator:
+        with self.watched() as narrator:
             return results(supervise(launcher, discovery, site, limits, config, self.name, narrator))
 
     def held(self) -> HeldRun | None:
@@ -153,10 +158,10 @@ class Call:
         Raises:
             StoreError: the store cannot be read or written.
         """
-        run_id, store = self.options.run_id, self._store()
+        run_id, store = self.options.run_id, self.store()
         return None if run_id is None or store is None else HeldRun.take(store, run_id)
 
-    def _store(self) -> Store | None:
+    def store(self) -> Store | None:
         return None if self.options.store is None else Store.open(self.options.store)
 
     def limits(self, default_workers: int) -> Limits:
@@ -164,7 +169,7 @@ class Call:
         return bounds(self.options.config, number, least, most)
 
     @contextmanager
-    def _watched(self) -> Iterator[Output]:
+    def watched(self) -> Iterator[Output]:
         """The narrator of the job that runs inside the block."""
         chosen = self.options
         narrator = Output(

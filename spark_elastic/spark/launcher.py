@@ -11,7 +11,7 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JNetworkError
@@ -69,11 +69,11 @@ class SparkLauncher:
         if self._dispatcher is None:
             return []
         self._dispatcher.join(timeout)
-        _join_all(self._carriers, self._clock, min(deadline, self._clock.now() + timeout / 3))
+        join_all(self._carriers, self._clock, min(deadline, self._clock.now() + timeout / 3))
         # More than once: a job that was just being submitted is not cancelled by the first.
         while self._alive() and self._clock.now() < deadline:
             self._cancel()
-            _join_all(self._carriers, self._clock, min(deadline, self._clock.now() + CANCEL_EVERY))
+            join_all(self._carriers, self._clock, min(deadline, self._clock.now() + CANCEL_EVERY))
         return [thread.name for thread in self._alive()]
 
     def _alive(self) -> list[InheritableThread]:
@@ -121,7 +121,8 @@ def classify(text: str) -> tuple[str, bool]:
     return _first_line(text), False
 
 
-def _join_all(threads: list[InheritableThread], clock: Clock, deadline: float) -> None:
+def join_all(threads: Sequence[threading.Thread], clock: Clock, deadline: float) -> None:
+    """Wait for all of them until `deadline`."""
     for thread in threads:
         thread.join(max(0.0, deadline - clock.now()))
 

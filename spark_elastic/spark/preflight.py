@@ -17,6 +17,7 @@ import re
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -112,6 +113,13 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """What a task brings along itself, where there are no broadcasts."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Probe:
     """The body of a probing task. It returns what went wrong; raising would only make Spark try again.
 
@@ -176,7 +184,7 @@ class Probe:
         return None
 
 
-def _task(probe: Probe, program: Broadcast[bytes]) -> Task:
+def task_of(probe: Probe, program: Broadcast[bytes] | Carried) -> Task:
     """The probe as a nested function, which travels by value, so that it starts even where our package is missing."""
     packed = pickle.dumps(probe)
 
@@ -207,25 +215,38 @@ def preflight(
     Raises:
         PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
     """
+    program = sc.broadcast(payload)
+    try:
+        with probing(store, what, bind) as probe:
+            tag = f"spark_elastic-preflight-{probe.token}"
+            reports = _reach_all(sc, task_of(probe, program), tag, timeout)
+            judge_all(reports, admit(facts(), needs), store)
+    finally:
+        program.unpersist()
+    return list({report.executor: report.facts for report in reports}.values())
+
+
+@contextmanager
+def probing(store: Store | None, what: str, bind: Bind | None) -> Iterator[Probe]:
+    """A probe whose store and driver are there to be found as long as the block runs.
+
+    Raises:
+        StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound.
+    """
     token = uuid.uuid4().hex
     if store is not None:
         store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
-    program = sc.broadcast(payload)
     # Nobody need answer at this door: the kernel takes connections by itself.
     door = listen(bind) if bind is not None else None
     try:
-        probe = Probe(
+        yield Probe(
             store, token, what, dialled(bind, door) if bind is not None and door is not None else None
         )
-        reports = _reach_all(sc, _task(probe, program), f"spark_elastic-preflight-{token}", timeout)
-        _judge(reports, admit(facts(), needs), store)
     finally:
         if door is not None:
             door.close()
         if store is not None:
             store.remove_tree(f"{PROBES}/{token}")
-        program.unpersist()
-    return list({report.executor: report.facts for report in reports}.values())
 
 
 def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[Report]:
@@ -234,17 +255,22 @@ def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[R
     for attempt in range(1, ROUNDS + 1):
         executors = _live_executors(sc)
         for answer in _run(sc, task, executors * attempt, tag, timeout):
-            if not isinstance(answer, Report):
-                host, reason = answer
-                version = spark_elastic.__version__
-                raise PreflightError(
-                    f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
-                    f"spark_elastic {version} there, or send it along with ship=True."
-                )
-            reports.append(answer)
+            reports.append(genuine(answer))
         if len({report.executor for report in reports}) >= executors or any(r.fault for r in reports):
             break
     return reports
+
+
+def genuine(answer: Any) -> Report:
+    """Raises PreflightError where a probe found no spark_elastic to load."""
+    if isinstance(answer, Report):
+        return answer
+    host, reason = answer
+    version = spark_elastic.__version__
+    raise PreflightError(
+        f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
+        f"spark_elastic {version} there, or send it along with ship=True."
+    )
 
 
 def _live_executors(sc: SparkContext) -> int:
@@ -252,9 +278,10 @@ def _live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _judge(
+def judge_all(
     reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: Store | None
 ) -> None:
+    """Raises PreflightError with what the first host lacks, or where the driver does not see what a host wrote."""
     # Versions first: they explain why a program does not load.
     for fault in [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]:
         if fault is not None:

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pyspark import SparkContext
 
 log = logging.getLogger("spark_elastic.spark")
 
@@ -27,10 +23,10 @@ ENCRYPTION = (
 )
 
 
-def warn(sc: SparkContext) -> None:
-    """Log what `remarks` finds, a line each, once an application."""
-    told: set[str] = vars(sc).setdefault("_spark_elastic_told", set())
-    for remark in remarks(dict(sc.getConf().getAll())):
+def warn(settings: Mapping[str, str], application: object) -> None:
+    """Log what `remarks` finds, a line each, once an application: its context or session keeps what was told."""
+    told: set[str] = vars(application).setdefault("_spark_elastic_told", set())
+    for remark in remarks(settings):
         if remark not in told:
             told.add(remark)
             log.warning("%s", remark)

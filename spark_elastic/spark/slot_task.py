@@ -20,7 +20,7 @@ from spark_elastic.driver.ports import Contact
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.memory import Room
-from spark_elastic.spark.preflight import facts
+from spark_elastic.spark.preflight import Carried, facts
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
@@ -33,7 +33,7 @@ class SlotTask:
     """Shipped to the executor; `program` is the pickled program, sent once per executor."""
 
     contact: Contact
-    program: Broadcast[bytes]
+    program: Broadcast[bytes] | Carried
     port_range: tuple[int, int] | None
     preload: tuple[str, ...]
     collective_timeout: float
@@ -55,7 +55,7 @@ class SlotTask:
         slot = f"{job}-{context.attemptNumber()}"
         clock = SystemClock()
         host, port = _split(self.contact.address)
-        local = _address_towards(host, port)
+        local = address_towards(host, port)
 
         def header(status_fd: int, payload_bytes: int) -> Header:
             return Header(
@@ -107,7 +107,7 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _address_towards(host: str, port: int) -> str:
+def address_towards(host: str, port: int) -> str:
     """This machine's own address on the way to the driver: peers of the same cluster reach it there, too."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -43,15 +43,11 @@ def test_a_key_that_travels_in_the_clear_is_told(encrypted: str) -> None:
 
 def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixture) -> None:
     class Application:
-        def getConf(self) -> Application:
-            return self
+        """Keeps what it was told."""
 
-        def getAll(self) -> list[tuple[str, str]]:
-            return [("spark.master", "spark://host:7077"), ("spark.driver.host", "10.0.0.7")]
-
-    first = Application()
+    first, settings = Application(), {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
     for application in (first, first, Application()):
-        warn(application)  # type: ignore[arg-type]
+        warn(settings, application)
     assert len(caplog.records) == 2
 
 

@@ -1,0 +1,214 @@
+"""Slots over a session of Spark Connect: a `mapInArrow` job with one row for each, under a tag of the launch.
+
+There is no SparkContext here: no broadcasts, so that each slot job brings the program along; and no view of executors,
+so that hosts are known by their slots' registrations alone. The driver stands beside the client. One thread per job.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from spark_elastic.clock import Clock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
+from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.errors import InvalidInput, PreflightError
+from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.spark.launcher import classify, join_all
+from spark_elastic.spark.preflight import Carried, admit, facts, genuine, judge_all, probing, task_of
+from spark_elastic.spark.slot_task import SlotTask, address_towards
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger("spark_elastic.spark")
+
+MOST_PROGRAM = 64 << 20  # bytes; Spark Connect takes messages of 128 MB
+END_WAIT = 5.0  # seconds for a job that was interrupted
+INTERRUPT_EVERY = 0.5  # seconds between two interrupts of what still runs at the end
+SETTINGS = (
+    "spark.master",
+    "spark.driver.host",
+    "spark.task.cpus",
+    "spark.executor.cores",
+    "spark.executor.memory",
+    "spark.executor.memoryOverhead",
+    "spark.executor.memoryOverheadFactor",
+    "spark.executor.pyspark.memory",
+    "spark.executor.maxNumFailures",
+    "spark.yarn.max.executor.failures",
+    "spark.executor.failuresValidityInterval",
+    "spark.yarn.executor.failuresValidityInterval",
+    "spark.network.crypto.enabled",
+    "spark.authenticate.enableSaslEncryption",
+    "spark.ssl.rpc.enabled",
+    "spark.ssl.enabled",
+)
+
+
+def settings_of(spark: SparkSession) -> dict[str, str]:
+    """Those of the server's settings that a job looks at."""
+    found = {name: spark.conf.get(name, None) for name in SETTINGS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def bind_of(spark: SparkSession, config: ElasticConfig) -> Bind:
+    """Where the driver listens: on this machine's address on the way to the server, unless the configuration says."""
+    client: Any = spark.client
+    own = config.advertise_address or address_towards(client.host, 1)
+    return Bind(config.bind_address or own, config.driver_port, own)
+
+
+def check(config: ElasticConfig, number: int | None, program: bytes) -> int:
+    """The number of workers. Says what cannot work before any job.
+
+    Raises:
+        InvalidInput: with that.
+    """
+    if number is None:
+        raise InvalidInput("over Spark Connect the number of workers cannot be looked up: give num_workers.")
+    if config.ship:
+        raise InvalidInput(
+            "ship=True does not work over Spark Connect: install spark_elastic on the executors."
+        )
+    if len(program) > MOST_PROGRAM:
+        raise InvalidInput(
+            f"the function and its arguments are {len(program) >> 20} MB, and over Spark Connect {MOST_PROGRAM >> 20} "
+            "MB go with a job at most: let workers read large things from a store."
+        )
+    return number
+
+
+def preflight(
+    spark: SparkSession,
+    program: bytes,
+    store: Store | None,
+    needs: tuple[str, ...],
+    number: int,
+    bind: Bind,
+    timeout: float,
+) -> None:
+    """As `preflight.preflight`, by as many probes as there will be workers. timeout: seconds for all of them.
+
+    Raises:
+        PreflightError: a host cannot run the job, or the time was over.
+    """
+    with probing(store, "the function or its arguments", bind) as probe:
+        task = task_of(probe, Carried(program))
+
+        def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                for answer in task(batch.column(0).to_pylist()):
+                    yield pa.RecordBatch.from_pydict({"answer": [pickle.dumps(answer)]})
+
+        frame = _frame(spark, number).mapInArrow(body, "answer binary")
+        rows = _collected(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
+        reports = [genuine(pickle.loads(bytes(row["answer"]))) for row in rows]
+        judge_all(reports, admit(facts(), needs), store)
+
+
+class ConnectLauncher:
+    """`driver.ports.Launcher` over a session of Spark Connect. make_task: as for `SparkLauncher`."""
+
+    def __init__(self, spark: SparkSession, make_task: Callable[[Contact], SlotTask], clock: Clock) -> None:
+        self._spark = spark
+        self._make_task = make_task
+        self._clock = clock
+        self._tag = f"spark_elastic-{secrets.token_hex(8)}"
+        self._closing = threading.Event()
+        self._carriers: list[threading.Thread] = []
+        self._carry: Callable[[int, float], None] | None = None
+
+    def start(self, contact: Contact, post: Post) -> None:
+        task = self._make_task(contact)
+
+        def carry(job: int, delay: float) -> None:
+            if self._closing.wait(delay):
+                return
+            reason, cancelled = self._run(task, job)
+            if not self._closing.is_set():
+                post(SlotJobEnded(self._clock.now(), job, reason, cancelled))
+
+        self._carry = carry
+
+    def launch(self, job: int, delay: float) -> None:
+        assert self._carry is not None
+        carrier = threading.Thread(target=self._carry, args=(job, delay), name=f"slot job {job}", daemon=True)
+        self._carriers.append(carrier)
+        carrier.start()
+
+    def close(self, timeout: float) -> list[str]:
+        """Slots were released by message before; what still runs is interrupted at Spark."""
+        deadline = self._clock.now() + timeout
+        self._closing.set()
+        join_all(self._carriers, self._clock, min(deadline, self._clock.now() + timeout / 3))
+        # More than once: a job that was just being submitted is not interrupted by the first.
+        while self._alive() and self._clock.now() < deadline:
+            _interrupt(self._spark, self._tag)
+            join_all(self._carriers, self._clock, min(deadline, self._clock.now() + INTERRUPT_EVERY))
+        return [carrier.name for carrier in self._alive()]
+
+    def _alive(self) -> list[threading.Thread]:
+        return [carrier for carrier in self._carriers if carrier.is_alive()]
+
+    def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
+        def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                yield pa.RecordBatch.from_pydict({"ended": list(task([job] * batch.num_rows))})
+
+        try:
+            self._spark.addTag(self._tag)  # of this thread's jobs alone
+            rows = _frame(self._spark, 1).mapInArrow(body, "ended string").collect()
+            return str(rows[0]["ended"]) if rows else "the slot task returned nothing", False
+        except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
+            return classify(str(error))
+
+
+def _collected(spark: SparkSession, frame: Any, tag: str, timeout: float) -> list[Any]:
+    """A job's rows; interrupted when the time is over or the caller is."""
+    rows: list[Any] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        spark.addTag(tag)
+        try:
+            rows.extend(frame.collect())
+        except Exception as error:  # raised below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="spark-elastic-preflight", daemon=True)
+    thread.start()
+    try:
+        thread.join(timeout)
+    finally:
+        if late := thread.is_alive():
+            _interrupt(spark, tag)
+            thread.join(END_WAIT)
+    if errors and not late:
+        raise errors[0]
+    if not rows:
+        raise PreflightError(
+            f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
+            "start_timeout."
+        )
+    return rows
+
+
+def _interrupt(spark: SparkSession, tag: str) -> None:
+    try:
+        spark.interruptTag(tag)
+    except Exception as error:  # of gRPC or of Spark: the session is gone, and its jobs with it
+        log.debug("nothing left to interrupt: %s", error)
+
+
+def _frame(spark: SparkSession, rows: int) -> Any:
+    """One row in each partition."""
+    return spark.range(0, rows, 1, rows)

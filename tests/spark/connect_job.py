@@ -1,0 +1,129 @@
+"""A client of Spark Connect: `python connect_job.py MASTER FOLDER`; its last line is what it saw, as JSON.
+
+A session of this kind and a classic one cannot live in one process, hence this one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+SECRET = "marked-7f3a9c51e0"
+STEPS = 20
+
+
+def executor() -> int:
+    """The process of this worker's executor; of its slot's task where that is the driver's own."""
+    pid, slot = os.getppid(), os.getppid()
+    while pid > 1:
+        if b"CoarseGrainedExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return slot
+
+
+def train(folder: str, whom: str) -> tuple[int, list[int], int]:
+    """Steps; in the tenth, rank 1 of the first world kills itself or its executor. Steps, sizes of worlds, secret."""
+    import numpy as np
+
+    from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.worker.context import current
+    from spark_elastic.worker.seat import seat_of_process
+
+    sizes: list[int] = []
+
+    def loop(state: Any) -> None:
+        here = current()
+        assert here is not None
+        assert here.group is not None
+        sizes.append(here.group.size)
+        while state.step < STEPS:
+            if state.step == STEPS // 2 and here.group.rank == 1:
+                try:
+                    os.close(os.open(f"{folder}/killed", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    pass  # that was in an earlier world
+                else:
+                    os.kill(os.getpid() if whom == "worker" else executor(), signal.SIGKILL)
+                    signal.pause()
+            # The survivor waits in the tenth step for the one that comes in its place.
+            total = np.array([1.0])
+            here.group.allreduce(total)
+            if total[0] == 2.0 or state.step < STEPS // 2:
+                state.step += 1
+            state.commit()
+
+    state = ObjectState(step=0)
+    elastic(loop, seat_of_process)(state)
+    return state.step, sizes, len(os.environ["TOKEN"])
+
+
+def sentence(call: Any) -> str:
+    from spark_elastic.errors import ElasticError
+
+    try:
+        call()
+    except ElasticError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def main(master: str, folder: str) -> None:
+    import torch
+    from pyspark.sql import SparkSession
+
+    import spark_elastic
+
+    keys: list[str] = []
+    make = secrets.token_bytes
+
+    def made(size: int | None = None) -> bytes:
+        found = make(size)
+        if size == 32:
+            keys.append(found.hex())
+        return found
+
+    secrets.token_bytes = made
+    builder = SparkSession.builder.remote(master).config("spark.ui.enabled", "false")
+    builder = builder.config("spark.executor.memory", "512m")
+    logged = {"enabled": "true", "dir": Path(folder, "events").as_uri(), "compress": "false"}
+    for name, value in logged.items():
+        builder = builder.config(f"spark.eventLog.{name}", value)
+    Path(folder, "events").mkdir()
+    spark = builder.getOrCreate()
+    seen: dict[str, Any] = {
+        "number": sentence(lambda: spark_elastic.run(train)),
+        "ship": sentence(lambda: spark_elastic.run(train, num_workers=2, ship=True)),
+    }
+    estimator = spark_elastic.ElasticTorchEstimator(
+        model=torch.nn.Linear(1, 1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=2,
+        epochs=1,
+        num_workers=1,
+        store=folder,
+    )
+    table = spark.createDataFrame([(0.0, 1.0)], "x double, y double")
+    seen["fit"] = sentence(lambda: estimator.fit(table))
+    lines = io.StringIO()
+    whom = "worker" if master.startswith("local[") else "executor"
+    seen["results"] = spark_elastic.run(
+        train, args=(folder, whom), num_workers=2, env={"TOKEN": SECRET}, stdout=lines, lease=3.0
+    )
+    seen["told"] = lines.getvalue()
+    spark.stop()
+    sys.stdout.write("\n" + json.dumps(seen | {"keys": keys}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
