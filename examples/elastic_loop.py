@@ -1,6 +1,7 @@
 """A training loop written by hand, made elastic by a state and a decorator, on Spark or on this machine alone.
 
     python examples/elastic_loop.py                          # on a local SparkSession
+    spark-submit examples/elastic_loop.py                    # on the session's own cluster
     spark-elastic-run -np 2 --min-np 1 python examples/elastic_loop.py
 
 Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time: a
@@ -62,8 +63,11 @@ def main() -> None:
 
     import spark_elastic
 
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    spark = SparkSession.builder.master("local[2]").appName("elastic_loop").getOrCreate()
+    builder = SparkSession.builder.appName("elastic_loop")
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not by spark-submit, which names the cluster
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        builder = builder.master("local[2]")
+    spark = builder.getOrCreate()
     try:
         print(spark_elastic.run(train, (EPOCHS,), num_workers=2, min_workers=1))
     finally:

@@ -8,6 +8,7 @@ A program of its own, so that the kernel's threads are not the tests'. Prints no
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import nbformat
@@ -15,7 +16,7 @@ from nbclient import NotebookClient
 
 SPARK_FIRST = """
 from pyspark.sql import SparkSession
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+spark = SparkSession.builder.master("{master}").config("spark.ui.enabled", "false").getOrCreate()
 """
 NO_FINDSPARK = """
 import sys
@@ -34,7 +35,9 @@ def main() -> None:
     options = parser.parse_args()
     notebook = nbformat.read(options.notebook, as_version=4)
     nbformat.validate(notebook)
-    before = SPARK_FIRST * options.spark_first + NO_FINDSPARK * options.no_findspark
+    master = re.search(r'master\(\\?"([^"\\]+)', options.notebook.read_text())
+    assert master is not None, "the notebook starts no Spark of its own"
+    before = SPARK_FIRST.format(master=master[1]) * options.spark_first + NO_FINDSPARK * options.no_findspark
     if before:
         notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
     folder = READ_ONLY if options.read_only else options.folder

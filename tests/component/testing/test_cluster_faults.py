@@ -1,0 +1,64 @@
+"""Blows of the testing kit on a real world of processes: each falls once, and the world takes all steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.testing import Blow, ClusterFaults
+from tests.sources import ROOT
+
+pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(150)]
+
+STEPS = 30
+BLOWS = [
+    Blow("cut", 5, rank=1),
+    Blow("kill worker", 10, rank=0),
+    Blow("stop", 15, rank=1, seconds=0.5),
+    Blow("slow", 20),
+]
+SCRIPT = f"""
+import sys
+import numpy as np
+from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.object_state import ObjectState
+from spark_elastic.testing import Blow, ClusterFaults
+from spark_elastic.worker.context import current
+from spark_elastic.worker.seat import seat_of_process
+
+faults = ClusterFaults({BLOWS!r}, sys.argv[1])
+
+def loop(state):
+    group = current().group
+    while state.step < {STEPS}:
+        faults.strike(state.step, group.rank, group.size)
+        group.allreduce(np.ones(10))
+        state.step += 1
+        state.commit()
+    print("steps", state.step, flush=True)
+
+elastic(loop, seat_of_process)(ObjectState(step=0))
+"""
+
+
+def test_blows_fall_once_and_the_world_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    folder = str(tmp_path / "faults")
+    command = [sys.executable, "-m", "spark_elastic.cli", "-np", "2", "--min-np", "1", "-H", "localhost:2"]
+    run = subprocess.run(
+        [*command, sys.executable, script, folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    # One who was lost may come back after the end.
+    assert run.stdout.count(f"steps {STEPS}") >= 1, run.stdout
+    struck = ClusterFaults(BLOWS, folder).struck()
+    assert [blow["kind"] for blow in struck] == [blow.kind for blow in BLOWS]

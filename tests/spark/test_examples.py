@@ -1,0 +1,42 @@
+"""The programs that newcomers run first: the page that starts in five minutes, and the loop under spark-submit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyspark
+import pytest
+
+from tests.pages import blocks
+from tests.sources import ROOT
+from tests.spark.cluster import StandaloneCluster
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+
+def test_the_first_page_does_what_it_says(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (program,) = blocks("index.md", "python")
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path / "store"))
+    names: dict[str, Any] = {"__name__": "__main__", "spark": spark}
+    without_session = "\n".join(line for line in program.splitlines() if not line.startswith("spark = "))
+    exec(compile(without_session, "index.md", "exec"), names)
+    assert names["model"].summary.report.epochs[-1].seen == 1000
+    assert "goodput" in capsys.readouterr().out
+
+
+@pytest.mark.faults
+def test_the_loop_runs_under_spark_submit(free_cluster: StandaloneCluster) -> None:
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    settings = ["--conf", "spark.executor.memory=512m", "--conf", "spark.driver.memory=512m"]
+    command = [submit, "--master", free_cluster.url, *settings, ROOT / "examples" / "elastic_loop.py"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert len(json.loads(run.stdout.splitlines()[-1])) == 2, run.stdout
