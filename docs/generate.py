@@ -8,10 +8,10 @@ import json
 import re
 from pathlib import Path
 
-from pyspark.ml.param import Param
+from pyspark.ml.param import Param, Params
 
 from spark_elastic.config import PREFIX, ElasticConfig
-from spark_elastic.estimators.params import TorchParams
+from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 FOLDER = Path(__file__).parent
@@ -24,6 +24,17 @@ Made from the sources by `python docs/generate.py`. A parameter is a keyword of 
 
 | parameter | default | |
 |---|---|---|
+"""
+KERAS = """
+## ElasticKerasEstimator
+
+It has the parameters above, but for the following, which it has alone or with another meaning or default.
+
+| parameter | default | |
+|---|---|---|
+"""
+WITHOUT = """
+It does not have: {}.
 """
 SETTINGS = """
 ## ElasticConfig
@@ -61,7 +72,11 @@ CASES = (
 
 
 def params_page() -> str:
-    return HEAD + "".join(_params()) + SETTINGS + "".join(_settings())
+    torch, keras = _params(ElasticTorchEstimator), _params(ElasticKerasEstimator)
+    own = [row for name, row in keras.items() if torch.get(name) != row]
+    missing = ", ".join(f"`{name}`" for name in torch if name not in keras)
+    without = WITHOUT.format(missing) if missing else ""
+    return HEAD + "".join(torch.values()) + KERAS + "".join(own) + without + SETTINGS + "".join(_settings())
 
 
 def benchmarks_page() -> str:
@@ -77,21 +92,21 @@ def _measured(name: str, case: str) -> str:
     )
 
 
-def _params() -> list[str]:
-    keywords = inspect.signature(ElasticTorchEstimator.__init__).parameters
-    found = [(name, getattr(TorchParams, name)) for name in dir(TorchParams)]
-    params = {name: value for name, value in found if isinstance(value, Param)}
-    return [
-        _row(f"`{name}`", _default(keywords[name].default), params[name].doc)
-        for name, keyword in keywords.items()
-        if keyword.kind is keyword.KEYWORD_ONLY and name in params
-    ]
+def _params(estimator: type[Params]) -> dict[str, str]:
+    """A row for each Param, in the order of the constructor's keywords."""
+    rows = {}
+    for name, keyword in inspect.signature(estimator.__init__).parameters.items():
+        param = getattr(estimator, name, None)
+        if keyword.kind is keyword.KEYWORD_ONLY and isinstance(param, Param):
+            rows[name] = _row(f"`{name}`", _default(keyword.default), param.doc)
+    return rows
 
 
 def _settings() -> list[str]:
     text = re.sub(r"\n {8}", " ", inspect.cleandoc(ElasticConfig.__doc__ or "").replace("\n    ", " "))
-    says = dict(re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
-    says["failure_window"] = "the window of failure_budget."
+    says = {"failure_window": "the window of failure_budget."}
+    for names, meaning in re.findall(r"^([a-z_, ]+): (.*)$", text, re.MULTILINE):
+        says |= dict.fromkeys(names.split(", "), meaning)
     return [
         _row(f"`{field.name}`", _default(field.default), f"`{PREFIX}{field.name.upper()}`", says[field.name])
         for field in dataclasses.fields(ElasticConfig)

@@ -15,7 +15,14 @@ pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.
 @pytest.mark.timeout(900)
 def test_blow_after_blow_costs_no_row_and_nothing_grows(tmp_path: Path) -> None:
     record = tmp_path / "soak.json"
-    command = [sys.executable, str(Path(__file__).with_name("soak_hour.py")), "--minutes", "2", "--every", "10"]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("soak_hour.py")),
+        "--minutes",
+        "2",
+        "--every",
+        "10",
+    ]
     run = subprocess.run([*command, "--json", str(record)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert sum(json.loads(record.read_text())["kinds"].values()) >= 4
