@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from elastic_collectives import _engine
+from elastic_collectives.closing import Closing
 from elastic_collectives.errors import raise_by_cause
 from elastic_collectives.group import Array, Group
 from elastic_collectives.operands import (
@@ -47,7 +47,7 @@ _engine.set_raiser(raise_by_cause)
 _engine.set_teller(_tell)
 
 
-class Endpoint:
+class Endpoint(Closing):
     """The one listening socket of a process, for all its groups.
 
     key: the job's secret; only its holders may connect. host: what to bind. port_range: ports to choose from, both
@@ -82,14 +82,6 @@ class Endpoint:
 
     def close(self) -> None:
         self.native.close()
-
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def connect(
@@ -150,7 +142,7 @@ class _Origin:
         return replace(self, peers=peers, local=local, channel=channel)
 
 
-class EngineGroup:
+class EngineGroup(Closing):
     """`Group` over the native engine. A lone rank needs no sockets: its collectives are the identity."""
 
     def __init__(self, origin: _Origin, rank: int) -> None:
@@ -293,14 +285,6 @@ class EngineGroup:
         with self._lock:
             self._ended = self._ended or reason
             return list(self._subgroups)
-
-    def __enter__(self) -> EngineGroup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _allreduce(self, reduction: Reduction) -> None:
         reduction = self._by_weight(reduction)

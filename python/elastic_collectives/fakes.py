@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
+from elastic_collectives.closing import Closing
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -163,7 +163,7 @@ class FakeFabric:
         return [meeting.parts[rank] for rank in range(self.size)]
 
 
-class FakeGroup:
+class FakeGroup(Closing):
     """One rank's `Group`."""
 
     def __init__(self, fabric: FakeFabric, rank: int) -> None:
@@ -258,14 +258,6 @@ class FakeGroup:
 
     def close(self) -> None:
         self._fabric.leave(self.rank, GroupAborted((), f"rank {self.rank}: the group is closed"))
-
-    def __enter__(self) -> FakeGroup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _allreduce(self, reduction: Reduction) -> None:
         reduction.array[...] = self._reduced("allreduce", reduction)
