@@ -1,9 +1,12 @@
 """How much does the exchange of gradients add to a training step, against torch's DistributedDataParallel over Gloo?
 
     python benchmarks/training_step.py --json benchmarks/results/training_step.json
+    python benchmarks/training_step.py --framework tensorflow --json benchmarks/results/training_step_tensorflow.json
 
-Processes of one machine, each with one thread for arithmetic; float32, SGD. The local step (no exchange), ours and
-DDP's run in the same processes on nets of the same weights, in turns, step by step, in rotating order; a figure is the
+With TensorFlow the peer is MultiWorkerMirroredStrategy in a custom loop.
+
+Processes of one machine, each with one thread for arithmetic; float32, SGD. The local step (no exchange), ours and the
+peer's run in the same processes on nets of the same weights, in turns, step by step, in rotating order; a figure is the
 median over all rounds of the slowest rank's time. "added" is a step's time less the local step's. Beside it: what one
 allreduce of all gradients takes in shared memory while nothing else is done.
 """
@@ -29,6 +32,7 @@ from elastic_collectives import Endpoint, Group, connect
 from report import Row, finish, parser
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.worker.context import Current, set_current
+from tensorflow_step import Contenders, addresses
 
 KEY = b"a benchmark's key"
 WARM_UP = 3  # rounds that open connections and touch memory
@@ -112,15 +116,37 @@ def _times(turn: int, steps: list[Callable[[], object]], barrier: Callable[[], N
     return taken
 
 
-def measure(size: int, net: Net, rounds: int) -> list[Row]:
+def _one_rank_of_tensorflow(pipe: Connection, rank: int, workers: list[str], net: Net, rounds: int) -> None:
+    def exchange(own: bytes) -> list[bytes]:
+        pipe.send(own)
+        blobs: list[bytes] = pipe.recv()
+        return blobs
+
+    contenders, size = Contenders(rank, workers), len(workers)
+    with (
+        Endpoint(KEY) as end,
+        connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,
+    ):
+        set_current(Current(f"rank {rank}", group=group))
+        data = np.random.default_rng(rank).normal(size=(net.rows, net.width)).astype(np.float32)
+        steps = contenders.steps(net.layers, net.width, data, group)
+        pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
+        set_current(None)
+
+
+def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[Row]:
     """Rows in milliseconds."""
     spawn = get_context("spawn")
     pipes, processes = [], []
+    workers = addresses(size)
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             ours, theirs = spawn.Pipe()
+            of_torch = framework == "torch"
             process = spawn.Process(
-                target=_one_rank, args=(theirs, rank, size, folder, net, rounds), daemon=True
+                target=_one_rank if of_torch else _one_rank_of_tensorflow,
+                args=(theirs, rank, *([size, folder] if of_torch else [workers]), net, rounds),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -145,7 +171,7 @@ def measure(size: int, net: Net, rounds: int) -> list[Row]:
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--framework", choices=["torch"], default="torch")
+    arguments.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--layers", type=int, default=80)
     arguments.add_argument("--width", type=int, default=559)
@@ -153,7 +179,8 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=21)
     chosen = arguments.parse_args()
     net = Net(chosen.layers, chosen.width, chosen.rows)
-    finish("training_step", measure(chosen.ranks, net, chosen.rounds), chosen.json)
+    name = "training_step" if chosen.framework == "torch" else f"training_step_{chosen.framework}"
+    finish(name, measure(chosen.ranks, net, chosen.rounds, chosen.framework), chosen.json)
     return 0
 
 

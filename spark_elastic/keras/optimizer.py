@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import keras
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.state.variables import weights_of
 
 Plain = TypeVar("Plain")
 
@@ -30,9 +31,8 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`; the variables of `local_layers`, a layer or several, are each rank's own."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for layer in local_layers if isinstance(local_layers, list | tuple | set) else [local_layers]:
-        for variable in [] if layer is None else layer.trainable_weights:
-            distributed.register_local_var(variable)
+    for variable in weights_of(local_layers):
+        distributed.register_local_var(variable)
     wrapped: Plain = distributed
     return wrapped
 

@@ -30,7 +30,8 @@ def unconverted(function: F) -> F:
 
 @unconverted
 def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
-    """The results of `body`, of these dtypes and static shapes. It must not write into the arrays that it is given.
+    """The results of `body`, of these dtypes and static shapes. It must neither write into the arrays that it
+    is given nor return them: TensorFlow may write into what it gets.
 
     Raises:
         InvalidInput: it is being compiled by XLA.

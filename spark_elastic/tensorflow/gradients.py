@@ -121,9 +121,10 @@ def _exchanged(gradients: list[Tensor], terms: Terms) -> list[Tensor]:
 
 def _body(dtype: str, name: str, wire: str | None, terms: Terms) -> Callable[[list[Array]], list[Array]]:
     def body(arrays: list[Array]) -> list[Array]:
-        if trains_alone(terms.process_set):
-            return arrays
+        # Copied even for nobody: TensorFlow may write into what a call returns.
         results, memory = copies(arrays)
+        if trains_alone(terms.process_set):
+            return results
         if terms.op is Adasum:  # which combines each by itself
             operands = [for_engine(array) for array in results]
         else:

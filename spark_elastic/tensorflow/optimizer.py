@@ -13,11 +13,11 @@ import tensorflow as tf
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
 from spark_elastic.tensorflow.compression import Compression, checked_compression
 from spark_elastic.tensorflow.gradients import Terms, dense, exchanged
 from spark_elastic.tensorflow.passes import Passes
-from spark_elastic.tensorflow.tape import layers_of
 
 Plain = TypeVar("Plain")
 
@@ -81,9 +81,8 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`; the variables of `local_layers`, a Keras layer or several, are each rank's own."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for layer in layers_of(local_layers):
-        for variable in layer.trainable_weights:
-            distributed.register_local_var(variable)
+    for variable in weights_of(local_layers):
+        distributed.register_local_var(variable)
     wrapped: Plain = distributed
     return wrapped
 

@@ -50,7 +50,7 @@ class Passes:
                 whole += part
         self._taken += 1
         if self._taken < self.count:
-            return [np.array(False), *arrays]
+            return [np.array(False), *arrays]  # which nobody looks at
         results, self._sums, self._taken = self._sums, [], 0
         if self._average:
             for whole in results:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
 from spark_elastic.tensorflow.compression import Compression, checked_compression
 from spark_elastic.tensorflow.failures import as_raised
@@ -63,17 +64,9 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
 def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
     """As `DistributedGradientTape`; the variables of `local_layers`, a Keras layer or several, are each rank's own."""
     distributed = DistributedGradientTape(gradtape, *args, **kwargs)
-    for layer in layers_of(local_layers):
-        for variable in layer.trainable_weights:
-            distributed.register_local_source(variable)
+    for variable in weights_of(local_layers):
+        distributed.register_local_source(variable)
     return distributed
-
-
-def layers_of(local_layers: Any) -> list[Any]:
-    """As a list, from one, several or None."""
-    if local_layers is None:
-        return []
-    return list(local_layers) if isinstance(local_layers, list | tuple | set) else [local_layers]
 
 
 class _Distributed:

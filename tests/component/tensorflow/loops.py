@@ -20,7 +20,7 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
     import tensorflow as tf
 
     import spark_elastic.tensorflow as hvd
-    from tests.component.tensorflow.loops import batch_of, net, plain
+    from tests.component.tensorflow.loops import batch_of, check_graph, net, plain
 
     hvd.init()
     keras.utils.set_random_seed(7 + hvd.rank())  # what rank 0 begins with counts, for newcomers too
@@ -58,6 +58,7 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
     state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, initial=initial)
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     loop(state)
+    check_graph()
     return {
         "rank": hvd.rank(),
         "weights": [weight.numpy() for weight in model.weights],
@@ -66,6 +67,43 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
         "plain": plain(state.initial, steps) if hvd.rank() == 0 else None,
         "resets": resets,
     }
+
+
+def check_graph() -> None:
+    """Operations in one graph against numpy; most have no name, and none waits for another's result."""
+    import numpy as np
+    import tensorflow as tf
+
+    import spark_elastic.tensorflow as hvd
+
+    size, rank = hvd.size(), hvd.rank()
+    all_rows = np.arange(size * 6, dtype=np.float32).reshape(size, 3, 2)
+
+    @tf.function
+    def graph(rows: Any) -> Any:
+        big = tf.ones([300_000]) * rows[0, 0]
+        return {
+            "sum": hvd.allreduce(rows, op=hvd.Sum),
+            "gathered": hvd.allgather(rows[: hvd.rank_op() + 1]),
+            "root": hvd.broadcast(rows, size - 1),
+            "scattered": hvd.reducescatter(tf.tile(rows, [size, 1]), op=hvd.Max),
+            "swapped": hvd.alltoall(tf.tile(rows, [size, 1])),
+            "group": hvd.grouped_allreduce([rows, big], op=hvd.Average, name="group"),
+            "narrow": hvd.allreduce(tf.cast(rows, tf.bfloat16), op=hvd.Max),
+            "given": rows,
+        }
+
+    for _ in range(2):
+        got = tf.nest.map_structure(lambda t: t.numpy(), graph(tf.constant(all_rows[rank])))
+        assert np.array_equal(got["sum"], all_rows.sum(0))
+        assert np.array_equal(got["gathered"], np.concatenate([all_rows[r][: r + 1] for r in range(size)]))
+        assert np.array_equal(got["root"], all_rows[-1])
+        assert np.array_equal(got["scattered"], all_rows[-1])
+        assert np.array_equal(got["swapped"], np.concatenate(list(all_rows)))
+        assert np.allclose(got["group"][0], all_rows.mean(0))
+        assert np.allclose(got["group"][1], all_rows[:, 0, 0].mean())
+        assert np.array_equal(got["narrow"].astype(np.float32), all_rows[-1])
+        assert np.array_equal(got["given"], all_rows[rank])
 
 
 def net() -> Any:
@@ -101,3 +139,71 @@ def batch_of(step: int) -> tuple[Any, Any]:
 
     draw = np.random.default_rng(step)
     return draw.integers(0, 9, (6, 2)).astype(np.int32), draw.normal(size=(6, 1))
+
+
+def fit(epochs: int, steps: int, hold: int) -> dict[str, Any]:
+    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks. hold: from that step on, wait for two
+    workers."""
+    import time
+
+    import keras
+
+    import spark_elastic.keras as hvd
+    from tests.component.tensorflow.loops import batches_from, net
+
+    hvd.init()
+    keras.utils.set_random_seed(7 + hvd.rank())
+    model = net()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
+    state: Any = hvd.elastic.KerasState(model, batch=0, epoch=0, initial=model.get_weights())
+    trained: list[int] = []
+
+    class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            while state.epoch * steps + state.batch >= hold and hvd.size() < 2:
+                time.sleep(0.05)
+                state.check_host_updates()
+            time.sleep(0.05)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trained.append(state.epoch * steps + state.batch)
+            print(f"step {trained[-1] + 1}", flush=True)  # noqa: T201 - what the test waits for
+
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state),
+        Watch(),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+    ]
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        model.fit(
+            batches_from(state.epoch * steps + state.batch),
+            initial_epoch=state.epoch,
+            epochs=epochs,
+            steps_per_epoch=steps,
+            callbacks=callbacks,
+            verbose=0,
+        )
+
+    loop(state)
+    alone = net()
+    if hvd.rank() == 0:
+        alone.set_weights(state.initial)
+        alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        alone.fit(batches_from(0), epochs=epochs, steps_per_epoch=steps, verbose=0)
+    return {
+        "weights": model.get_weights(),
+        "slots": [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables],
+        "plain": alone.get_weights() if hvd.rank() == 0 else None,
+        "trained": trained,
+        "position": (state.epoch, state.batch),
+    }
+
+
+def batches_from(step: int) -> Any:
+    """All batches from that one on."""
+    while True:
+        yield batch_of(step)
+        step += 1

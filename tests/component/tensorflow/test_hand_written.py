@@ -29,6 +29,12 @@ def far(got: list[Any], expected: list[Any]) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, expected, strict=True))
 
 
+def assert_replicas(results: list[Any]) -> None:
+    for result in results:
+        for what in ("weights", "slots"):
+            assert all(map(np.array_equal, result[what], results[0][what]))
+
+
 @pytest.mark.scenario("G2")
 def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit(fault: Fault) -> None:
     run = Run(loops.train, (loops.STEPS, (10, 3)), room=2, num_workers=2, max_workers=3, env=QUIET)
@@ -36,10 +42,23 @@ def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_co
     run.at(18, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
     results = run.results()
     assert sizes_in(run.sizes())[:3] == [2, 3, 2]
-    for result in results:
-        for what in ("weights", "slots"):
-            assert all(map(np.array_equal, result[what], results[0][what]))
+    assert_replicas(results)
     assert far(results[0]["weights"], results[0]["plain"]) < 1e-9
     assert sizes_in(max((result["resets"] for result in results), key=len))[:2] == [3, 2]
     steps = max((result["trained"] for result in results), key=len)
     assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
+
+
+def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(fault: Fault) -> None:
+    run = Run(loops.fit, (5, 7, 24), room=2, num_workers=2, env=QUIET)
+    run.at(10, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
+    results = run.results()
+    assert_replicas(results)
+    # Keras computes the loss in float32, whatever the model's type.
+    assert far(results[0]["weights"], results[0]["plain"]) < 1e-5
+    assert {result["position"] for result in results} == {(5, 0)}
+    assert results[0]["trained"][-1] == 34
+    assert len(results[0]["trained"]) - len(set(results[0]["trained"])) <= 1, (
+        "the step in flight alone may be twice"
+    )
+    assert sizes_in(run.sizes())[:3] == [2, 1, 2]
