@@ -162,3 +162,8 @@ def root_in(process_set: ProcessSet, root_rank: int) -> int:
     if root_rank not in process_set.ranks:
         raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
     return process_set.ranks.index(root_rank)
+
+
+def trains_alone(process_set: ProcessSet) -> bool:
+    """This process has nobody to exchange gradients with: a world or set of one, or a set that it is not in."""
+    return process_set.size() <= 1 or not process_set.included()

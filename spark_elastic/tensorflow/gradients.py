@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives import Group
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, trains_alone
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.ops.request import Request
-from spark_elastic.ops.world import world
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
 from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
@@ -79,8 +77,10 @@ def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms)
             results[i] = _over_size(results[i], terms.process_set)
     for i in shared:
         if isinstance(results[i], tf.IndexedSlices):
-            name = f"gradient.{i}.{_label([results[i].values])}"
-            results[i] = reduced_slices(results[i], name, terms.op, terms.scale, terms.process_set)
+            # Its rows differ in number, so its shape is no name for it.
+            results[i] = reduced_slices(
+                results[i], f"gradient.{i}", terms.op, terms.scale, terms.process_set, alone=True
+            )
     whole = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
     for group in _groups(whole, results, sources, terms):
         for i, result in zip(group, _exchanged([results[i] for i in group], terms), strict=True):
@@ -137,12 +137,6 @@ def _body(dtype: str, name: str, wire: str | None, terms: Terms) -> Callable[[li
         return results
 
     return body
-
-
-def trains_alone(process_set: ProcessSet) -> bool:
-    """Nobody to exchange with: a world of one, or others' process set."""
-    group: Group = world()
-    return group.size == 1 or process_set.ranks in ([], [group.rank]) or group.rank not in process_set.ranks
 
 
 def _label(gradients: Sequence[Tensor]) -> str:

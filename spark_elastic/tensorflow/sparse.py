@@ -11,17 +11,24 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import ProcessSet
+from spark_elastic.ops.process_sets import ProcessSet, trains_alone
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.ops.request import Request
-from spark_elastic.tensorflow.arrays import name_of
+from spark_elastic.tensorflow.arrays import copies, name_of
 from spark_elastic.tensorflow.calls import call
 
 
 def reduced_slices(
-    slices: Any, name: str | None, op: ReduceOp, scale: tuple[float, float], process_set: ProcessSet
+    slices: Any,
+    name: str | None,
+    op: ReduceOp,
+    scale: tuple[float, float],
+    process_set: ProcessSet,
+    alone: bool = False,
 ) -> Any:
     """IndexedSlices with the rows of all ranks, in rank order; a row may be listed more than once.
+
+    alone: ranks that are not in the set keep their own.
 
     Raises:
         InvalidInput: `op` is neither Average nor Sum.
@@ -34,6 +41,8 @@ def reduced_slices(
     names = tuple(name_of(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
+        if alone and trains_alone(process_set):
+            return copies(arrays)[0]
         request = Request(
             kinds.ALLGATHER,
             None if name is None else f"slices.{name}",
