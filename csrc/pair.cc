@@ -233,8 +233,8 @@ void Pair::close() {
   shut();
 }
 
-// A lower rank that has died before it dialled us is known by nobody refusing to listen: twice, since what it sent
-// before an orderly end may lie in the socket that comes next. To the living it is one more stranger who says nothing.
+// A lower rank that died before it dialled us shows in that nobody listens there any more. Looked at twice, since what
+// it sent before an orderly end may have come in between. To the living we are a stranger who says nothing.
 void Pair::seek() {
   if (seeking_ >= 0) {
     int error = 0;
