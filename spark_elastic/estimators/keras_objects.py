@@ -50,8 +50,6 @@ def compiled(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
-        if model.optimizer is not None and not model.compiled:
-            raise InvalidInput("the model is half compiled: call compile() with an optimizer and a loss.")
         copy = Archive.of(model, values["custom_objects"]).load()
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))

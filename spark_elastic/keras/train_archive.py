@@ -70,9 +70,10 @@ def custom_of(model: Any) -> dict[str, Any]:
 
 def _things(model: Any) -> Iterator[Any]:
     yield from model._flatten_layers()
-    if model.optimizer is not None:
-        yield model.optimizer
-        yield model.optimizer._learning_rate
+    optimizer = getattr(model, "optimizer", None)  # there is no such attribute before compile()
+    if optimizer is not None:
+        yield optimizer
+        yield optimizer._learning_rate
     for value in getattr(getattr(model, "_compile_config", None), "config", {}).values():
         for leaf in keras.tree.flatten(value):
             if leaf is not None and not isinstance(leaf, str | float | int | bool):

@@ -1,0 +1,119 @@
+"""What the Keras estimator is given: each mistake is one sentence; nothing of the user's is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from spark_elastic import ElasticKerasEstimator
+from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.keras_model import KerasPredictor
+from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.keras.train_archive import Archive
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+def net(**compile_with: Any) -> Any:
+    model = keras.Sequential([keras.Input((2,), name="x"), keras.layers.Dense(1)])
+    if compile_with:
+        model.compile(**compile_with)
+    return model
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return {}
+
+
+def own_step() -> Any:
+    model = OwnStep([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    estimator = ElasticKerasEstimator(feature_cols="x", label_cols="y", num_workers=1, **changes)
+    return estimator._values
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": 3}, "model must be a Keras model or a function"),
+        ({"model": keras.Sequential}, "model is the class Sequential"),
+        ({"model": lambda: keras.Sequential([keras.layers.Dense(1)])}, "has no weights yet"),
+        ({"model": net}, "the model is not compiled: call model.compile"),
+        ({"model": net, "optimizer": "sgd"}, "give the estimator an optimizer and a loss"),
+        ({"model": net, "optimizer": "nonsense", "loss": "mse"}, "optimizer must be a Keras optimizer"),
+        ({"model": own_step}, "OwnStep has a train_step"),
+        ({"model": lambda: net(optimizer="sgd", loss="mse", steps_per_execution=4)}, "steps_per_execution"),
+        ({"model": lambda: net(optimizer="sgd", loss="mse"), "callbacks": [3]}, "callbacks must be"),
+        (
+            {
+                "model": lambda: net(optimizer="sgd", loss="mse"),
+                "callbacks": [keras.callbacks.BackupAndRestore("d")],
+            },
+            "BackupAndRestore has no meaning here",
+        ),
+        ({"model": lambda: net(optimizer="sgd", loss="mse"), "learning_rate": -1}, "learning_rate must be"),
+        ({"model": lambda: net(optimizer="sgd", loss="mse"), "class_weight": 3}, "class_weight must be"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        keras_brought(values(**changes))
+
+
+def test_inputs_and_columns_are_counted() -> None:
+    model = net(optimizer="sgd", loss="mse")
+    given = values(model=model) | {"feature_cols": ["a", "b"]}
+    with pytest.raises(InvalidInput, match="the model has 1 inputs and feature_cols names 2"):
+        keras_brought(given)
+
+
+def test_keras_names_without_a_meaning_are_refused_and_custom_objects_taken() -> None:
+    with pytest.raises(InvalidInput, match="initial_epoch has no meaning here"):
+        ElasticKerasEstimator(initial_epoch=3)
+    assert ElasticKerasEstimator().setCustomObjects({"a": 1}).getCustomObjects() == {"a": 1}
+
+
+def test_what_is_compiled_anew_is_a_copy() -> None:
+    model, optimizer = net(), keras.optimizers.Adam(0.3)
+    copy = compiled(values(model=model, optimizer=optimizer, loss="mae", metrics=["mse"]))
+    assert not model.compiled
+    assert copy is not model
+    assert copy.optimizer is not optimizer
+    assert float(np.asarray(copy.optimizer.learning_rate)) == pytest.approx(0.3)
+    again = compiled(values(model=copy, metrics=["mae"]))
+    assert again.loss == "mae"
+
+
+@pytest.mark.parametrize(
+    ("loss", "activation"),
+    [
+        ("mse", None),
+        ("sparse_categorical_crossentropy", "identity"),
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), "softmax"),
+        (keras.losses.BinaryCrossentropy(from_logits=True), "sigmoid"),
+    ],
+)
+def test_the_loss_says_what_makes_probabilities(loss: Any, activation: str | None) -> None:
+    assert activation_of(net(optimizer="sgd", loss=loss)) == activation
+
+
+def test_predictions_are_the_models_own() -> None:
+    one, two = keras.Input((2,), name="x"), keras.Input((1,), name="k", dtype="int32")
+    coded = keras.layers.Flatten()(keras.layers.Embedding(3, 2)(two))
+    model = keras.Model([two, one], keras.layers.Dense(2)(keras.layers.Concatenate()([one, coded])))
+    columns = (Column("x", "float64", (2,)), Column("k", "int64"))  # by name, not in the model's order
+    predictor = KerasPredictor(Archive.of(model), columns)
+    x, k = np.random.default_rng(1).normal(size=(5, 2)), np.array([0, 1, 2, 1, 0])
+    (found,) = predictor.predict([list(x), k])
+    expected = model.predict([k[:, None], x], verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert predictor.widths() == [2]

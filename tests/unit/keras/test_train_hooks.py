@@ -1,0 +1,129 @@
+"""Callbacks of Keras: each hook once, writers on rank 0 alone, rank 0's decisions for all, put back where it broke."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from elastic_collectives import CollectiveError
+from spark_elastic.keras.train_hooks import KerasHooks, numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
+
+
+class Counts(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(f"epoch {epoch}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(f"end {epoch} {sorted(logs)}")
+
+
+class Writes(keras.callbacks.ModelCheckpoint):
+    """Writes nothing, but is of the kind that does."""
+
+    def __init__(self) -> None:
+        super().__init__("unused.keras")
+        self.calls = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Nothing."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls += 1
+
+
+def make(*callbacks: Any) -> tuple[KerasHooks, Any]:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return KerasHooks(callbacks, model, PARAMS), model
+
+
+def alone(rank: int = 0, theirs: bytes | None = None) -> Any:
+    """A group whose rank 0 says `theirs`, or what this rank says."""
+    return SimpleNamespace(
+        rank=rank, size=1, allgather_bytes=lambda mine: [mine if theirs is None else theirs]
+    )
+
+
+def test_each_hook_is_called_once_whatever_resets_happen() -> None:
+    counts = Counts()
+    hooks, _ = make(counts)
+    for _ in range(3):  # worlds that go on with the same epoch
+        hooks.world(alone())
+        hooks.epoch_begins(0)
+    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})
+    assert counts.calls == ["begin", "epoch 0", "end 0 ['loss']"]
+
+
+def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
+    stopping = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
+    hooks, model = make(stopping)
+    hooks.world(alone())
+    hooks.epoch_begins(0)
+    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0})
+    hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0})
+    other = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
+    joined, _ = make(other)
+    joined.load(hooks.captured())
+    joined.world(alone(rank=1))
+    assert (other.wait, other.best, other.best_epoch) == (1, 1.0, 0)
+    np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
+
+
+def test_writers_run_on_rank_0_and_their_memory_goes_to_all() -> None:
+    said: list[bytes] = []
+    leader, follower = Writes(), Writes()
+    first, _ = make(leader)
+    first.world(alone())
+    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    first.epoch_ends(told, {"epoch": 0, "loss": 1.0})
+    second, model = make(follower)
+    model.optimizer.learning_rate = 0.25
+    second.world(alone(rank=1))
+    second.epoch_ends(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    assert (leader.calls, follower.calls) == (1, 1)  # the second was told, it did not write
+    assert float(np.asarray(model.optimizer.learning_rate)) == 0.5, "rank 0's rate goes for all"
+
+
+def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
+    reduce, stop = (
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.0),
+        keras.callbacks.EarlyStopping("loss", patience=1),
+    )
+    hooks, model = make(reduce, stop)
+    hooks.world(alone())
+    assert hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0}) is None
+
+    def breaks(mine: bytes) -> list[bytes]:
+        raise CollectiveError([1], "a peer is gone")
+
+    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=breaks)
+    with pytest.raises(CollectiveError):
+        hooks.epoch_ends(broken, {"epoch": 1, "loss": 2.0})
+    assert (float(np.asarray(model.optimizer.learning_rate)), stop.wait, model.stop_training) == (
+        0.5,
+        0,
+        False,
+    )
+    assert hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
+    assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
+
+
+def test_logs_are_those_of_keras() -> None:
+    assert numbers({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
+        "loss": 2.0,
+        "val_loss": 3.0,
+    }
