@@ -13,7 +13,7 @@ import pytest
 from tests.spark import connect_job
 from tests.spark.cluster import cluster_environment
 
-pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
         env=os.environ | cluster_environment(tmp_path) | ephemeral,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,7 @@ from tests.spark.cluster import StandaloneCluster
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.native]
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(420)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SECRET = "marked-7f3a9c51e0"
