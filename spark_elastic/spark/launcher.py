@@ -30,6 +30,7 @@ CANCELLED = (
     "cancelled part of",
     "was cancelled",
     "JOB_GROUP_CANCELLED",
+    "OPERATION_CANCELED",  # Spark Connect's word
 )
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
 CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end

@@ -21,6 +21,7 @@ LOST = (
         "[SPARK_JOB_CANCELLED] Job 5 cancelled part of cancelled job group g SQLSTATE: XXKDA",
         "org.apache.spark.SparkException: Job 4 cancelled as part of cancellation of all jobs: it was cancelled",
         "org.apache.spark.SparkException: Job 2 cancelled because Stage 7 was cancelled",
+        "(org.apache.spark.SparkSQLException) [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008",
     ],
 )
 def test_a_cancelled_job_is_told_from_a_lost_one(text: str) -> None:
