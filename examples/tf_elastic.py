@@ -1,6 +1,6 @@
 """A TensorFlow loop written by hand, made elastic by a state and a decorator.
 
-    spark-elastic-run -np 2 --min-np 1 python examples/tf_elastic.py
+    spark-elastic-run -np 2 --min-np 1 python examples/tf_elastic.py [batches]
 
 Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time: a
 loss goes back to the last commit, a planned change goes on from where it is. `spark_elastic.run` takes the same loop as
@@ -9,13 +9,14 @@ a function, and runs it on Spark.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 
-BATCHES = 60
+BATCHES = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 BATCH_SIZE = 32
 RATE = 0.01
 
