@@ -8,7 +8,7 @@ import io
 import logging
 import re
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -74,8 +74,9 @@ class Traces(io.StringIO):
 
     def _look(self) -> None:
         for process in psutil.Process().children(recursive=True):
-            self.seen[f"arguments of {process.pid}"] = " ".join(process.cmdline()).encode()
-            self.seen[f"environment of {process.pid}"] = repr(process.environ()).encode()
+            with suppress(psutil.Error):  # it ended meanwhile
+                self.seen[f"arguments of {process.pid}"] = " ".join(process.cmdline()).encode()
+                self.seen[f"environment of {process.pid}"] = repr(process.environ()).encode()
         found = re.search(r"(https://\S+)(\?token=\S+)", self.getvalue())
         assert found is not None
         for name in ("", "data", "metrics"):

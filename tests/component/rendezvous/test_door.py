@@ -269,6 +269,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(impatient: int) -> None:
 
 
 class _Narrow(Connection):
+    head_seconds = 600.0
     most_strangers = staticmethod(lambda: 3)
 
 
