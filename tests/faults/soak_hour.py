@@ -49,9 +49,14 @@ class Obeying(Callback):
 
     def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
         for order in Path(self._folder).glob(f"*-{training.rank}.json"):
-            kind = json.loads(order.read_text())
-            folder = f"{self._folder}/struck-{order.stem}"  # it strikes once, though it is taken again
-            ClusterFaults([Blow(kind, step=0, seconds=6.0)], folder).strike(0, 0, 1)
+            try:
+                taken = order.rename(order.with_suffix(".taken"))
+            except FileNotFoundError:
+                continue  # a process that was stopped wakes up with the rank that another has by now
+            kind = json.loads(taken.read_text())
+            ClusterFaults([Blow(kind, step=0, seconds=6.0)], f"{self._folder}/struck-{order.stem}").strike(
+                0, 0, 1
+            )
 
 
 class Attacker(threading.Thread):
