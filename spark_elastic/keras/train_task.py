@@ -57,6 +57,7 @@ class KerasLearner:
         inputs = Inputs.of(model, spec.features, free=transformed)
         labels = ordered_labels(model, spec.labels)
         self._columns = Columns(spec, inputs, labels, brought.transformation, brought.class_weight)
+        self._seen = Columns(spec, inputs, labels, brought.transformation, None)  # as Keras validates
         structure, outputs, row = self._tried()
         objective = Objective(model, structure.outputs(list(row.labels)), outputs)
         self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
@@ -94,7 +95,7 @@ class KerasLearner:
 
     def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
         self._metrics.sums = self.state.extras["losses"]
-        verdict = self._taker.evaluate(group, self._columns.share(rows), version)
+        verdict = self._taker.evaluate(group, self._seen.share(rows), version)
         self.state.extras["losses"] = self._metrics.sums
         return verdict
 

@@ -102,7 +102,7 @@ class Job:
 
 JOBS = {
     "one output": Job(dense, validates=True),
-    "row weights": Job(dense, weight="w", class_weight={1: 3.0, 2: 0.5}),
+    "row weights": Job(dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
     "two outputs": Job(two_heads, features=("x", "y"), labels=("w", "id")),
 }
 
