@@ -139,3 +139,71 @@ def batch_of(step: int) -> tuple[Any, Any]:
 
     draw = np.random.default_rng(step)
     return draw.integers(0, 9, (6, 2)).astype(np.int32), draw.normal(size=(6, 1))
+
+
+def fit(epochs: int, steps: int, hold: int) -> dict[str, Any]:
+    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks. hold: from that step on, wait for two
+    workers."""
+    import time
+
+    import keras
+
+    import spark_elastic.keras as hvd
+    from tests.component.tensorflow.loops import batches_from, net
+
+    hvd.init()
+    keras.utils.set_random_seed(7 + hvd.rank())
+    model = net()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
+    state: Any = hvd.elastic.KerasState(model, batch=0, epoch=0, initial=model.get_weights())
+    trained: list[int] = []
+
+    class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            while state.epoch * steps + state.batch >= hold and hvd.size() < 2:
+                time.sleep(0.05)
+                state.check_host_updates()
+            time.sleep(0.05)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trained.append(state.epoch * steps + state.batch)
+            print(f"step {trained[-1] + 1}", flush=True)  # noqa: T201 - what the test waits for
+
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state),
+        Watch(),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+    ]
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        model.fit(
+            batches_from(state.epoch * steps + state.batch),
+            initial_epoch=state.epoch,
+            epochs=epochs,
+            steps_per_epoch=steps,
+            callbacks=callbacks,
+            verbose=0,
+        )
+
+    loop(state)
+    alone = net()
+    if hvd.rank() == 0:
+        alone.set_weights(state.initial)
+        alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        alone.fit(batches_from(0), epochs=epochs, steps_per_epoch=steps, verbose=0)
+    return {
+        "weights": model.get_weights(),
+        "slots": [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables],
+        "plain": alone.get_weights() if hvd.rank() == 0 else None,
+        "trained": trained,
+        "position": (state.epoch, state.batch),
+    }
+
+
+def batches_from(step: int) -> Any:
+    """All batches from that one on."""
+    while True:
+        yield batch_of(step)
+        step += 1

@@ -46,3 +46,19 @@ def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit
     assert sizes_in(max((result["resets"] for result in results), key=len))[:2] == [3, 2]
     steps = max((result["trained"] for result in results), key=len)
     assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
+
+
+@pytest.mark.faults
+def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(fault: Fault) -> None:
+    run = Run(loops.fit, (5, 7, 24), room=2, num_workers=2, env=QUIET)
+    run.at(10, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
+    results = run.results()
+    assert_replicas(results)
+    # Keras computes the loss in float32, whatever the model's type.
+    assert far(results[0]["weights"], results[0]["plain"]) < 1e-5
+    assert {result["position"] for result in results} == {(5, 0)}
+    assert results[0]["trained"][-1] == 34
+    assert len(results[0]["trained"]) - len(set(results[0]["trained"])) <= 1, (
+        "the step in flight alone may be twice"
+    )
+    assert sizes_in(run.sizes())[:3] == [2, 1, 2]
