@@ -16,10 +16,13 @@ from types import TracebackType
 
 import numpy as np
 
+from spark_elastic.data.decoding import nbytes
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, Share, together
 from spark_elastic.data.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
+
+WIDE = 1024  # bytes of a row, from which on to put each in its place costs less than a second copy of all
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,20 @@ class StepLoader:
         if parts:
             back[np.concatenate([where for _, where in parts])] = np.arange(len(rows))
         columns: Decoded = {c.name: np.empty((len(rows), *c.shape), dtype=c.dtype) for c in self._columns}
+        wide = {c.name for c in self._columns if c.row_bytes >= WIDE}
         first = 0
         for group, where in parts:
             decoded, past = self._reader.fetch(group), first + len(where)
             wanted = rows[where]
             for name, out in columns.items():
-                # "clip" writes into `out` directly, "raise" by way of a buffer; the plan's rows are in range.
-                decoded[name].take(wanted, axis=0, out=out[first:past], mode="clip")
+                if name in wide:
+                    out[where] = decoded[name][wanted]
+                else:
+                    # "clip" writes into `out` directly, "raise" by way of a buffer; the plan's rows are in range.
+                    decoded[name].take(wanted, axis=0, out=out[first:past], mode="clip")
             first = past
-        return self._in_steps(
-            order, shares, {name: array.take(back, axis=0) for name, array in columns.items()}
-        )
+        placed = {n: array if n in wide else array.take(back, axis=0) for n, array in columns.items()}
+        return self._in_steps(order, shares, placed)
 
     def _in_steps(self, order: EpochOrder, shares: Sequence[Share], columns: Decoded) -> list[StepRows]:
         ends = np.cumsum([0, *map(len, shares)]).tolist()
@@ -116,8 +122,10 @@ class StepStream:
         self._rank, self._size = rank, size
         self._limit = loader._prefetch
         self._row_bytes = 8 + sum(column.row_bytes for column in loader._columns)
+        self._any_objects = any(column.dtype == "object" for column in loader._columns)
         self._changed = threading.Condition()
         self._ready: deque[StepRows] = deque()
+        self._sizes: deque[int] = deque()  # bytes of each of them
         self._ready_bytes = 0
         self._failed: BaseException | None = None
         self._closed = False
@@ -154,7 +162,7 @@ class StepStream:
                 assert self._failed is not None
                 raise self._failed
             rows = self._ready.popleft()
-            self._ready_bytes -= self._bytes(len(rows))
+            self._ready_bytes -= self._sizes.popleft()
             self._changed.notify_all()
         self._next += 1
         return rows
@@ -185,9 +193,11 @@ class StepStream:
                     return
                 shares = self._order.shares(step, count, self._rank, self._size)
                 gathered = self._loader.gather(self._order, shares)
+                sizes = self._weighed(gathered)
                 with self._changed:
                     self._ready.extend(gathered)
-                    self._ready_bytes += sum(self._bytes(len(rows)) for rows in gathered)
+                    self._sizes.extend(sizes)
+                    self._ready_bytes += sum(sizes)
                     self._changed.notify_all()
                 step += count
                 count *= 2  # the first step comes soon
@@ -210,6 +220,15 @@ class StepStream:
                 )
             )
             return not self._closed
+
+    def _weighed(self, gathered: list[StepRows]) -> list[int]:
+        """Bytes of each. How long bytes and strings are is known once they are there: the next ones are like them."""
+        if not self._any_objects:
+            return [self._bytes(len(rows)) for rows in gathered]
+        sizes = [rows.row_ids.nbytes + nbytes(rows.columns) for rows in gathered]
+        most = max(size // max(1, len(rows)) for size, rows in zip(sizes, gathered, strict=True))
+        self._row_bytes = max(self._row_bytes, most)
+        return sizes
 
     def _bytes(self, rows: int) -> int:
         return rows * self._row_bytes

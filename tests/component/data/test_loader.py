@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_elastic.data import loader
 from spark_elastic.data.arrow_reader import ArrowReader
 from spark_elastic.data.footers import read_footers
 from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
@@ -45,16 +46,19 @@ class Rows:
         self.gate.set()
 
 
-def everything(loader: StepLoader, epoch: int, size: int) -> list[StepRows]:
+def everything(made: StepLoader, epoch: int, size: int) -> list[StepRows]:
     found = []
     for rank in range(size):
-        with loader.steps(epoch, 0, rank, size) as stream:
+        with made.steps(epoch, 0, rank, size) as stream:
             found += list(stream)
     return found
 
 
-@pytest.mark.parametrize("size", [1, 3, 11])
-def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "wide"), [(1, loader.WIDE), (3, loader.WIDE), (11, loader.WIDE), (3, 8)])
+def test_p1_each_row_once_with_its_own_values(
+    tmp_path: Path, size: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "WIDE", wide)
     store = Store.open(str(tmp_path))
     ids = np.arange(37)
     table = pa.table({"id": ids, "x": pa.array([[i, -i] for i in ids], pa.list_(pa.float32()))})
@@ -90,23 +94,23 @@ def test_a_stream_begins_where_it_is_told() -> None:
 
 
 def test_a_resize_in_mid_epoch_loses_and_doubles_nothing() -> None:
-    loader, seen = StepLoader(PLAN, Rows(), COLUMNS), []
+    made, seen = StepLoader(PLAN, Rows(), COLUMNS), []
     for rank in range(3):
-        with loader.steps(0, 0, rank, 3) as stream:
+        with made.steps(0, 0, rank, 3) as stream:
             seen += [row for _ in range(2) for row in next(stream).row_ids.tolist()]
     for rank in range(2):
-        with loader.steps(0, 2, rank, 2) as stream:
+        with made.steps(0, 2, rank, 2) as stream:
             seen += [row for rows in stream for row in rows.row_ids.tolist()]
     assert sorted(seen) == list(range(37))
 
 
 def test_the_order_of_the_epoch_outlives_a_stream() -> None:
-    loader = StepLoader(PLAN, Rows(), COLUMNS)
-    with loader.steps(0, 0, 0, 2) as first:
+    made = StepLoader(PLAN, Rows(), COLUMNS)
+    with made.steps(0, 0, 0, 2) as first:
         next(first)
-    with loader.steps(0, 1, 0, 1) as second:
+    with made.steps(0, 1, 0, 1) as second:
         assert second._order is first._order
-    with loader.steps(1, 0, 0, 1) as third:
+    with made.steps(1, 0, 0, 1) as third:
         assert third._order is not first._order
 
 
@@ -124,10 +128,28 @@ def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
             assert len(list(stream)) == PLAN.steps
 
 
+def test_long_bytes_count_as_long_as_they_are() -> None:
+    class Images(Rows):
+        def fetch(self, group: int) -> Decoded:
+            rows = super().fetch(group)
+            images = np.empty(len(rows["id"]), dtype=object)
+            images[:] = [b"0" * 1000] * len(images)
+            return rows | {"image": images}
+
+    columns = (*COLUMNS, Column("image", "object"))
+    made = StepLoader(PLAN, Images(), columns, Prefetch(steps=100, bytes=2 * 8 * 1100))
+    with made.steps(0, 0, 0, 1) as stream:
+        with stream._changed:
+            assert stream._changed.wait_for(lambda: len(stream._ready) == 2, 10)
+            assert not stream._changed.wait_for(lambda: len(stream._ready) > 2, 0.1)
+        assert len(list(stream)) == PLAN.steps
+    assert stream._ready_bytes == 0
+
+
 def test_a_reader_s_error_comes_after_the_steps_that_were_read() -> None:
     reader = Rows()
-    loader = StepLoader(PLAN, reader, COLUMNS, Prefetch(steps=1))
-    with loader.steps(0, 0, 0, 1) as stream:
+    made = StepLoader(PLAN, reader, COLUMNS, Prefetch(steps=1))
+    with made.steps(0, 0, 0, 1) as stream:
         with stream._changed:
             assert stream._changed.wait_for(lambda: len(stream._ready) == 1, 10)
         reader.broken = StoreError("the disk is gone")
