@@ -199,3 +199,23 @@ def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size
         plan.row_ids(order.share(step, rank, size)) for step in range(plan.steps) for rank in range(size)
     ]
     assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(sum(groups)))
+
+
+def test_rows_of_100_000_numbers_come_in_pieces(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).random((12, 100_000), dtype=np.float32)
+    values = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), 100_000)
+    write(tmp_path, "a.parquet", {"x": values})
+    store = Store.open(str(tmp_path))
+    manifest = describe(store, ["x"], piece_bytes=1 << 20)
+    assert manifest.group_rows == (2,) * 6
+    plan = DataPlan.for_run(manifest.group_rows, 5, 0, 4, manifest.decoded_bytes_per_group(), 4 << 20)
+    opened = open_reader("arrow", store, manifest, cache_bytes=4 << 20)
+    try:
+        with StepLoader(plan, opened, manifest.columns).steps(0, 0, 0, 1) as steps:
+            found = {
+                int(row): x for step in steps for row, x in zip(step.row_ids, step.columns["x"], strict=True)
+            }
+    finally:
+        opened.close()
+    assert sorted(found) == list(range(12))
+    assert all(np.array_equal(found[row], rows[row]) for row in found)

@@ -47,10 +47,10 @@ class Paced(torch.nn.Module):
         super().__init__()
         self.net = net
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         if progress() is not None:
             time.sleep(PACE)
-        output: torch.Tensor = self.net(x)
+        output: torch.Tensor = self.net(*inputs)
         return output
 
 

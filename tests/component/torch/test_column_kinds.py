@@ -1,0 +1,181 @@
+"""P1 and P2 under a kill on files that somebody else wrote: every kind of column at once, in a model of five inputs."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.foreign import describe
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch.train_spec import Brought
+from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.training.spec import TrainSpec
+from tests.component.torch.job import (
+    Follower,
+    Job,
+    Paced,
+    difference,
+    launcher,
+    ledger_of,
+    train_elastic,
+)
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+
+ROWS, CLASSES = 250, 3
+FEATURES = ("v", "a", "n", "image", "day")
+READERS = [
+    "arrow",
+    pytest.param(
+        "petastorm",
+        marks=[
+            pytest.mark.petastorm,
+            pytest.mark.filterwarnings("ignore"),
+            pytest.mark.skipif(int(pa.__version__.split(".")[0]) > 14, reason="petastorm needs pyarrow 14"),
+        ],
+    ),
+]
+
+
+def write(path: Path) -> None:
+    """Dense and sparse vectors in turns, arrays, whole numbers, pictures as bytes, days; small and large row groups."""
+    rng = np.random.default_rng(3)
+    vectors = [
+        {"type": 1, "size": None, "indices": None, "values": rng.normal(size=4).tolist()}
+        if row % 2
+        else {"type": 0, "size": 4, "indices": [row % 4], "values": [1.0 + row % 3]}
+        for row in range(ROWS)
+    ]
+    kind = pa.struct(
+        [
+            ("type", pa.int8()),
+            ("size", pa.int32()),
+            ("indices", pa.list_(pa.int32())),
+            ("values", pa.list_(pa.float64())),
+        ]
+    )
+    table = pa.table(
+        {
+            "v": pa.array(vectors, kind),
+            "a": pa.array(rng.normal(size=(ROWS, 3)).tolist(), pa.list_(pa.float64())),
+            "n": pa.array(rng.integers(0, 7, ROWS), pa.int16()),
+            "image": pa.array([rng.bytes(5) for _ in range(ROWS)], pa.binary()),
+            "day": pa.array(rng.integers(0, 1000, ROWS), pa.int32()).cast(pa.date32()),
+            "unused": pa.array([None] * ROWS, pa.string()),
+            "y": pa.array(rng.integers(0, CLASSES, ROWS)),
+        }
+    )
+    pq.write_table(table.slice(0, 40), path / "small.parquet", row_group_size=7)
+    pq.write_table(table.slice(40), path / "large.parquet")
+
+
+def numbers(columns: dict[str, Any]) -> dict[str, Any]:
+    """Pictures and days as numbers, the others as they are."""
+    pixels = np.array([np.frombuffer(image, np.uint8) for image in columns["image"]], np.float64)
+    weekdays = (columns["day"].astype("int64") % 7)[:, None] / 7.0
+    return columns | {"image": pixels.reshape(-1, 5) / 255, "day": weekdays}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = torch.nn.Embedding(7, 2)
+        self.out = torch.nn.Linear(4 + 3 + 2 + 5 + 1, CLASSES)
+
+    def forward(self, v: Any, a: Any, n: Any, image: Any, day: Any) -> torch.Tensor:
+        whole = torch.cat([v, a, self.names(n), image, day], dim=1)
+        output: torch.Tensor = self.out(torch.tanh(whole))
+        return output
+
+
+@dataclass(frozen=True)
+class Kinds(Job):
+    """A job on the columns of `write`."""
+
+    reader: str = "arrow"
+
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+        spec = TrainSpec(
+            data=store,
+            manifest=manifest,
+            plan=self.plan(manifest),
+            store=store,
+            result="final.pt",
+            features=tuple(manifest.column(name) for name in FEATURES),
+            labels=("y",),
+            weight=None,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            seed=0,
+            clipping=self.clipping,
+            ledger=ledger,
+            reader=self.reader,
+        )
+        brought = Brought(self.model, self.optimizer, (self.loss,), transformation=numbers)
+        return TorchTrainTask(spec, brought)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan, epochs: int) -> Any:
+    """One process over the whole table in memory."""
+    with ArrowReader(store, manifest) as reader:
+        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
+    table = numbers({c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns})
+    tensors = {
+        name: torch.tensor(values.astype("int64" if name in ("n", "y") else "float64"))
+        for name, values in table.items()
+    }
+    optimizer = sgd(model.parameters())
+    for epoch in range(epochs):
+        for step in range(plan.steps):
+            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            optimizer.zero_grad()
+            output = model(*(tensors[name][rows] for name in FEATURES))
+            torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
+    write(tmp_path)
+    store = Store.open(str(tmp_path))
+    manifest = describe(store, [*FEATURES, "y"], transformed=True, piece_bytes=2000)
+    assert max(manifest.group_rows) < ROWS / 2, "the large row group comes in pieces"
+    torch.manual_seed(1)
+    net = Paced(Net()).double()
+    job = Kinds(copy.deepcopy(net), sgd, torch.nn.CrossEntropyLoss(), reader=reader, epochs=1, workers=2)
+    made: list[ProcessLauncher] = []
+    killed: list[int] = []
+
+    def make(task: TorchTrainTask) -> ProcessLauncher:
+        made.append(launcher(task, room=2))
+        return made[0]
+
+    def strike(epoch: int, step: int) -> None:
+        if not killed and step > 3:
+            killed.append(sorted(made[0].slots())[0])
+            fault(made[0].kill, killed[0])
+
+    ledger = tmp_path / "ledger"
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(strike), make)
+    assert len(result.worlds) > 1, "nobody was lost"
+    seen = ledger_of(ledger)
+    assert seen == {(0, row): 1 for row in range(ROWS)}
+    assert difference(ours, plain(net, store, manifest, job.plan(manifest), 1)) < 1e-9
