@@ -11,7 +11,7 @@ import pytest
 
 from tests.sources import PACKAGES, ROOT
 
-pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.native, pytest.mark.timeout(400)]
 
 
 def test_the_script_outlives_a_worker_and_ends_at_its_last_batch() -> None:
