@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from elastic_collectives.group import Array
@@ -14,7 +15,7 @@ from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, trains_alone
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.ops.request import Request
-from spark_elastic.tensorflow.arrays import copies, name_of
+from spark_elastic.tensorflow.arrays import name_of
 from spark_elastic.tensorflow.calls import call
 
 
@@ -26,7 +27,7 @@ def reduced_slices(
     process_set: ProcessSet,
     alone: bool = False,
 ) -> Any:
-    """IndexedSlices with the rows of all ranks, in rank order; a row may be listed more than once.
+    """IndexedSlices with the rows of all ranks, each listed once.
 
     alone: ranks that are not in the set keep their own.
 
@@ -42,7 +43,7 @@ def reduced_slices(
 
     def body(arrays: list[Array]) -> list[Array]:
         if alone and trains_alone(process_set):
-            return copies(arrays)[0]
+            return _each_once(*arrays)
         request = Request(
             kinds.ALLGATHER,
             None if name is None else f"slices.{name}",
@@ -53,11 +54,20 @@ def reduced_slices(
         channel = channel_of(process_set)
         values, indices = channel.submit(request, rows, awaited=True).wait()
         factor = scale[0] * scale[1] / (process_set.size() if op is Average else 1)
-        if factor != 1.0:
-            own = values.view(arrays[0].dtype)
-            values = (own * own.dtype.type(factor)).astype(own.dtype, copy=False)
-        return [values, indices]
+        return _each_once(values.view(arrays[0].dtype), indices, factor)
 
     shapes = [[None, *tensor.shape[1:]] for tensor in given]
     values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _each_once(values: Array, indices: Array, factor: float = 1.0) -> list[Array]:
+    """(values times `factor`, indices), the values of an index summed.
+
+    Keras squares what is listed: with an index listed twice, Adam would depend on how rows are spread over ranks.
+    """
+    rows, places = np.unique(indices, return_inverse=True)
+    wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+    summed = np.zeros((len(rows), *values.shape[1:]), wide)
+    np.add.at(summed, places.reshape(-1), values.astype(wide, copy=False))
+    return [(summed * summed.dtype.type(factor)).astype(values.dtype, copy=False), rows]

@@ -128,7 +128,8 @@ def plain(initial: list[Any], steps: int) -> list[Any]:
         ids, labels = batch_of(step)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(labels - model(ids, training=True)))
-        gradients = tape.gradient(loss, model.trainable_variables)
+        # Dense, since Keras's Adam takes a row that is listed twice for two.
+        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)]
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     return [weight.numpy() for weight in model.weights]
 

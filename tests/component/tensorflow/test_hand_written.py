@@ -35,6 +35,7 @@ def assert_replicas(results: list[Any]) -> None:
             assert all(map(np.array_equal, result[what], results[0][what]))
 
 
+@pytest.mark.faults
 def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit(fault: Fault) -> None:
     run = Run(loops.train, (loops.STEPS, (10, 3)), room=2, num_workers=2, max_workers=3, env=QUIET)
     run.at(5, lambda: fault(run.cluster.add_room, 1))

@@ -132,6 +132,8 @@ def test_tape_exchanges_what_its_variables_share(world: World) -> None:
             got = tape.gradient(loss, {"a": dense, "t": table, "o": own, "u": unused})
             assert got["a"].numpy().tolist() == [1.5, 1.5]
             assert isinstance(got["t"], tf.IndexedSlices) is not sparse_as_dense
+            if not sparse_as_dense:
+                assert got["t"].indices.numpy().tolist() == [0, 1], "a row is listed twice"
             assert tf.convert_to_tensor(got["t"]).numpy().tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
             assert got["o"].numpy() == (rank + 1) / 2
             assert got["u"] is None
