@@ -43,7 +43,7 @@ def reduced_slices(
 
     def body(arrays: list[Array]) -> list[Array]:
         if alone and trains_alone(process_set):
-            return _each_once(*arrays)
+            return _each_once(arrays[0], arrays[1])
         request = Request(
             kinds.ALLGATHER,
             None if name is None else f"slices.{name}",
