@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,10 +28,35 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _PARQUET = (".parquet", ".parq", ".pq")
 
 
+def locate(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
+    """One store that holds all the files or folders (one at least), paths or fsspec urls, and their names in it.
+
+    Raises:
+        InvalidInput: they lie in different file systems.
+    """
+    stores = [Store.open(path, **storage_options) for path in paths]
+    first = stores[0]
+    for path, other in zip(paths, stores, strict=True):
+        if other.filesystem != first.filesystem:
+            raise InvalidInput(
+                f"{path!r} and {paths[0]!r} lie in different file systems: read one at a time."
+            )
+    common = posixpath.commonpath([store.root for store in stores])
+    if common.endswith(_PARQUET) and first.filesystem.isfile(common):
+        common = posixpath.dirname(common)
+    url = first.url[: len(first.url) - len(first.root) + len(common)]
+    names = tuple(store.root[len(common) :].strip("/") for store in stores)
+    return replace(first, url=url, root=common), names
+
+
 def describe(
-    store: Store, columns: Sequence[str], transformed: bool = False, piece_bytes: int = PIECE_BYTES
+    store: Store,
+    columns: Sequence[str],
+    transformed: bool = False,
+    piece_bytes: int = PIECE_BYTES,
+    names: Sequence[str] = ("",),
 ) -> Manifest:
-    """The Parquet files under the store's root as a data set of `columns`.
+    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`.
 
     transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than
     twice `piece_bytes` when decoded are taken in pieces of that size, which readers cut once.
@@ -38,7 +65,7 @@ def describe(
         InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
             lengths, no rows. StoreError: no Parquet files, or one that cannot be read.
     """
-    found = _parquet(store)
+    found = [each for name in dict.fromkeys(names) for each in _parquet(store, name)]
     files = [_File(store, each) for each in found]
     with_rows = [file for file in files if file.footer.num_rows]
     if not with_rows:
@@ -114,15 +141,16 @@ class _File:
         return total
 
 
-def _parquet(store: Store) -> list[Found]:
+def _parquet(store: Store, name: str) -> list[Found]:
     """What Spark and others take for data: names that begin with _ or . are not."""
     found = [
         each
-        for each in store.find()
-        if each.name.endswith(_PARQUET) and not any(part[0] in "_." for part in each.name.split("/"))
+        for each in store.find(name)
+        if each.name.endswith(_PARQUET)
+        and not any(part.startswith(("_", ".")) for part in each.name[len(name) :].split("/"))
     ]
     if not found:
-        raise StoreError(f"There is no Parquet file under {store.url}.")
+        raise StoreError(f"There is no Parquet file under {store.join(name)}.")
     return found
 
 

@@ -12,13 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.core import url_to_fs
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput, StoreError
+
+if TYPE_CHECKING:
+    from spark_elastic.data.inventory import Entry
 
 # Here one put is whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
@@ -61,6 +65,15 @@ class Store:
         # As it was given, since clients drop the account or name node that Spark needs; a local path gets its scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"))
+
+    def clean(self, older_than: float, unfinished: bool = False) -> Sequence[Entry]:
+        """Remove, and return, what this package wrote here and nobody has written to for `older_than` seconds.
+
+        unfinished: also runs that could be taken up again, and their rows.
+        """
+        from spark_elastic.data import inventory  # which knows stores
+
+        return inventory.clean(self, older_than, SystemClock().wall(), unfinished)
 
     @property
     def is_local(self) -> bool:

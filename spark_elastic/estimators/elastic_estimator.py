@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
+from pyspark.sql import SparkSession
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
+from spark_elastic.estimators.file_rows import FileRows
+from spark_elastic.estimators.fit_rows import RowSource, TableRows
 from spark_elastic.estimators.horovod_names import translated
-from spark_elastic.estimators.params import EstimatorParams
+from spark_elastic.estimators.params import EstimatorParams, names
 from spark_elastic.estimators.transformer import ElasticModel
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from pyspark.sql import DataFrame
+
+_UNSAVED = ("storage_options",)  # they may hold credentials
 
 
 class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
@@ -48,6 +55,29 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     def write(self) -> MLWriter:
         return _Writer(self)
+
+    def fit_on_parquet(
+        self, paths: str | Sequence[str], validation_paths: str | Sequence[str] | None = None
+    ) -> Any:
+        """Train on Parquet files as they are, written by anybody; nothing is copied. Needs an active Spark session.
+
+        paths: files or folders, local or fsspec urls that driver and executors share, read with `storage_options`.
+        Row groups of any size, further columns and folders by partition are fine. validation_paths: of rows to look at
+        behind each epoch, in place of `validation`.
+
+        Raises:
+            InvalidInput: columns of different types or shapes, nulls (with their number), no rows, and as `fit`.
+            StoreError: no Parquet files, or one that cannot be read.
+        """
+        options = self.getOrDefault("storage_options") or {}
+        seen = [] if validation_paths is None else names(validation_paths)
+        return self._fitted(FileRows.found(SparkSession.getActiveSession(), names(paths), seen, options))
+
+    def _fit(self, dataset: DataFrame) -> Any:
+        return self._fitted(TableRows(dataset))
+
+    def _fitted(self, rows: RowSource) -> ElasticModel:
+        raise TypeError(f"{type(self).__name__} belongs to no framework")
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -79,7 +109,9 @@ class _Writer(MLWriter):
 
     def saveImpl(self, path: str) -> None:
         estimator = self._instance
-        values = {param.name: value for param, value in estimator._paramMap.items()}
+        values = {
+            param.name: value for param, value in estimator._paramMap.items() if param.name not in _UNSAVED
+        }
         objects = {name: value for name, value in values.items() if not _is_plain(value)}
         plain = {name: value for name, value in values.items() if name not in objects}
         extra = {"format": saving.FORMAT}

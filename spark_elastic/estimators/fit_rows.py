@@ -1,4 +1,4 @@
-"""The rows of a fit: written to the store, held for its run, and let go.
+"""The rows of a fit: a table's, written to the store, held for its run, and let go.
 
 Owns which rows train and which validate. Runs in the caller's thread.
 """
@@ -8,66 +8,116 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.run_record import Planned, RunRecord
+from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import Request
 from spark_elastic.spark.materialize import Split, Writing, materialize, materialize_split
+from spark_elastic.spark.schema import check_columns
 from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger("spark_elastic")
 
 
-def check_validation(df: DataFrame, request: Request) -> None:
-    """InvalidInput where `validation` names a column that is not there; starts no job."""
-    if isinstance(request.validation, str) and request.validation not in df.columns:
-        raise InvalidInput(
-            f"validation names the column {request.validation!r}, which the table has not; it has: "
-            f"{', '.join(df.columns)}."
+class RowSource(Protocol):
+    """Where the rows of a fit come from."""
+
+    @property
+    def session(self) -> SparkSession: ...
+
+    def check(self, request: Request) -> None:
+        """InvalidInput where the columns cannot be what the request says; starts no job."""
+        ...
+
+    def held(
+        self, request: Request, store: Store, run: HeldRun
+    ) -> AbstractContextManager[tuple[RunRecord, Store]]:
+        """The run's record, and the store that its rows lie in, for as long as the run needs them."""
+        ...
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """A DataFrame's, written to the store."""
+
+    df: DataFrame
+
+    @property
+    def session(self) -> SparkSession:
+        return self.df.sparkSession
+
+    def check(self, request: Request) -> None:
+        check_columns(
+            self.df.schema,
+            request.feature_cols,
+            request.label_cols,
+            request.sample_weight_col,
+            transformed=request.brought.transformation is not None,
         )
+        if isinstance(request.validation, str) and request.validation not in self.df.columns:
+            raise InvalidInput(
+                f"validation names the column {request.validation!r}, which the table has not; it has: "
+                f"{', '.join(self.df.columns)}."
+            )
+
+    @contextmanager
+    def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
+        """For all fits to come (`keep_data`), or in a folder of the run until it has ended well.
+
+        A run that goes on goes on with the rows that it was begun with.
+        """
+        own = "" if request.keep_data else f"runs/{run.run_id}/rows"
+        record = RunRecord.load(store, run.run_id)
+        if record is None:
+            try:
+                manifest, seen = _written(self.df, request, _inside(store, own))
+                record = recorded(request, own, manifest, seen)
+            except BaseException:
+                _forget_rows(store, own)
+                attempts.forget(store, run.run_id, run.attempt)
+                raise
+            record.save(store, run.run_id)
+        elif "://" in record.data:
+            raise InvalidInput(
+                f"run_id {run.run_id!r} was begun by fit_on_parquet on {record.data}: go on with that, or use another "
+                "run_id."
+            )
+        with forgotten_unless_it_goes_on(request, store, run, record.data):
+            yield record, _inside(store, record.data)
 
 
 @contextmanager
-def held_rows(
-    df: DataFrame, request: Request, store: Store, run: HeldRun
-) -> Iterator[tuple[RunRecord, Store]]:
-    """The columns in the store: for all fits to come (`keep_data`), or in a folder of the run until it has ended well.
-
-    A run that goes on goes on with the rows that it was begun with.
-    """
-    own = "" if request.keep_data else f"runs/{run.run_id}/rows"
-    record = RunRecord.load(store, run.run_id)
-    if record is None:
-        try:
-            manifest, seen = _written(df, request, _inside(store, own))
-            record = RunRecord.of(request, own, (manifest, _plan(request, manifest)), seen)
-        except BaseException:
-            _forget_rows(store, own)
-            attempts.forget(store, run.run_id, run.attempt)
-            raise
-        record.save(store, run.run_id)
+def forgotten_unless_it_goes_on(request: Request, store: Store, run: HeldRun, rows: str) -> Iterator[None]:
+    """Afterwards, `rows`, a folder of the run ("": none), go; they and the record of a run that can go on stay."""
     try:
-        yield record, _inside(store, record.data)
+        yield
     except BaseException:
         if _goes_on(request, store, run.run_id):
             log.warning("run %s can go on: fit again with run_id=%r", run.run_id, run.run_id)
         else:
-            _forget_rows(store, record.data)
+            _forget_rows(store, rows)
             store.delete(f"runs/{run.run_id}/run.json")
             attempts.forget(store, run.run_id, run.attempt)
         raise
-    _forget_rows(store, record.data)
+    _forget_rows(store, rows)
+
+
+def recorded(request: Request, data: str, manifest: Manifest, seen: Manifest | None) -> RunRecord:
+    """The record of a new run on these rows, which lie in `data`; `seen`: those that validate."""
+    validation = None if seen is None else (seen, _validation_plan(request, seen))
+    return RunRecord.of(request, data, (manifest, _plan(request, manifest)), validation)
 
 
 def _inside(store: Store, folder: str) -> Store:
@@ -84,26 +134,27 @@ def _goes_on(request: Request, store: Store, run_id: str) -> bool:
     return request.store is not None and bool(Checkpoints(store, run_id).published())
 
 
-def _written(df: DataFrame, request: Request, store: Store) -> tuple[Manifest, Planned | None]:
+def _written(df: DataFrame, request: Request, store: Store) -> tuple[Manifest, Manifest | None]:
     """Rows to train on, and rows to validate with."""
-    writing = Writing(transformed=request.brought.transformation is not None)
+    writing = Writing(transformed=request.brought.transformation is not None, missing=request.missing)
     if request.validation is None:
         return materialize(df, request.used_cols, store, writing), None
     column = request.validation if isinstance(request.validation, str) else None
     fraction = 0.0 if isinstance(request.validation, str) else request.validation
     split = Split(fraction, column, request.seed)
-    manifest, seen = materialize_split(df, request.used_cols, store, split, writing)
-    batch = (request.val_batch_size or request.batch_size) * request.num_workers
-    plan = DataPlan.for_run(
+    return materialize_split(df, request.used_cols, store, split, writing)
+
+
+def _validation_plan(request: Request, seen: Manifest) -> DataPlan:
+    return DataPlan.for_run(
         seen.group_rows,
-        batch,
+        (request.val_batch_size or request.batch_size) * request.num_workers,
         request.seed,
         request.max_workers,
         seen.decoded_bytes_per_group(),
         DEFAULT_CACHE_BYTES,
         shuffle=False,
     )
-    return manifest, (seen, plan)
 
 
 def _plan(request: Request, manifest: Manifest) -> DataPlan:

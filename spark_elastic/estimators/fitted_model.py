@@ -19,6 +19,7 @@ class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type:
     `transform(df)` adds `prediction_col`: a double where the module returns one number per row, else an array of
     doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
     take them.
+    The estimator's transformation_fn is applied here, too; it is given the feature columns alone.
     A module of several outputs adds a column for each: `output_cols`, by default LABEL__output.
 
     `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`

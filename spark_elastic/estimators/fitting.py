@@ -1,4 +1,4 @@
-"""One fit: from a DataFrame and a checked request to the weights of a trained model, whatever the framework.
+"""One fit: from rows and a checked request to the weights of a trained model, whatever the framework.
 
 Owns the order: columns, store, hosts, data, training, model; each part lives elsewhere. The module and optimizer of
 the request are only read: what is trained are copies. Runs in the caller's thread.
@@ -26,7 +26,7 @@ from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import check_validation, held_rows
+from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
@@ -38,7 +38,6 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.spark.active_session import refuse_connect
 from spark_elastic.spark.driver_address import bind_of
 from spark_elastic.spark.preflight import preflight
-from spark_elastic.spark.schema import check_columns
 from spark_elastic.spark.shipping import ship
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
@@ -47,7 +46,7 @@ from spark_elastic.worker.program import Program
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic")
 
@@ -80,21 +79,14 @@ class Fitted:
     summary: FitSummary
 
 
-def fit(df: DataFrame, request: Request, framework: Framework) -> Fitted:
-    """Train on `df`; everything that can be seen to be wrong without a Spark job is said before the first one."""
-    refuse_connect(df.sparkSession, "fit()")
-    check_columns(
-        df.schema,
-        request.feature_cols,
-        request.label_cols,
-        request.sample_weight_col,
-        transformed=request.brought.transformation is not None,
-    )
-    check_validation(df, request)
+def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
+    """Train on `rows`; everything that can be seen to be wrong without a Spark job is said before the first one."""
+    refuse_connect(rows.session, "fit()")
+    rows.check(request)
     clock = SystemClock()
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
-    sc = df.sparkSession.sparkContext
+    sc = rows.session.sparkContext
     worlds: tuple[WorldSpan, ...] = ()
     report = JobReport()
     with _opened(request, sc) as store:
@@ -106,7 +98,7 @@ def fit(df: DataFrame, request: Request, framework: Framework) -> Fitted:
                 ship(sc)
             place = bind_of(sc.getConf(), request.config)
             preflight(sc, payload, store, framework.packages, request.config.start_timeout, place)
-            record, result, worlds, report = _trained(df, request, framework, store, run_id, ledger)
+            record, result, worlds, report = _trained(rows, request, framework, store, run_id, ledger)
         weights = _weights(store, result)
         features = _inputs(request, record.rows())
     summary = FitSummary(
@@ -135,16 +127,16 @@ def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | No
 
 
 def _trained(
-    df: DataFrame, request: Request, framework: Framework, store: Store, run_id: str, ledger: str | None
+    rows: RowSource, request: Request, framework: Framework, store: Store, run_id: str, ledger: str | None
 ) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...], JobReport]:
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
     run = HeldRun.take(store, run_id)
-    with held_rows(df, request, store, run) as (record, data):
+    with rows.held(request, store, run) as (record, data):
         manifest = record.rows()
         # An older driver that lost the run may still write its own.
         result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
         spec = _spec(request, store, data, record, run, result, ledger)
-        launched = _train(df.sparkSession, request, framework, spec, run)
+        launched = _train(rows.session, request, framework, spec, run)
     trained = json.loads(launched.results[0])
     ended = RunResult(
         trained["model"],
@@ -164,7 +156,7 @@ def _trained(
 def _opened(request: Request, sc: SparkContext) -> Iterator[Store]:
     """The request's store; without one, a folder of this machine for as long as the fit takes."""
     if request.store is not None:
-        yield Store.open(request.store)
+        yield Store.open(request.store, **request.storage_options)
     elif str(sc.master).startswith("local"):
         with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
             yield Store.open(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import keras
@@ -17,6 +17,7 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.horovod_names import with_horovod_names
 from spark_elastic.estimators.keras_fit import fit
 from spark_elastic.estimators.keras_model import ElasticKerasModel
@@ -24,9 +25,6 @@ from spark_elastic.estimators.keras_objects import activation_of, compiled, kera
 from spark_elastic.estimators.params import KerasParams
 from spark_elastic.estimators.validation import checked
 from spark_elastic.keras.train_archive import Archive
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
 
@@ -89,6 +87,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         min_workers: int = 1,
         max_workers: int | None = None,
         store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        missing: str | Mapping[str, str] = "refuse",
         seed: int = 0,
         shuffle: bool = True,
         gradient_compression: str | None = None,
@@ -109,8 +109,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     def read(cls) -> MLReader[ElasticKerasEstimator]:
         return EstimatorReader(cls)
 
-    def _fit(self, dataset: DataFrame) -> ElasticKerasModel:
-        model = fit(dataset, checked(self._values, keras_brought))
+    def _fitted(self, rows: RowSource) -> ElasticKerasModel:
+        model = fit(rows, checked(self._values, keras_brought))
         self._hand_down(model, activation_of(compiled(self._values)))
         return model
 

@@ -17,6 +17,7 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
+from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.stacking import Floats, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train_archive import Archive
@@ -45,12 +46,18 @@ class KerasPredictor:
     def parts(self) -> dict[str, bytes]:
         return {PART: self.archive.content}
 
-    def widths(self) -> list[int]:
+    @property
+    def needs_sample(self) -> bool:
+        return False
+
+    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
         outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
         return [int(output.shape[1]) for output in outputs]
 
-    def predict(self, columns: Sequence[Sequence[Any]]) -> list[Floats]:
-        return in_parts(self.columns, columns, self._forward, self.widths)
+    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
+        number = gpu_for(gpus, len(tf.config.list_physical_devices("GPU")))
+        with tf.device("CPU:0" if number is None else f"GPU:{number}"):
+            return in_parts(self.columns, columns, self._forward, self.widths)
 
     @cached_property
     def _called(self) -> Any:

@@ -23,6 +23,18 @@ def listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+class Hidden(dict[str, Any]):
+    """Options that may hold credentials: they are not shown."""
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{name!r}: ...' for name in self)}}}"
+
+
+def hidden(value: Any) -> Any:
+    """A dict as one that does not show its values."""
+    return value if value is None else Hidden(value)
+
+
 def declare(doc: str, converter: Callable[[Any], Any] | None = None) -> Any:
     """A Param whose name is that of the attribute it is assigned to."""
     return _Declaration(doc, converter)
@@ -122,6 +134,10 @@ class EstimatorParams(ColumnParams):
     min_workers: Param[int] = declare("fewest workers to go on with")
     max_workers: Param[int] = declare("most workers ever; default num_workers")
     store: Param[str] = declare("path or url for data and models that driver and executors share")
+    storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hidden)
+    missing: Param[Any] = declare(
+        "rows with nulls: refuse or drop; or a dict of nulls and nans (keep, refuse or drop)"
+    )
     seed: Param[int] = declare("seed of the order of rows and of the workers' random numbers")
     shuffle: Param[bool] = declare("whether each epoch has an order of its own")
     run_id: Param[str] = declare("name of the run in the store; default a new one for each fit")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from pyspark import Broadcast
+from pyspark import Broadcast, TaskContext
 from pyspark.sql import Column
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
@@ -41,7 +42,11 @@ def predict_udf(shipped: Broadcast[Predicts], outputs: Outputs) -> Callable[...,
 def _values(shipped: Broadcast[Predicts], outputs: Outputs, batch: Any) -> list[Any]:
     # Spark hands a single column over as itself.
     columns = (batch,) if isinstance(batch, pd.Series) else batch
-    return list(outputs.values(shipped.value.predict(columns)))
+    if not len(columns[0]):
+        return [np.zeros((0, width)) for width in outputs.widths]
+    task = TaskContext.get()
+    gpu = None if task is None else task.resources().get("gpu")
+    return list(outputs.values(shipped.value.predict(columns, () if gpu is None else gpu.addresses)))
 
 
 def _kind(width: int) -> DataType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,48 @@ import torch
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.persistence import Packed
 from spark_elastic.estimators.stacking import in_parts
+from spark_elastic.training.transformation import Transformation, checked_columns
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A module whose inputs a function makes of the feature columns; packed in the module's place."""
+
+    module: torch.nn.Module
+    transformation: Transformation
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Rows in, predictions out; the module runs in evaluation mode without gradients."""
+    """Rows in, predictions out; the module runs in evaluation mode without gradients.
+
+    packed: a module, or one that is `Transformed`.
+    """
 
     packed: Packed
     columns: tuple[Column, ...]
 
+    def _unpacked(self) -> tuple[torch.nn.Module, Transformation | None]:
+        thing = self.packed.unpack()
+        if isinstance(thing, Transformed):
+            return thing.module.eval(), thing.transformation
+        return thing.eval(), None
+
     @cached_property
-    def _model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self.packed.unpack()
-        return model.eval()
+    def _loaded(self) -> tuple[torch.nn.Module, Transformation | None]:
+        return self._unpacked()
+
+    @property
+    def needs_sample(self) -> bool:
+        """What a transformation makes of zeros is anyone's guess."""
+        return self._loaded[1] is not None
 
     @cached_property
     def _dtype(self) -> torch.dtype:
-        floats = (p.dtype for p in self._model.parameters() if p.is_floating_point())
+        floats = (p.dtype for p in self._loaded[0].parameters() if p.is_floating_point())
         return next(floats, torch.get_default_dtype())
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
@@ -47,8 +70,7 @@ class Predictor:
 
     def model(self) -> torch.nn.Module:
         """A new copy of the module, in evaluation mode."""
-        model: torch.nn.Module = self.packed.unpack()
-        return model.eval()
+        return self._unpacked()[0]
 
     def parts(self) -> dict[str, bytes]:
         """What is saved, by name."""
@@ -60,22 +82,39 @@ class Predictor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def widths(self) -> list[int]:
-        """Numbers per row of each output of the model, tried on one row of zeros."""
+    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
+        """Numbers per row of each output of the model, tried on one row of zeros, or on `sample`."""
+        if sample is not None:
+            return [int(output.shape[1]) for output in self.predict(sample)]
         outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
         return [int(output.shape[1]) for output in outputs]
 
-    def predict(self, columns: Sequence[Sequence[Any]]) -> list[npt.NDArray[np.float64]]:
+    def predict(
+        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
+    ) -> list[npt.NDArray[np.float64]]:
         """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
-        return in_parts(self.columns, columns, self._forward, self.widths)
+        number = gpu_for(gpus, torch.cuda.device_count())
+        forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
+        return in_parts(self.columns, columns, forward, self.widths)
 
-    def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[np.float64]]:
+    def _forward(
+        self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
+    ) -> list[npt.NDArray[np.float64]]:
+        module = self._loaded[0].to(device)  # where it is there already, nothing happens
         with torch.inference_mode():
-            output = self._model(*(self._tensor(values) for values in inputs))
+            output = module(*(self._tensor(values).to(device) for values in self._changed(inputs)))
         outputs = output if isinstance(output, tuple | list) else [output]
         for each in outputs:
             if not isinstance(each, torch.Tensor):
                 raise InvalidInput(
                     f"transform needs a model that returns tensors; this one returns {type(each).__name__}."
                 )
-        return [each.reshape(len(inputs[0]), -1).to(torch.float64).numpy() for each in outputs]
+        return [each.reshape(len(inputs[0]), -1).to(torch.float64).cpu().numpy() for each in outputs]
+
+    def _changed(self, inputs: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+        transformation = self._loaded[1]
+        if transformation is None:
+            return list(inputs)
+        names = [column.name for column in self.columns]
+        made = checked_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
+        return [made[name] for name in names]

@@ -35,10 +35,17 @@ def in_parts(
 
 def stacked(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
     """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN."""
+    if column.dtype == "object":
+        if any(row is None for row in rows):
+            raise _nulls(column)
+        objects = np.empty(len(rows), dtype=object)
+        objects[:] = list(rows)
+        return objects
     if not column.shape:
         values = np.asarray(rows)
+        whole = np.dtype(column.dtype).kind in "iubM"
         # pandas hands an integer column with nulls over as floats with NaN.
-        if values.dtype == object or (np.dtype(column.dtype).kind in "iub" and np.isnan(values).any()):
+        if values.dtype == object or (whole and values.dtype.kind == "f" and np.isnan(values).any()):
             raise _nulls(column)
         return values.astype(column.dtype)
     size = int(np.prod(column.shape, dtype=np.int64))

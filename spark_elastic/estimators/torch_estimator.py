@@ -6,7 +6,7 @@ Owns its keywords and their defaults. What values are allowed is `validation.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyspark import keyword_only
@@ -17,6 +17,7 @@ from pyspark.ml.util import (
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.horovod_names import with_horovod_names
 from spark_elastic.estimators.objects import activation_of, brought
@@ -25,9 +26,6 @@ from spark_elastic.estimators.persistence import Packed, pack
 from spark_elastic.estimators.torch_fit import fit
 from spark_elastic.estimators.validation import checked
 from spark_elastic.torch.callbacks import Callback
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 
 @with_horovod_names
@@ -83,6 +81,8 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
         min_workers: int = 1,
         max_workers: int | None = None,
         store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        missing: str | Mapping[str, str] = "refuse",
         seed: int = 0,
         shuffle: bool = True,
         gradient_clip_norm: float | None = None,
@@ -106,8 +106,8 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
     def read(cls) -> MLReader[ElasticTorchEstimator]:
         return EstimatorReader(cls)
 
-    def _fit(self, dataset: DataFrame) -> ElasticTorchModel:
-        model = fit(dataset, checked(self._values, brought))
+    def _fitted(self, rows: RowSource) -> ElasticTorchModel:
+        model = fit(rows, checked(self._values, brought))
         self._hand_down(model, activation_of(self.getOrDefault("loss")))
         return model
 

@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import TYPE_CHECKING
 
 import torch
 
 from spark_elastic.estimators import fitting
+from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.validation import Request
 from spark_elastic.torch.train_task import TorchTrainTask
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
 PRELOAD = ("torch", "torch._dynamo")
 TORCH = fitting.Framework(("torch",), PRELOAD, ".pt", TorchTrainTask)
 
 
-def fit(df: DataFrame, request: Request) -> ElasticTorchModel:
-    """Train on `df`."""
-    fitted = fitting.fit(df, request, TORCH)
-    return ElasticTorchModel(
-        Predictor(pack(trained(request, fitted.weights)), fitted.features), fitted.summary
-    )
+def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
+    """Train on `rows`."""
+    fitted = fitting.fit(rows, request, TORCH)
+    module, change = trained(request, fitted.weights), request.brought.transformation
+    packed = pack(module) if change is None else pack(Transformed(module, change), module)
+    return ElasticTorchModel(Predictor(packed, fitted.features), fitted.summary)
 
 
 def trained(request: Request, weights: bytes) -> torch.nn.Module:

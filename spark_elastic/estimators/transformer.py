@@ -24,6 +24,7 @@ from pyspark.ml.util import (
 )
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import DateType, TimestampType
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
@@ -53,12 +54,20 @@ class Predicts(Protocol):
         """What is saved, by name."""
         ...
 
-    def widths(self) -> list[int]:
-        """Numbers per row of each output."""
+    @property
+    def needs_sample(self) -> bool:
+        """Whether `widths` must be given rows to try."""
         ...
 
-    def predict(self, columns: Sequence[Sequence[Any]]) -> list[npt.NDArray[np.float64]]:
-        """(rows, width) for each output. columns: for each input column its rows."""
+    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
+        """Numbers per row of each output. sample: rows of each input column."""
+        ...
+
+    def predict(
+        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
+    ) -> list[npt.NDArray[np.float64]]:
+        """(rows, width) for each output. columns: for each input column its rows. gpus: addresses of those that Spark
+        gave to the task."""
         ...
 
 
@@ -123,7 +132,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         names = ("prediction_col", "probability_col", "activation", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
         labels = self.getOrDefault("label_cols")
-        outputs = Outputs.of(self._predictor.widths(), labels=labels, **wanted)
+        outputs = Outputs.of(self._widths(dataset, inputs), labels=labels, **wanted)
         for name in outputs.columns:
             if name in dataset.columns:
                 raise InvalidInput(
@@ -145,6 +154,16 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
             )
         return added.drop(_ALL)
 
+    def _widths(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[int]:
+        if not self._predictor.needs_sample:
+            return self._predictor.widths()
+        row = dataset.select(*inputs).first()
+        if row is None:
+            raise InvalidInput(
+                "the table has no rows: with a transformation_fn the model's outputs are tried on its first one."
+            )
+        return self._predictor.widths([[bytes(v) if isinstance(v, bytearray) else v] for v in row])
+
     @staticmethod
     def _input(dataset: DataFrame, column: Column) -> SparkColumn:
         if column.name not in dataset.columns:
@@ -152,8 +171,12 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
             )
         reference = F.col(f"`{column.name}`")
-        is_vector = isinstance(dataset.schema[column.name].dataType, VectorUDT)
-        return vector_to_array(reference) if is_vector else reference
+        kind = dataset.schema[column.name].dataType
+        if isinstance(kind, TimestampType):  # as in training: no time zone of a session
+            return F.unix_micros(reference)
+        if isinstance(kind, DateType):
+            return F.unix_date(reference)
+        return vector_to_array(reference) if isinstance(kind, VectorUDT) else reference
 
 
 class ModelWriter(MLWriter):

@@ -15,6 +15,7 @@ from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.readers import check_reader
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
+from spark_elastic.spark.missing import Missing
 from spark_elastic.state import attempts
 
 
@@ -43,6 +44,8 @@ class Request:
     min_workers: int
     max_workers: int
     store: str | None
+    storage_options: Mapping[str, Any]
+    missing: Missing
     seed: int
     shuffle: bool
     gradient_clip_norm: float | None
@@ -101,6 +104,8 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         terminate_on_nan=bool(values["terminate_on_nan"]),
         inmemory_cache_all=bool(values["inmemory_cache_all"]),
         store=None if store is None else str(store),
+        storage_options=values["storage_options"] or {},
+        missing=_missing(values["missing"]),
         seed=seed,
         shuffle=bool(values["shuffle"]),
         run_id=run_id,
@@ -207,6 +212,13 @@ def _positive(values: Mapping[str, Any], name: str) -> float | None:
 def _reader(name: Any) -> str:
     check_reader(name)
     return str(name)
+
+
+def _missing(value: Any) -> Missing:
+    wanted = {"nulls": value} if isinstance(value, str) else value
+    if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
+        raise InvalidInput(f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}.")
+    return Missing(**wanted)
 
 
 def _listener(listener: Any) -> Any:

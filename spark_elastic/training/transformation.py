@@ -19,12 +19,16 @@ def transformed(
     """The wanted columns, by name. Raises InvalidInput where the function leaves one out, or rows of it."""
     if transformation is None:
         return rows.columns
-    columns = transformation(dict(rows.columns))
+    return checked_columns(transformation(dict(rows.columns)), wanted, len(rows))
+
+
+def checked_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:
+    """What a transformation made of `rows` rows: the wanted columns. Raises as `transformed` does."""
     for name in wanted:
-        if name not in columns or len(columns[name]) != len(rows):
+        if name not in columns or len(columns[name]) != rows:
             found = len(columns[name]) if name in columns else "no"
             raise InvalidInput(
-                f"transformation_fn was given {len(rows)} rows and returned {found} of column {name!r}: return an "
+                f"transformation_fn was given {rows} rows and returned {found} of column {name!r}: return an "
                 "array of as many rows for each feature, label and weight column."
             )
     return {name: np.ascontiguousarray(columns[name]) for name in wanted}

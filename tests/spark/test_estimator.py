@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 
-from spark_elastic.errors import WorkerFailed
+from spark_elastic.errors import InvalidInput, WorkerFailed
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
@@ -196,3 +198,33 @@ def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession
         est.fit(table(spark))
     assert "in broken_loss" in str(caught.value)
     assert copy.deepcopy(est.getModel()) is not None
+
+
+def test_files_that_nobody_here_wrote_are_trained_on_where_they_lie(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Row groups of 5 rows, a column too many, the label in the folders' names."""
+    x = np.random.default_rng(5).normal(size=(ROWS, 2))
+    for part in range(3):
+        folder = tmp_path / "rows" / f"y={part}"
+        folder.mkdir(parents=True)
+        columns = {"x": list(x[part::3]), "unused": [None] * (ROWS // 3)}
+        pq.write_table(pa.table(columns), folder / "0.parquet", row_group_size=5)
+    before = sorted(tmp_path.rglob("*"))
+    est = estimator(tmp_path / "store", ledger=True, run_id="mine", epochs=2)
+    model = est.fit_on_parquet(str(tmp_path / "rows"), validation_paths=str(tmp_path / "rows" / "y=1"))
+    assert [epoch["rows"] for epoch in model.history] == [ROWS, ROWS]
+    assert [epoch["val_rows"] for epoch in model.history] == [ROWS // 3] * 2
+    assert [path for path in before if not path.exists()] == []
+    assert not list((tmp_path / "store").rglob("*.parquet"))
+    net, y = Net(), torch.tensor(np.repeat([0.0, 1.0, 2.0], ROWS // 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        rows = torch.tensor(np.concatenate([x[part::3] for part in range(3)]))
+        torch.nn.functional.mse_loss(net(rows), y).backward()
+        optimizer.step()
+    assert close_to(model, [parameter.detach() for parameter in net.parameters()])
+    pq.write_table(pa.table({"x": [[1.0, 2.0], None]}), tmp_path / "rows" / "y=1" / "1.parquet")
+    with pytest.raises(InvalidInput, match="column 'x' has 1 nulls in 50 rows"):
+        est.copy({est.run_id: "other"}).fit_on_parquet(str(tmp_path / "rows"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.saving import upgraded
 
 if TYPE_CHECKING:
@@ -155,3 +155,32 @@ def test_the_module_handed_out_is_a_copy() -> None:
         model.model.weight.zero_()
     assert model.getModel().weight.abs().sum() > 0
     assert not model.getModel().training
+
+
+def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession) -> None:
+    """Bytes, a day and a moment come as in training, whatever the session's time zone."""
+
+    def numbers(columns: dict[str, Any]) -> dict[str, Any]:
+        made = {"image": [len(image) for image in columns["image"]]}
+        made |= {name: columns[name].astype("int64") for name in ("day", "moment")}
+        return {name: np.array(values, "float64")[:, None] for name, values in made.items()}
+
+    class Sum(torch.nn.Module):
+        def forward(self, image: torch.Tensor, day: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+            return image * 100 + day * 10 + moment / 1e6
+
+    columns = (
+        Column("image", "object"),
+        Column("day", "datetime64[D]"),
+        Column("moment", "datetime64[us]"),
+    )
+    model = ElasticTorchModel(Predictor(pack(Transformed(Sum(), numbers)), columns), SUMMARY)
+    df = spark.range(4).selectExpr(
+        "cast(repeat('a', int(id)) as binary) image",
+        "date_add(date'1970-01-01', int(id)) day",
+        "timestamp_seconds(id) moment",
+    )
+    got = [row.prediction for row in model.transform(df).orderBy("day").collect()]
+    assert got == pytest.approx([111.0 * i for i in range(4)])
+    with pytest.raises(InvalidInput, match="the table has no rows"):
+        model.transform(df.limit(0))

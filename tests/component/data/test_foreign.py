@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.foreign import describe
+from spark_elastic.data.foreign import describe, locate
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
@@ -199,6 +199,21 @@ def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size
         plan.row_ids(order.share(step, rank, size)) for step in range(plan.steps) for rank in range(size)
     ]
     assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(sum(groups)))
+
+
+def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
+    for name in ("a/1.parquet", "a/_hidden/2.parquet", "b/3.parquet", "_c/4.parquet"):
+        write(tmp_path, name, columns_of(0, 5))
+    store, names = locate([f"{tmp_path}/a", f"{tmp_path}/b/3.parquet", f"{tmp_path}/_c"], {})
+    assert (store.root, names) == (str(tmp_path), ("a", "b/3.parquet", "_c"))
+    assert describe(store, ["x"], names=names).files == ("a/1.parquet", "b/3.parquet", "_c/4.parquet")
+    alone, names = locate([f"{tmp_path}/a/1.parquet"], {})
+    assert (alone.url, names) == (f"file://{tmp_path}/a", ("1.parquet",))
+    assert describe(alone, ["x"], names=names).rows == 5
+    with pytest.raises(StoreError, match=r"There is no Parquet file under file://.*/d"):
+        describe(store, ["x"], names=["d"])
+    with pytest.raises(InvalidInput, match="lie in different file systems"):
+        locate([str(tmp_path), "memory://rows"], {})
 
 
 def test_rows_of_100_000_numbers_come_in_pieces(tmp_path: Path) -> None:

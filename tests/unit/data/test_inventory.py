@@ -47,6 +47,7 @@ def test_what_an_unfinished_run_reads_stays(store: Store) -> None:
     ]
     assert entries(store)[0].bytes == 5
     assert not clean(store, 3600, 0.0), "nothing is so old"
+    assert not store.clean(older_than=3600), "by the clock, nothing is"
     assert [each.name for each in clean(store, 3600, LATER)] == ["data/old", "runs/ended"]
     assert [each.name for each in clean(store, 3600, LATER, unfinished=True)] == ["data/read", "runs/open"]
     assert not entries(store)

@@ -26,7 +26,7 @@ from spark_elastic.protocol.types import Limits
 def request(**values: Any) -> Request:
     """A request of which only some fields matter."""
     blank = {field.name: None for field in dataclasses.fields(Request)}
-    return Request(**(blank | {"config": ElasticConfig()} | values))
+    return Request(**(blank | {"config": ElasticConfig(), "storage_options": {}} | values))
 
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])

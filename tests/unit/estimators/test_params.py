@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.estimators.params import TorchParams
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 
 class Holder(TorchParams):
@@ -44,3 +45,10 @@ def test_params_of_two_holders_are_their_own() -> None:
     one, two = Holder(), Holder()
     assert one.batch_size.parent == one.uid != two.uid
     assert "rows per worker" in one.explainParam("batch_size")
+
+
+def test_options_of_the_store_are_not_shown() -> None:
+    estimator = ElasticTorchEstimator(storage_options={"secret": "abc"})
+    assert estimator.getStorageOptions()["secret"] == "abc"
+    assert "'secret': ..." in estimator.explainParams()
+    assert "abc" not in estimator.explainParams()

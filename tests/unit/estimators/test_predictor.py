@@ -12,7 +12,7 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.stacking import ROWS_AT_ONCE
 
 
@@ -99,3 +99,27 @@ def test_a_loaded_module_does_not_travel() -> None:
     size = len(pickle.dumps(predictor))
     predictor.widths()
     assert len(pickle.dumps(predictor)) == size
+
+
+def brightness(columns: dict[str, Any]) -> dict[str, Any]:
+    """One number of a picture's bytes, and of a day."""
+    assert columns["day"].dtype == np.dtype("datetime64[D]")
+    x = np.array([sum(image) for image in columns["image"]], dtype="float32")[:, None]
+    return {"image": x, "day": columns["day"].astype("int64").astype("float32")[:, None]}
+
+
+def test_a_transformation_makes_the_inputs() -> None:
+    module = torch.nn.Bilinear(1, 1, 1)
+    columns = (Column("image", "object"), Column("day", "datetime64[D]"))
+    predictor = pickle.loads(pickle.dumps(Predictor(pack(Transformed(module, brightness), module), columns)))
+    images, days = [b"ab", b"", b"z"], [3, 1, 2]
+    made = brightness({"image": images, "day": np.array(days).astype("datetime64[D]")})
+    expected = module(torch.from_numpy(made["image"]), torch.from_numpy(made["day"])).detach().numpy()
+    np.testing.assert_allclose(predictor.predict([images, days])[0], expected, rtol=1e-6)
+    assert predictor.needs_sample
+    assert predictor.widths([images[:1], days[:1]]) == [1]
+    assert type(predictor.model()) is torch.nn.Bilinear
+    with pytest.raises(InvalidInput, match="'image' has nulls"):
+        predictor.predict([[b"a", None], [1, 2]])
+    with pytest.raises(InvalidInput, match="'day' has nulls"):
+        predictor.predict([[b"a", b"b"], [1.0, float("nan")]])

@@ -58,6 +58,8 @@ def values(**changes: Any) -> dict[str, Any]:
         "run_id": None,
         "verbose": 1,
         "keep_data": False,
+        "storage_options": None,
+        "missing": "refuse",
         "on_progress": None,
         "config": None,
         "settings": {},

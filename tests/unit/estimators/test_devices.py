@@ -1,0 +1,28 @@
+"""Where predictions run."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.devices import gpu_for
+
+
+@pytest.mark.parametrize(
+    ("addresses", "visible", "number"),
+    [
+        ([], 0, None),
+        ([], 2, None),  # Spark gave this task none
+        (["1"], 0, None),
+        (["1"], 4, 1),
+        (["3"], 1, 0),  # the process sees its own alone
+        (["GPU-5a1f"], 1, 0),
+    ],
+)
+def test_the_gpu_that_spark_assigned(addresses: list[str], visible: int, number: int | None) -> None:
+    assert gpu_for(addresses, visible) == number
+
+
+def test_a_gpu_that_cannot_be_seen() -> None:
+    with pytest.raises(InvalidInput, match="Spark gave GPU '7' to this task, and 2 can be seen"):
+        gpu_for(["7"], 2)

@@ -1,0 +1,103 @@
+"""A fit's rows in files that are there: what a run keeps of them, and what it goes on with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.file_rows import FileRows
+from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.validation import Request
+from spark_elastic.spark.missing import Missing
+from spark_elastic.state.held_run import HeldRun
+
+SESSION: Any = SimpleNamespace()
+
+
+def request(**values: Any) -> Request:
+    blank = {field.name: None for field in dataclasses.fields(Request)}
+    given = {
+        "config": ElasticConfig(),
+        "feature_cols": ("x",),
+        "label_cols": ("y",),
+        "brought": SimpleNamespace(transformation=None),
+        "missing": Missing(),
+        "batch_size": 4,
+        "backward_passes_per_step": 1,
+        "num_workers": 2,
+        "max_workers": 2,
+        "seed": 1,
+        "shuffle": True,
+    }
+    return Request(**(blank | given | values))
+
+
+def write(folder: Path, rows: int) -> str:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"x": [1.0] * rows, "y": [0] * rows}), folder / "a.parquet")
+    return str(folder)
+
+
+def found(train: str, *seen: str) -> FileRows:
+    rows = FileRows.found(SESSION, [train], seen, {})
+    rows.check(request())
+    return rows
+
+
+def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
+    train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
+    for attempt in range(2):
+        with found(train, seen).held(request(), store, HeldRun.take(store, "mine")) as (record, data):
+            assert record.rows().rows == 9
+            assert [data.exists(name) for name in record.rows().files] == [True]
+            validating = record.validating()
+            assert validating is not None
+            assert validating[0].files == ("v/a.parquet",)
+            assert RunRecord.load(store, "mine") == record, attempt
+    assert not store.list("runs/mine/rows")
+    write(tmp_path / "t", 10)
+    with (
+        pytest.raises(InvalidInput, match="was begun on other files than those now in file:"),
+        found(train, seen).held(request(), store, HeldRun.take(store, "mine")),
+    ):
+        pass
+    assert (tmp_path / "t" / "a.parquet").exists()
+
+
+def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> None:
+    train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
+    with pytest.raises(ZeroDivisionError):
+        with found(train).held(request(), store, HeldRun.take(store, "mine")):
+            raise ZeroDivisionError
+    assert RunRecord.load(store, "mine") is None
+    assert (tmp_path / "t" / "a.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"validation": 0.2}, "give validation_paths instead"),
+        ({"missing": Missing("drop")}, "missing leaves out rows while a table is written"),
+        ({"label_cols": ("z",)}, "There is no column 'z'"),
+    ],
+)
+def test_what_files_cannot_give(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    rows = FileRows.found(SESSION, [write(tmp_path / "t", 3)], [], {})
+    with pytest.raises(InvalidInput, match=says):
+        rows.check(request(**values))
+
+
+def test_without_a_session_or_a_path(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="There is no active Spark session"):
+        FileRows.found(None, [str(tmp_path)], [], {})
+    with pytest.raises(InvalidInput, match="paths is empty"):
+        FileRows.found(SESSION, [], [], {})
