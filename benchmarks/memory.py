@@ -1,0 +1,131 @@
+"""How much memory does a worker take on data far larger than it: ordinary row groups, and a single one?
+
+    python benchmarks/memory.py --json benchmarks/results/memory.json
+
+Parquet of 256 float32 a row, once in row groups of 64 MB, once in one row group, trained on by `fit_on_parquet` with
+two workers in a Spark session of this machine. A worker is its slot task (a Python worker of Spark), the training
+process and the warm spare; each second the proportional set sizes (PSS) of the three are added up, shared memory
+included. A figure is the peak of the worker that had most. Beside it, the bound.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyspark.sql import SparkSession
+
+from report import Row, finish, parser
+from spark_elastic import ElasticTorchEstimator
+
+WORKERS, WIDTH, BATCH = 2, 256, 512
+ENTRY = "spark_elastic.worker.entry"
+GROUP_BYTES = 64 << 20
+BOUND = 1 << 30
+MEGABYTE = 1 << 20
+
+
+def write(path: Path, size: int, group: int) -> None:
+    """About `size` bytes of numbers that do not compress, in row groups of `group` bytes."""
+    rng, row = np.random.default_rng(1), 4 * WIDTH
+    schema = pa.schema([("x", pa.list_(pa.float32(), WIDTH)), ("y", pa.float32())])
+    with pq.ParquetWriter(path, schema, use_dictionary=False) as writer:
+        for first in range(0, size, group):
+            rows = min(group, size - first) // row
+            x = pa.FixedSizeListArray.from_arrays(pa.array(rng.random(rows * WIDTH, np.float32)), WIDTH)
+            table = pa.Table.from_arrays([x, pa.array(rng.random(rows, np.float32))], schema=schema)
+            writer.write_table(table, row_group_size=rows)
+
+
+class Watch:
+    """Samples each second; `peaks`: bytes of each worker, by the process of its slot task."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[int, int] = {}
+        self.samples = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(1.0):
+            self.samples += 1
+            for slot, total in _workers().items():
+                self.peaks[slot] = max(total, self.peaks.get(slot, 0))
+
+
+def _workers() -> dict[int, int]:
+    """PSS of slot task, training process and spare, by slot task."""
+    totals: dict[int, int] = defaultdict(int)
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if ENTRY in process.cmdline():
+                slot = process.parent()
+                if slot is not None:
+                    totals[slot.pid] = totals[slot.pid] or slot.memory_full_info().pss
+                    totals[slot.pid] += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it ended meanwhile
+    return totals
+
+
+def measure(case: str, data: Path, folder: Path) -> list[Row]:
+    """Rows in megabytes."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    estimator = ElasticTorchEstimator(
+        model=torch.nn.Sequential(model, torch.nn.Flatten(0)),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=BATCH,
+        num_workers=WORKERS,
+        store=str(folder / "store"),
+        verbose=0,
+    )
+    with Watch() as watch:
+        fitted = estimator.fit_on_parquet(str(data))
+    seconds = fitted.summary.report.phases["training"]
+    return [
+        Row(f"{case}: peak of a worker", max(watch.peaks.values()) / MEGABYTE, BOUND / MEGABYTE, "MB"),
+        Row(f"{case}: training", seconds, None, "s"),
+    ]
+
+
+def main() -> None:
+    made = parser("Peak memory of a worker while it trains on data larger than memory.")
+    made.add_argument("--megabytes", type=int, default=4096, help="of the file in ordinary row groups")
+    made.add_argument("--single", type=int, default=1024, help="megabytes of the file of one row group")
+    arguments = made.parse_args()
+    settings = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
+    spark = SparkSession.builder.master(f"local[{WORKERS}]").config(map=settings).getOrCreate()
+    rows: list[Row] = []
+    for size, group, groups in (
+        (arguments.megabytes, GROUP_BYTES, "row groups of 64 MB"),
+        (arguments.single, arguments.single * MEGABYTE, "one row group"),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "rows.parquet"
+            write(data, size * MEGABYTE, group)
+            rows += measure(f"{size:,} MB in {groups}", data, Path(folder))
+    spark.stop()
+    finish("memory", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
