@@ -204,7 +204,8 @@ def engineered(spark: SparkSession, sales: DataFrame, stores: DataFrame, weather
     """Everything that the model is told of a store's day."""
     for name, table in (("sales", sales), ("stores", stores), ("weather", weather)):
         table.createOrReplaceTempView(name)
-    return spark.sql("""
+    days = "partition by s.store order by s.number"
+    return spark.sql(f"""
         select s.store, s.number, s.date, s.sales, s.promo, s.state_holiday, s.school_holiday,
                dayofweek(s.date) as day_of_week, year(s.date) - 2024 as year, month(s.date) as month,
                day(s.date) as day, weekofyear(s.date) as week,
@@ -213,18 +214,18 @@ def engineered(spark: SparkSession, sales: DataFrame, stores: DataFrame, weather
                cast(coalesce(lead(s.state_holiday) over store_days, 0) > 0 as int) as holiday_tomorrow,
                log1p(t.competition_distance) as competition_distance,
                t.competition_months + s.number / 30 as competition_months,
-               sum(s.promo) over (store_days rows between 27 preceding and current row) / 7 as promo_weeks,
+               sum(s.promo) over ({days} rows between 27 preceding and current row) / 7 as promo_weeks,
                s.number - coalesce(max(if(s.promo = 1, s.number, null)) over
-                   (store_days rows between unbounded preceding and current row), s.number) as days_since_promo,
+                   ({days} rows between unbounded preceding and current row), s.number) as days_since_promo,
                coalesce(min(if(s.promo = 1, s.number, null)) over
-                   (store_days rows between current row and unbounded following), s.number) - s.number
+                   ({days} rows between current row and unbounded following), s.number) - s.number
                    as days_until_promo,
-               sum(s.promo) over (store_days rows between 6 preceding and current row) as promo_days_of_week,
+               sum(s.promo) over ({days} rows between 6 preceding and current row) as promo_days_of_week,
                w.max_temperature, w.mean_temperature, w.humidity, w.wind, w.cloud_cover, w.trend,
-               log1p(avg(s.sales) over (store_days rows between 35 preceding and 29 preceding)) as mean_before
+               log1p(avg(s.sales) over ({days} rows between 35 preceding and 29 preceding)) as mean_before
         from sales s join stores t on s.store = t.store
                      join weather w on w.state = t.state and w.number = s.number
-        window store_days as (partition by s.store order by s.number)
+        window store_days as ({days})
     """).selectExpr("*", "coalesce(mean_before, 8.5) as store_mean_sales")
 
 
