@@ -40,7 +40,8 @@ ROWS, WORKERS, EPOCHS = 48, 3, 40
 
 def table(spark: SparkSession) -> DataFrame:
     draw = np.random.default_rng(5)
-    x, kind = draw.normal(size=(ROWS, 2)), draw.integers(0, 4, ROWS)
+    x = draw.normal(size=(ROWS, 2)).astype(np.float32)  # as Spark's vectors are kept
+    kind = draw.integers(0, 4, ROWS)
     y = (x[:, 0] + kind > 1.5).astype(int)
     rows = [(i, float(x[i, 0]), float(x[i, 1]), int(kind[i]), int(y[i]), 1.0 + i % 3) for i in range(ROWS)]
     return spark.createDataFrame(rows, "id long, a double, b double, kind int, y int, w double")
