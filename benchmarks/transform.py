@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,17 +54,11 @@ def batched() -> Callable[..., SparkColumn]:
 
 
 def row_at_a_time() -> Callable[..., SparkColumn]:
-    weights = net().state_dict()
-
-    @cache
-    def loaded() -> torch.nn.Module:
-        model = net()
-        model.load_state_dict(weights)
-        return model
+    model = net()  # pickled with the function, once a Python worker
 
     def predict(x: Any) -> float:
         with torch.inference_mode():
-            return float(loaded()(torch.tensor([x])))
+            return float(model(torch.tensor([x])))
 
     return F.udf(predict, DoubleType())
 

@@ -49,8 +49,9 @@ MEASURED = """# Benchmarks
 
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
-(training_step), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane). Ours and the
-peer ran in turns.
+(training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
+the better of one and two threads (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
+(control_plane). Ours and the peer ran in turns.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -61,6 +62,11 @@ CASES = (
     ("allreduce", "4 MB, 2 ranks, in shared memory"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: step"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: added"),
+    ("training_step_tensorflow", "25 M parameters in 160 tensors, 2 ranks: added"),
+    ("estimator", "MLP of 3,329 parameters: training"),
+    ("estimator", "MLP of 1,053,001 parameters: training"),
+    ("transform", "transform, against predict_batch_udf"),
+    ("transform", "transform, against a row at a time"),
     ("two_hosts", "64 MB, 2 hosts x 1: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
     ("recovery", "child killed: p50 to the next step"),
