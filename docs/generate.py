@@ -50,7 +50,7 @@ MEASURED = """# Benchmarks
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
 (training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
-the better of one and two threads (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
+the better of one and two threads (estimator), the bound of 1 GB (memory), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
 (control_plane). Ours and the peer ran in turns.
 
 | benchmark | case | ours | peer | ratio |
@@ -67,6 +67,8 @@ CASES = (
     ("estimator", "MLP of 1,053,001 parameters: training"),
     ("transform", "transform, against predict_batch_udf"),
     ("transform", "transform, against a row at a time"),
+    ("memory", "4,096 MB in row groups of 64 MB: peak of a worker"),
+    ("memory", "1,024 MB in one row group: peak of a worker"),
     ("two_hosts", "64 MB, 2 hosts x 1: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
     ("recovery", "child killed: p50 to the next step"),

@@ -13,7 +13,7 @@ from spark_elastic.data.decoding import nbytes
 from spark_elastic.data.reader import Decoded
 from spark_elastic.errors import StoreError
 
-DEFAULT_CACHE_BYTES = 256 << 20
+DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
 
 
 class DecodedGroups:

@@ -38,6 +38,7 @@ import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.manifest import Manifest  # noqa: E402
 from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
@@ -252,7 +253,12 @@ def plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Tensor]:
         else torch.ones(len(y))
     )
     plan = DataPlan.for_run(
-        manifest.group_rows, BATCH * WORKERS, SEED, WORKERS, manifest.decoded_bytes_per_group(), 256 << 20
+        manifest.group_rows,
+        BATCH * WORKERS,
+        SEED,
+        WORKERS,
+        manifest.decoded_bytes_per_group(),
+        DEFAULT_CACHE_BYTES,
     )
     torch.manual_seed(1)
     model = nets.Recorded(case.net(), folder).double()
