@@ -50,8 +50,8 @@ MEASURED = """# Benchmarks
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
 (training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
-the better of one and two threads (estimator), the bound of 1 GB (memory), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
-(control_plane). Ours and the peer ran in turns.
+the better of one and two threads (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
+(control_plane); ours and the peer ran in turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
