@@ -75,6 +75,7 @@ def test_folds_in_parallel_give_the_metrics_of_one_after_another(spark: SparkSes
     assert found[0][1] > found[0][0]
 
 
+@pytest.mark.faults  # takes a minute; the folds of every build are those above
 def test_a_cross_validated_pipeline_of_a_saved_estimator(spark: SparkSession, tmp_path: Path) -> None:
     path = str(tmp_path / "estimator")
     classifier(tmp_path / "store", epochs=1).write().overwrite().save(path)
