@@ -14,8 +14,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.keras.train_share import Share
 from spark_elastic.training.row_arrays import Arrays, packed, unpacked
+from spark_elastic.training.share import Share
 
 
 class StepMetrics:
@@ -55,7 +55,7 @@ class StepMetrics:
         if self._compiled is not None and not self._compiled.built:
             self._compiled.build(labels, outputs)
 
-    def add(self, part: Share, losses: Sequence[npt.NDArray[Any]], outputs: Arrays) -> None:
+    def add(self, part: Share[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays) -> None:
         """A part of this rank's rows. losses: each loss's own part of the step's."""
         self._rows += len(part)
         for name, loss in zip(self._names, losses, strict=False):

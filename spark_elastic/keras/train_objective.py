@@ -11,11 +11,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras.train_share import Share
+from spark_elastic.training.share import Share
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -48,7 +49,7 @@ class Objective:
         """Of the losses that the history tells one by one."""
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
-    def factors(self, group: Group, share: Share) -> list[float]:
+    def factors(self, group: Group, share: Share[npt.NDArray[Any]]) -> list[float]:
         """What each loss's sum is to be multiplied with; agreed on by all ranks where row weights divide it."""
         everywhere = float(share.planned)
         if share.weights is not None and any(p.reduction == "mean_with_sample_weight" for p in self._parts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,37 +13,11 @@ import numpy.typing as npt
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.training.share import Share
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation, transformed
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's rows of a step: inputs and labels (n_r, ...) in the order of the model's, weights (n_r,) or None."""
-
-    planned: int
-    row_ids: npt.NDArray[np.int64]
-    inputs: tuple[Array, ...]
-    labels: tuple[Array, ...]
-    weights: Array | None
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def micro_batches(self, rows: int) -> Iterator[Share]:
-        """Parts of at most `rows` rows, as even as can be."""
-        parts = -(-len(self) // rows)
-        for number in range(parts):
-            part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
-            yield Share(
-                self.planned,
-                self.row_ids[part],
-                tuple(array[part] for array in self.inputs),
-                tuple(array[part] for array in self.labels),
-                None if self.weights is None else self.weights[part],
-            )
 
 
 @dataclass(frozen=True)
@@ -95,7 +69,7 @@ class Columns:
         self._shapes = None if shapes is None else dict(zip(spec.labels, shapes, strict=True))
         self._transformation, self._class_weight = transformation, class_weight
 
-    def share(self, rows: StepRows) -> Share:
+    def share(self, rows: StepRows) -> Share[Array]:
         wanted = [c.name for c in self._inputs.columns] + [*self._labels, *filter(None, [self._weight])]
         columns = transformed(rows, wanted, self._transformation)
         labels = tuple(self._label(name, np.asarray(columns[name])) for name in self._labels)

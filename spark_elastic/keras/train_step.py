@@ -19,11 +19,11 @@ from spark_elastic.keras.train_exchange import Exchange
 from spark_elastic.keras.train_metrics import StepMetrics
 from spark_elastic.keras.train_moving import Moving
 from spark_elastic.keras.train_objective import Objective
-from spark_elastic.keras.train_share import Share
 from spark_elastic.keras.train_state import KerasState
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.share import Share
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
 
@@ -50,21 +50,21 @@ class Gradients:
         self._with_gradients = graph(self._differentiate)
 
     def __call__(
-        self, part: Share, factors: Sequence[float]
+        self, part: Share[Array], factors: Sequence[float]
     ) -> tuple[list[Array | None], list[Array], list[Any]]:
         """(gradients, losses: their weighted sum, then each, outputs) of a part of the rows."""
         gradients, losses, outputs = self._with_gradients(*self._arguments(part, factors))
         return [None if g is None else np.asarray(g) for g in gradients], _arrays(losses), _arrays(outputs)
 
-    def score(self, part: Share, factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
+    def score(self, part: Share[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
         """(losses, outputs) as in validation."""
         losses, outputs = self._scored(*self._arguments(part, factors))
         return _arrays(losses), _arrays(outputs)
 
-    def _arguments(self, part: Share, factors: Sequence[float]) -> tuple[Any, ...]:
+    def _arguments(self, part: Share[Array], factors: Sequence[float]) -> tuple[Any, ...]:
         weights = None if part.weights is None else tf.constant(part.weights)
         return (
-            [tf.constant(array) for array in part.inputs],
+            [tf.constant(array) for array in part.features],
             [tf.constant(array) for array in part.labels],
             weights,
             tf.constant(factors, tf.float64),
@@ -135,7 +135,7 @@ class StepTaker:
     def take(
         self,
         group: Group,
-        share: Share,
+        share: Share[Array],
         version: int,
         after: Callable[[Verdict], Position],
         before_apply: Callable[[], None],
@@ -174,7 +174,7 @@ class StepTaker:
             self._ledger.applied(group.fence, here, group.size)
         return verdict
 
-    def evaluate(self, group: Group, share: Share, version: int) -> Verdict:
+    def evaluate(self, group: Group, share: Share[Array], version: int) -> Verdict:
         """One step of validation; the position stays."""
         here, loss = self._state.position, 0.0
         try:
@@ -197,7 +197,7 @@ class StepTaker:
     def close(self) -> None:
         self._exchange.close()
 
-    def _backward(self, share: Share, factors: Sequence[float]) -> tuple[list[Array | None], float]:
+    def _backward(self, share: Share[Array], factors: Sequence[float]) -> tuple[list[Array | None], float]:
         """Sums over this rank's rows; a rank without rows runs no forward (R8)."""
         total: list[Array | None] = [None] * self._count
         loss = 0.0

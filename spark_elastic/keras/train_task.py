@@ -131,7 +131,7 @@ class KerasLearner:
                 return keras.tree.pack_sequence_as(nested, list(arrays))
             return arrays[0] if len(arrays) == 1 else list(arrays)
 
-        outputs = self.model(inputs([np.asarray(array) for array in row.inputs]), training=False)
+        outputs = self.model(inputs([np.asarray(array) for array in row.features]), training=False)
 
         def structured(values: Sequence[Any]) -> Any:
             return keras.tree.pack_sequence_as(outputs, list(values))

@@ -1,8 +1,4 @@
-"""How tensors travel in fewer bytes, under Horovod's names. Values only.
-
-The built-in ones name a wire format of the engine: float32 is cut to 16 bits on its way and accumulated as float32. One
-of a user's own is a `Compressor` whose two methods surround the exchange.
-"""
+"""Horovod's compressors for tensors of TensorFlow. Values only."""
 
 from __future__ import annotations
 
@@ -10,28 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.compression import Compressor, NoneCompressor
 from spark_elastic.tensorflow.arrays import Tensor
 
-
-class Compressor:
-    """wire: the engine's format for float32; None: `compress` and `decompress` say it all."""
-
-    wire: str | None = None
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """(what is exchanged, what `decompress` needs)"""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The result, from the result of the exchange."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
-
-
-class NoneCompressor(Compressor):
-    """As they are."""
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class FP16Compressor(Compressor):
@@ -43,8 +21,12 @@ class FP16Compressor(Compressor):
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         return _narrowed(tensor, tf.float16)
 
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor if ctx is None else tf.cast(tensor, ctx)
 
-class BF16Compressor(Compressor):
+
+class BF16Compressor(FP16Compressor):
     """As bfloat16: 8 bits of precision, the range of float32."""
 
     wire = "bf16"
@@ -60,22 +42,6 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-def checked_compression(compression: object) -> type[Compressor]:
-    """None is `Compression.none`.
-
-    Raises:
-        InvalidInput: it is no Compressor.
-    """
-    if compression is None:
-        return NoneCompressor
-    kind = compression if isinstance(compression, type) else type(compression)
-    if not issubclass(kind, Compressor):
-        raise InvalidInput(
-            f"compression must be Compression.none, fp16, bf16 or a Compressor of your own; got {compression!r}."
-        )
-    return kind
 
 
 def _narrowed(tensor: Tensor, dtype: Any) -> tuple[Tensor, Any]:

@@ -20,6 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.compression import Compressor
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, trains_alone
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.ops.request import Request
@@ -27,7 +28,7 @@ from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
 from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
 from spark_elastic.tensorflow.calls import call
-from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.sparse import reduced_slices
 from spark_elastic.tensorflow.topology_ops import size_op
 

@@ -8,11 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.compression import checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp
 from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
-from spark_elastic.tensorflow.compression import Compression, checked_compression
+from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.failures import as_raised
 from spark_elastic.tensorflow.gradients import Terms, exchanged
 

@@ -16,10 +16,11 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.compression import Compressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Adasum, ReduceOp, chosen
 from spark_elastic.ops.request import Request
-from spark_elastic.torch.compression import Compression, Compressor, checked_compression
+from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back
 

@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
-from spark_elastic.torch.training import Share
+from spark_elastic.training.share import Share
 from spark_elastic.training.transformation import transformed
 
 
@@ -36,7 +36,7 @@ class Columns:
         self._label_shapes = label_shapes
         self._transformation = transformation
 
-    def share(self, rows: StepRows) -> Share:
+    def share(self, rows: StepRows) -> Share[torch.Tensor]:
         wanted = [c.name for c in self._features] + [*self._labels, *filter(None, [self._weight])]
         columns = transformed(rows, wanted, self._transformation)
         return Share(

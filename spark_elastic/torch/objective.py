@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.loss import RowLoss
-
-if TYPE_CHECKING:
-    from spark_elastic.torch.training import Share
+from spark_elastic.training.share import Share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,9 +38,9 @@ class Objective(Protocol):
 
     logs: bool
 
-    def begin(self, group: Group, share: Share) -> None: ...
+    def begin(self, group: Group, share: Share[torch.Tensor]) -> None: ...
 
-    def __call__(self, model: torch.nn.Module, part: Share) -> Scored: ...
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored: ...
 
 
 class ModelLoss:
@@ -56,10 +54,10 @@ class ModelLoss:
         self._loss = RowLoss(loss, weighted)
         self._forward = _Forward(precision)
 
-    def begin(self, group: Group, share: Share) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
         """Nothing to agree on: the denominator travels in the trailer."""
 
-    def __call__(self, model: torch.nn.Module, part: Share) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights)
         outputs = output if isinstance(output, tuple | list) else (output,)
@@ -88,7 +86,7 @@ class ModelLosses:
         self._forward = _Forward(precision)
         self._factors: list[float] = []
 
-    def begin(self, group: Group, share: Share) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
         own = [
             loss.denominator((label,), share.weights) if len(share) else 0.0
             for loss, label in zip(self._losses, share.labels, strict=True)
@@ -100,7 +98,7 @@ class ModelLosses:
             for weight, divisor in zip(self._loss_weights, everywhere, strict=True)
         ]
 
-    def __call__(self, model: torch.nn.Module, part: Share) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
         outputs = self._forward(model, part)
         if not isinstance(outputs, tuple | list) or len(outputs) != len(self._losses):
             found = len(outputs) if isinstance(outputs, tuple | list) else type(outputs).__name__
@@ -130,10 +128,10 @@ class FunctionLoss:
         self._function = function
         self._loss = RowLoss(_given, weighted)
 
-    def begin(self, group: Group, share: Share) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
         """Nothing to agree on."""
 
-    def __call__(self, model: torch.nn.Module, part: Share) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
         value = self._function(model, part.features, part.labels)
         summed = self._loss(value, part.labels, part.weights)
         return Scored(summed.total, summed.denominator)
@@ -153,10 +151,10 @@ class LightningLoss:
         self._logged: dict[str, float] = {}
         self._step = 0
 
-    def begin(self, group: Group, share: Share) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
         self._step += 1
 
-    def __call__(self, model: torch.nn.Module, part: Share) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
         batch = tuple(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
         self._logged = {}
         # Instance attributes: the module's own would ask for a Trainer.
@@ -187,7 +185,7 @@ class _Forward:
     def __init__(self, precision: str | None) -> None:
         self._dtype = None if precision is None else DTYPES[precision]
 
-    def __call__(self, model: torch.nn.Module, part: Share) -> Any:
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Any:
         context = nullcontext() if self._dtype is None else torch.autocast("cpu", dtype=self._dtype)
         with context:
             output = model(*part.features)

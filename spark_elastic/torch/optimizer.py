@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.compression import NoneCompressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.torch.adasum import ByDeltas, Deltas
 from spark_elastic.torch.buckets import even_groups
-from spark_elastic.torch.compression import NoneCompressor, checked_compression
 from spark_elastic.torch.named import named_parameters_of
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.rounds import Rounds

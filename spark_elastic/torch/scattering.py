@@ -13,11 +13,12 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.compression import checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp
 from spark_elastic.ops.request import Request
 from spark_elastic.torch.allreduce import How
-from spark_elastic.torch.compression import Compression, checked_compression
+from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, name_of, on_host, tensor_of

@@ -7,11 +7,9 @@ section. It owns no data and no loop. Main thread only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
@@ -27,38 +25,9 @@ from spark_elastic.torch.snapshot import ForwardSnapshot, drawing_by, has_buffer
 from spark_elastic.torch.torch_state import TorchState
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.share import Share
 from spark_elastic.training.spec import Clipping
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's rows of a step as tensors: features and labels (n_r, ...), weights (n_r,) or None.
-
-    planned: rows of the step over all ranks. row_ids: (n_r,), for the ledger.
-    """
-
-    planned: int
-    row_ids: npt.NDArray[np.int64]
-    features: tuple[torch.Tensor, ...]
-    labels: tuple[torch.Tensor, ...]
-    weights: torch.Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def micro_batches(self, rows: int) -> Iterator[Share]:
-        """Parts of at most `rows` rows, as even as can be: BatchNorm takes no part of a single row."""
-        parts = -(-len(self) // rows)
-        for number in range(parts):
-            part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
-            yield Share(
-                self.planned,
-                self.row_ids[part],
-                tuple(tensor[part] for tensor in self.features),
-                tuple(tensor[part] for tensor in self.labels),
-                None if self.weights is None else self.weights[part],
-            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +69,7 @@ class StepTaker:
     def take(
         self,
         group: Group,
-        share: Share,
+        share: Share[torch.Tensor],
         version: int,
         after: Callable[[Verdict], Position],
         before_apply: Callable[[], None] = lambda: None,
@@ -158,7 +127,7 @@ class StepTaker:
             self._ledger.applied(group.fence, here, group.size)
         return verdict
 
-    def _backward(self, parts: Sequence[Share]) -> tuple[float, float]:
+    def _backward(self, parts: Sequence[Share[torch.Tensor]]) -> tuple[float, float]:
         """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
         loss, denominator = 0.0, 0.0
         here = self._state.position

@@ -124,13 +124,17 @@ def plain(initial: list[Any], steps: int) -> list[Any]:
     model = net()
     model.set_weights(initial)
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.9))
-    for step in range(steps):
-        ids, labels = batch_of(step)
+
+    @tf.function  # as in `train`: Keras's schedules compute in float32, and TensorFlow rounds a graph's otherwise
+    def training_step(ids: Any, labels: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(labels - model(ids, training=True)))
         # Dense, since Keras's Adam takes a row that is listed twice for two.
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)]
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    for step in range(steps):
+        training_step(*map(tf.constant, batch_of(step)))
     return [weight.numpy() for weight in model.weights]
 
 

@@ -11,7 +11,7 @@ import torch
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.compression import Compressor
+from spark_elastic.ops.compression import Compressor
 from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.torch.worlds import in_a_world
 

@@ -12,8 +12,8 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.compression import Compressor
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
-from spark_elastic.torch.compression import Compressor
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
 

@@ -21,9 +21,10 @@ from spark_elastic.torch.objective import ModelLoss
 from spark_elastic.torch.precision import Scaling
 from spark_elastic.torch.terms import Terms
 from spark_elastic.torch.torch_state import TorchState
-from spark_elastic.torch.training import Rules, Share, StepTaker
+from spark_elastic.torch.training import Rules, StepTaker
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import NullLedger
+from spark_elastic.training.share import Share
 from spark_elastic.training.spec import Clipping
 from tests.unit.torch.worlds import in_a_world
 
@@ -311,12 +312,3 @@ def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
     assert through
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-
-
-def test_micro_batches_hold_every_row_once() -> None:
-    share = Share(ROWS, np.arange(ROWS), (X,), (Y,), torch.ones(ROWS))
-    parts = list(share.micro_batches(4))
-    assert [len(part) for part in parts] == [3, 3, 4]
-    assert np.array_equal(np.concatenate([part.row_ids for part in parts]), share.row_ids)
-    assert torch.equal(torch.cat([part.features[0] for part in parts]), X)
-    assert {part.planned for part in parts} == {ROWS}
