@@ -53,7 +53,7 @@ def test_a_module_that_only_the_driver_has_is_named(
 
     payload = cloudpickle.dumps(only_here.Net())
     with pytest.raises(
-        PreflightError, match=r"cannot load the model.*No module named 'only_here'.*--py-files"
+        PreflightError, match=r"load the model.*No module named 'only_here'.*--py-files or install them there"
     ):
         probe(spark, store, payload)
     del sys.modules["only_here"]

@@ -257,5 +257,5 @@ def test_more_failures_than_the_budget_bears_end_the_job_at_once(
         (20, None, lambda: fault((tmp_path / "order.1").touch)),
     )
     limits = Limits(3, 1, 3, failure_budget=1, cooldown_range=(0.2, 0.4))
-    with pytest.raises(FailureBudgetExceeded, match="workers failed 2 times"):
+    with pytest.raises(FailureBudgetExceeded, match=r"workers failed 2 times .*\(failure_budget\)"):
         launch(spark, Ordered(tmp_path, 400), limits, ElasticConfig(), "over budget", (), story)

@@ -76,7 +76,9 @@ def test_another_python_is_explained() -> None:
         )
     )
     assert isinstance(explained, PreflightError)
-    assert "host 10.0.0.7 has python 3.10, and the driver has 3.11" in str(explained)
+    assert "host 10.0.0.7 has python 3.10, and the driver has 3.11: set PYSPARK_PYTHON to the same" in str(
+        explained
+    )
 
 
 def test_a_cancelled_probe_is_a_cancelled_job() -> None:

@@ -1,0 +1,42 @@
+"""Each way in which a job ends without a result is an error of a class of its own, with the reason and the detail."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.errors import (
+    FailureBudgetExceeded,
+    JobCancelled,
+    JobFailed,
+    NotEnoughWorkers,
+    OutOfMemory,
+    TimeLimitReached,
+    WorkerFailed,
+)
+from spark_elastic.launch import _results
+from spark_elastic.protocol.commands import End, Outcome
+
+ENDS = {
+    Outcome.USER_ERROR: WorkerFailed,
+    Outcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
+    Outcome.FAILURE_BUDGET: FailureBudgetExceeded,
+    Outcome.RESET_LIMIT: FailureBudgetExceeded,
+    Outcome.OUT_OF_MEMORY: OutOfMemory,
+    Outcome.TIME_LIMIT: TimeLimitReached,
+    Outcome.CANCELLED: JobCancelled,
+    Outcome.DEFECT: JobFailed,
+}
+WITH_DETAIL = (WorkerFailed, FailureBudgetExceeded, OutOfMemory)
+
+
+def test_a_success_has_its_results() -> None:
+    assert _results(End("all are done", Outcome.SUCCESS, results=("1", "2"))) == ("1", "2")
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.SUCCESS])
+def test_an_end_is_an_error_with_its_reason(outcome: Outcome) -> None:
+    kind = ENDS[outcome]
+    with pytest.raises((JobFailed, JobCancelled), match=r"\Athe reason") as caught:
+        _results(End("the reason", outcome, detail="Traceback of it"))
+    assert type(caught.value) is kind
+    assert str(caught.value).endswith("Traceback of it") == (kind in WITH_DETAIL)
