@@ -282,6 +282,29 @@ verb_docs() { # build/site: the documentation as pages for a browser; a broken l
     say "open build/site/index.html"
 }
 
+verb_audit() { # every installed package against the published list of vulnerabilities
+    setup_venv
+    local own=$PWD/build/audit
+    mkdir -p build
+    [ -x "$own/bin/pip-audit" ] ||
+        { python -m venv --clear "$own" && "$own/bin/python" -m pip install -qq --disable-pip-version-check "pip-audit>=2.7,<3"; }
+    "$own/bin/pip-audit" --path "$(python -c 'import site; print(site.getsitepackages()[0])')" --progress-spinner off \
+        --format json >build/audit.json 2>build/audit.log || true # it also fails where it finds something
+    python - <<'PY' || fail "the audit did not pass."
+import json, sys
+try:
+    found = json.load(open("build/audit.json"))["dependencies"]
+except ValueError:
+    sys.exit("the list of vulnerabilities cannot be reached, so nothing was audited: " + open("build/audit.log").read()[-300:])
+skipped = [package["name"] for package in found if "skip_reason" in package]
+for package in found:
+    for flaw in package.get("vulns", ()):
+        print(package["name"], package["version"], flaw["id"], "mended in", ", ".join(flaw["fix_versions"]) or "no version")
+print(f"{len(found) - len(skipped)} packages were audited; not known to the list: {', '.join(skipped) or 'none'}")
+sys.exit(len(skipped) == len(found) or any(package.get("vulns") for package in found))
+PY
+}
+
 verb_sdist() { # dist/*.tar.gz
     setup_venv
     python -c 'from scikit_build_core.build import build_sdist; print("dist/" + build_sdist("dist"))' | tail -1

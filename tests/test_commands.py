@@ -1,0 +1,117 @@
+"""Each command that a page or a program's docstring names: its verb, its script and its options are there.
+
+What they then do has tests of its own: verbs are what runs the tests, `spark-elastic-run` has tests/component/local,
+`spark-submit` and the five minutes tests/spark/test_examples.py, the wheel tests/faults/test_built_wheel.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from spark_elastic import cli, store_cli
+from tests.sources import ROOT
+
+PROGRAMS = ("./build.sh", "spark-elastic-run", "spark-elastic", "spark-submit", "python")
+WORDS = ("NAME", "VERB", "[name]", "[...]")  # of what the reader fills in
+VERBS = re.findall(r"^verb_(\w+)\(\)", (ROOT / "build.sh").read_text(), re.MULTILINE)
+NOT_FOR_READERS = {"help"}
+
+
+def pages() -> list[Path]:
+    return [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "benchmarks" / "results" / "README.md",
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+    ]
+
+
+def said(page: Path) -> str:
+    if page.suffix == ".py":
+        return ast.get_docstring(ast.parse(page.read_text())) or ""
+    return page.read_text()
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of each command between backticks, in a fence, or on an indented line of its own."""
+    found = []
+    for page in pages():
+        text = said(page).replace("\\\n", " ")
+        lines = [line.strip().removeprefix("sudo ") for line in text.splitlines()]
+        whole = [line.split("  #")[0].split("    ")[0] for line in lines if line.startswith(PROGRAMS)]
+        quoted = [re.sub(r"^(sudo|\w+=\S+) ", "", code) for code in re.findall(r"`([^`\n]+)`", text)]
+        for command in [part.strip() for line in whole + quoted for part in line.split("&&")]:
+            if command.split(" ")[0] in PROGRAMS and " " in command:
+                found.append((str(page.relative_to(ROOT)), shlex.split(command)))
+    return found
+
+
+def of(program: str) -> list[tuple[str, list[str]]]:
+    return [(page, words[1:]) for page, words in commands() if words[0] == program]
+
+
+def test_the_pages_name_commands() -> None:
+    named = {words[0] for _, words in commands()}
+    assert named == set(PROGRAMS)
+    assert len(commands()) >= 40
+
+
+def test_each_verb_of_a_page_is_one_and_each_verb_is_on_a_page() -> None:
+    named = {(page, words[0]) for page, words in of("./build.sh")}
+    assert [pair for pair in named if pair[1] not in VERBS] == []
+    # CONTRIBUTING puts verbs of one kind in one row: `./build.sh unit` / `sim` / ...
+    rows = re.findall(r"^\| `\./build\.sh .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    listed = {word for row in rows for word in re.findall(r"`(?:\./build\.sh )?(\w+)", row)}
+    assert set(VERBS) - NOT_FOR_READERS - listed == set()
+
+
+def test_each_benchmark_of_a_page_is_there() -> None:
+    for page, words in of("./build.sh"):
+        if words[0] == "bench":
+            missing = [
+                n for n in words[1:] if n not in WORDS and not (ROOT / "benchmarks" / f"{n}.py").exists()
+            ]
+            assert missing == [], page
+
+
+def test_each_script_of_a_page_is_there_and_knows_its_options() -> None:
+    for page, words in [*of("python"), *of("spark-submit")]:
+        scripts = [word for word in words if word.endswith(".py") and "/" in word]
+        modules = [words[1].replace(".", "/") + ".py"] if words[0] == "-m" else []
+        for script in [*scripts, *modules]:
+            assert (ROOT / script).is_file(), f"{page}: {script}"
+        if scripts and scripts[0].startswith("benchmarks/"):
+            known = (ROOT / scripts[0]).read_text() + (ROOT / "benchmarks" / "report.py").read_text()
+            unknown = [w for w in words if w.startswith("--") and f'"{w}"' not in known]
+            assert unknown == [], page
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), of("spark-elastic-run"), ids=lambda value: str(value)[:30].replace("/", "-")
+)
+def test_spark_elastic_run_takes_what_the_pages_say(
+    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[cli.Wanted] = []
+    monkeypatch.setattr(cli, "play", taken.append)
+    complete = words if "python" in words else [*words, "-np", "2", "python", "train.py"]
+    result = CliRunner().invoke(cli.run, complete)
+    assert (result.exit_code, len(taken)) == (0, 1), result.output
+
+
+def test_spark_elastic_takes_what_the_pages_say() -> None:
+    for page, words in of("spark-elastic"):
+        group: click.Command = store_cli.group
+        for word in words[:2]:
+            for name in word.split("|"):
+                assert isinstance(group, click.Group), page
+                assert name in group.commands, f"{page}: {name}"
+            group = group.commands[word.split("|")[0]]
