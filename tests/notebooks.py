@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--spark-first", action="store_true", help="with `spark` made beforehand")
     parser.add_argument("--no-findspark", action="store_true", help="without the package findspark")
     parser.add_argument("--read-only", action="store_true", help="in a directory that cannot be written to")
+    parser.add_argument("--store", help="the notebook's STORE, in place of a folder of its own")
     options = parser.parse_args()
     notebook = nbformat.read(options.notebook, as_version=4)
     nbformat.validate(notebook)
@@ -40,6 +41,9 @@ def main() -> None:
     before = SPARK_FIRST.format(master=master[1]) * options.spark_first + NO_FINDSPARK * options.no_findspark
     if before:
         notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
+    if options.store:
+        (chosen, *_) = [cell for cell in notebook.cells if cell.source.startswith("STORE = ")]
+        chosen.source = f"STORE = {options.store!r}"
     folder = READ_ONLY if options.read_only else options.folder
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
 

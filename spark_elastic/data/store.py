@@ -6,6 +6,7 @@ nothing of what the objects hold. Picklable, so that it travels to workers; any 
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # Here one put is whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 _TEMPORARY = ".part-"
+# What mounts of object stores answer where they have no hard links, and some where they have no rename.
+_NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Store:
             path = self.path(name)
             if self.is_local:
                 return self._link_new(path, data)
+            if not _protocols(self.filesystem) & _OBJECT_STORES:
+                self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             try:
                 self.filesystem.pipe_file(path, data, mode="create")
             except FileExistsError:
@@ -206,6 +211,10 @@ class Store:
             os.link(temporary, path)
         except FileExistsError:
             return False
+        except OSError as error:
+            if not _refuses(error):
+                raise
+            return _create_new(path, data)
         finally:
             if os.path.exists(temporary):
                 os.unlink(temporary)
@@ -220,20 +229,28 @@ class Store:
                 file.flush()
                 if self.is_local:
                     os.fsync(file.fileno())
-            if self.is_local:
-                os.replace(temporary, path)
-            else:
-                self._replace(temporary, path)
+            self._replace(temporary, path, data)
         except BaseException:
             if self.filesystem.exists(temporary):
                 self.filesystem.rm_file(temporary)
             raise
 
-    def _replace(self, temporary: str, path: str) -> None:
-        # HDFS renames onto nothing only; for a moment there is no object, never a part of one.
-        if self.filesystem.exists(path):
-            self.filesystem.rm_file(path)
-        self.filesystem.mv(temporary, path)
+    def _replace(self, temporary: str, path: str, data: bytes) -> None:
+        try:
+            if self.is_local:
+                os.replace(temporary, path)
+                return
+            # HDFS renames onto nothing only; for a moment there is no object, never a part of one.
+            if self.filesystem.exists(path):
+                self.filesystem.rm_file(path)
+            self.filesystem.mv(temporary, path)
+        except (OSError, NotImplementedError) as error:
+            if not _refuses(error):
+                raise
+            # No rename: a reader may see a part for a moment, which what points to objects tells by their checksums.
+            with self.filesystem.open(path, "wb") as file:
+                file.write(data)
+            self.filesystem.rm_file(temporary)
 
     @contextmanager
     def _told(self, verb: str, name: str) -> Iterator[None]:
@@ -249,6 +266,21 @@ class Store:
             raise StoreError(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether a file system has no such operation at all, which is no failure of this one."""
+    return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
+
+
+def _create_new(path: str, data: bytes) -> bool:
+    """The name is taken at once, and the content comes a moment later."""
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:

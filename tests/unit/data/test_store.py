@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import threading
@@ -10,15 +11,33 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
 
-@pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "file":
+class Bucket(LocalFileSystem):  # type: ignore[misc]
+    protocol = "bucket"
+
+    def mv(self, *_: object, **__: object) -> None:
+        raise NotImplementedError
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+@pytest.fixture(params=["file", "mount of an object store", "memory", "no rename"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    if request.param in ("file", "mount of an object store"):
+        if request.param != "file":
+            monkeypatch.setattr(os, "link", refuse)
+            monkeypatch.setattr(os, "replace", refuse)
         yield Store.open(f"file://{tmp_path}/jobs")
+        return
+    if request.param == "no rename":
+        yield Store("bucket://jobs", Bucket(), f"{tmp_path}/jobs")
         return
     yield Store.open(f"memory://{tmp_path.name}")
     fsspec.filesystem("memory").store.clear()
@@ -43,6 +62,13 @@ def test_objects_by_name(store: Store) -> None:
     store.remove_tree("a")
     store.remove_tree("a")
     assert not store.exists("a/b/one")
+
+
+def test_one_of_two_creates_an_object(store: Store) -> None:
+    assert store.create_exclusive("a/new", b"first")
+    assert not store.create_exclusive("a/new", b"second")
+    assert store.read_bytes("a/new") == b"first"
+    assert store.list("a") == ["a/new"]
 
 
 def test_urls(tmp_path: Path) -> None:
