@@ -84,8 +84,11 @@ class Sessions:
             SparkContext._gateway = SparkContext._jvm = None
 
     def _start(self, settings: Mapping[str, str]) -> SparkSession:
+        from pyspark import SparkConf, SparkContext
         from pyspark.sql import SparkSession
 
+        # What a JVM is started with stays in it: the first session's own settings would be every later one's, too.
+        SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(SETTINGS.items())))
         builder = SparkSession.builder.master(self._url).appName("spark_elastic tests")
         for name, value in settings.items():
             builder = builder.config(name, value)
