@@ -87,15 +87,25 @@ class TrainingLoop:
             raise
 
     def _epochs(self, world: World, group: Group, session: Session) -> Outcome:
-        while self._state.position.epoch < self._spec.epochs and self._state.extras["stopped"] is None:
-            if self._state.position.phase is Phase.TRAIN and not self._train(world, group, session):
-                return Stopped(CHANGE)
+        version = world.version
+        while self._unfinished():
+            if self._state.position.phase is Phase.TRAIN:
+                version = self._train(world, group, session)
+                if self._state.position.phase is Phase.TRAIN:
+                    return Stopped(CHANGE)
             if self._state.position.phase is Phase.VALIDATE:
                 assert self._evaluation is not None
                 if not self._evaluation.run(world, group, session):
                     return Stopped(CHANGE)
             self._close_epoch(world, group, session)
+            # What came with an epoch's last step, which may be its only one.
+            if version > world.version and self._unfinished():
+                self._stops(world, version)
+                return Stopped(CHANGE)
         return Completed(self._finish(group))
+
+    def _unfinished(self) -> bool:
+        return self._state.position.epoch < self._spec.epochs and self._state.extras["stopped"] is None
 
     def close(self) -> None:
         if self._checkpointing is not None:
@@ -106,9 +116,9 @@ class TrainingLoop:
             self._evaluation.close()
         self._ledger.close()
 
-    def _train(self, world: World, group: Group, session: Session) -> bool:
-        """The rest of an epoch's steps; False when it stopped at a boundary."""
-        here = self._state.position
+    def _train(self, world: World, group: Group, session: Session) -> int:
+        """The rest of an epoch, or of it what is before a boundary where all stop; the newest version that came."""
+        here, version = self._state.position, world.version
         session.tell(here)
         self._hooks.epoch_begins(here.epoch)
         with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
@@ -122,15 +132,16 @@ class TrainingLoop:
 
                 self._hooks.step_begins(rows.epoch, rows.step)
                 with self._located(rows):
-                    version = session.membership_version()
-                    verdict = self._learner.take(group, rows, version, account, self._show_step)
+                    heard = session.membership_version()
+                    verdict = self._learner.take(group, rows, heard, account, self._show_step)
                 session.tell(self._state.position)
                 self._keep(world, applied=True)
                 self._report(group, session, verdict)
-                if verdict.version > world.version and self._state.position.phase is Phase.TRAIN:
-                    self._stops(world, verdict.version)
-                    return False
-        return True
+                version = verdict.version
+                if version > world.version and self._state.position.phase is Phase.TRAIN:
+                    self._stops(world, version)
+                    break
+        return version
 
     @contextmanager
     def _located(self, rows: StepRows) -> Iterator[None]:

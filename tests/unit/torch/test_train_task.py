@@ -15,7 +15,7 @@ from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
-from tests.component.torch.job import RUN, difference, make_data
+from tests.component.torch.job import ROWS, RUN, difference, make_data
 from tests.component.torch.test_training_hooks import make_job, plain, same_history
 from tests.unit.torch.worlds import in_a_world
 
@@ -44,9 +44,18 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     same_history(SimpleNamespace(results=[outcome.result]), history)
 
 
-def test_r18_behind_the_last_boundary_the_very_step_is_durable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "last", "here"),
+    [
+        pytest.param(8, 4, Position(0, Phase.TRAIN, 4), id="inside an epoch"),
+        pytest.param(ROWS // 3, 1, Position(1, Phase.TRAIN, 0), id="epochs of one step"),
+    ],
+)
+def test_r18_behind_the_last_boundary_the_very_step_is_durable(
+    tmp_path: Path, batch_size: int, last: int, here: Position
+) -> None:
     """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""
-    (store, manifest), job, last = make_data(tmp_path), make_job(), 4
+    (store, manifest), job = make_data(tmp_path), replace(make_job(), batch_size=batch_size)
     world: Any = SimpleNamespace(version=0, fence=Fence(1, 1), source=0, resume=(), receivers=())
     told: list[Checkpoint] = []
 
@@ -59,13 +68,13 @@ def test_r18_behind_the_last_boundary_the_very_step_is_durable(tmp_path: Path) -
             wrote_checkpoint=told.append,
         )
         task = job.task(store, manifest)
-        task._spec = replace(task._spec, checkpoints=CheckpointPolicy(RUN, 100_000, None))
+        rare = CheckpointPolicy(RUN, 100_000, None)
+        task._spec = replace(task._spec, checkpoints=rare, validation=None)
         task.prepare()
         outcome = task.run(world, group, session)
         task.close()
         return outcome, task.position()
 
-    here = Position(0, Phase.TRAIN, last)
     assert in_a_world(2, work) == [(Stopped(CHANGE), here)] * 2
     (checkpoint,) = told
     assert checkpoint.position == here
