@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import cloudpickle
 import pytest
-import torch
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.launch import launch
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
-from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
-from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table
-from tests.spark.test_resume import EPOCHS, Slow
+from tests.spark.fits import fit_through_a_loss
 from tests.spark.test_spark_scenarios import Story, exact, ranks_in_order
 
 if TYPE_CHECKING:
@@ -86,44 +79,6 @@ def run_and_lose_an_executor(
     return story
 
 
-def fit_and_lose_an_executor(
-    spark: SparkSession, cluster: StandaloneCluster, fault: Fault, store: Path, workers: int
-) -> None:
-    """A fit of an epoch a step, in float64: the weights of a plain loop (P2), and each row once an epoch (P1)."""
-    for module in (Slow.__module__, Net.__module__):
-        cloudpickle.register_pickle_by_value(sys.modules[module])
-    lost = Event()
-
-    def follow(numbers: Mapping[str, Any]) -> None:
-        if numbers["epoch"] >= 10 and numbers["world"] == workers and not lost.is_set():
-            lost.set()
-            Thread(target=kill).start()
-
-    def kill() -> None:
-        busy = [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
-        fault(cluster.kill_executor, busy[-1])
-
-    df, net = table(spark), Slow()
-    model = estimator(
-        store,
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        epochs=EPOCHS,
-        num_workers=workers,
-        batch_size=ROWS // workers,
-        min_workers=1,
-        run_id="mine",
-        ledger=True,
-        on_progress=follow,
-    ).fit(df)
-    sizes = [world.size for world in model.summary.worlds]
-    assert workers - 1 in sizes, "no executor was lost"
-    assert max(sizes) == workers
-    assert close_to(model, plain(df, EPOCHS, mse))
-    (folder,) = {path.parent for path in store.rglob("*.jsonl")}
-    assert ledger_of(folder) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
-
-
 @pytest.mark.scenario("G14")
 def test_p8_no_failures_small_messages_small_results_no_reuse(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
@@ -136,7 +91,7 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
     program = Heavy(5, 0.0)
     result = launch(spark, program, Limits(2, 2, 2), ElasticConfig(), "heavy", ())
     assert exact(result, program)
-    fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
+    fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3)
 
 
 def test_p8_speculation_exclusion_and_fair_pools(
@@ -149,7 +104,7 @@ def test_p8_speculation_exclusion_and_fair_pools(
     spark = spark_with(SPECULATIVE)
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", "training")
     try:
-        fit_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)
+        fit_through_a_loss(spark, standalone, fault, tmp_path, workers=2)
     finally:
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", None)
 

@@ -1,0 +1,107 @@
+"""A real fit that is met in mid-run, for tests of what happens to one: it dawdles until a file is there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from spark_elastic.torch import progress
+from tests.component.torch.job import ledger_of
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster
+from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EPOCHS = 400  # of one step each; with the gate shut they take minutes, open seconds
+
+
+class Dawdling(Net):
+    """Its steps in a worker take their time as long as the file `gate` is not there."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = str(gate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if progress() is not None and not Path(self.gate).exists():
+            time.sleep(0.3)
+        return super().forward(x)
+
+
+class LosesOne:
+    """Listens to a fit: kills an executor once the world is whole; opens the gate thereupon, or when it is so again."""
+
+    def __init__(
+        self, cluster: StandaloneCluster, fault: Fault, workers: int, gate: Path, again: bool
+    ) -> None:
+        self._cluster = cluster
+        self._fault = fault
+        self._workers = workers
+        self._gate = gate
+        self._again = again
+        self._killer: Thread | None = None
+        self._missed = False
+
+    def __call__(self, numbers: Mapping[str, Any]) -> None:
+        whole = numbers["world"] == self._workers
+        if self._killer is None and whole:
+            self._killer = Thread(target=self._kill, name="killer")
+            self._killer.start()
+        self._missed = self._missed or (self._killer is not None and not whole)
+        if not self._fault.on or (self._missed and (whole or not self._again)):
+            self._gate.touch()
+
+    def _kill(self) -> None:
+        busy = [pid for pid in self._cluster.executor_pids() if self._cluster.training_children(pid)]
+        self._fault(self._cluster.kill_executor, busy[-1])
+
+
+def fit_through_a_loss(
+    spark: SparkSession,
+    cluster: StandaloneCluster,
+    fault: Fault,
+    folder: Path,
+    workers: int,
+    again: bool = False,
+    **settings: Any,
+) -> list[int]:
+    """An executor is lost: the weights of a plain loop (P2), and each row once an epoch (P1).
+
+    again: not before the world is whole again does it end. Returns the sizes of the worlds.
+    """
+    for module in (__name__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    folder.mkdir(exist_ok=True)
+    gate, store = folder / "gate", folder / "store"
+    df, net = table(spark), Dawdling(gate)
+    model = estimator(
+        store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        epochs=EPOCHS,
+        num_workers=workers,
+        batch_size=ROWS // workers,
+        min_workers=1,
+        run_id="mine",
+        ledger=True,
+        on_progress=LosesOne(cluster, fault, workers, gate, again),
+        **settings,
+    ).fit(df)
+    sizes = [world.size for world in model.summary.worlds]
+    assert workers - 1 in sizes[sizes.index(workers) :], "no executor was lost"
+    assert max(sizes) == workers
+    assert sizes[-1] == workers or not again
+    assert close_to(model, plain(df, EPOCHS, mse))
+    (ledger,) = {path.parent for path in store.rglob("*.jsonl")}
+    assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
+    return sizes

@@ -1,0 +1,101 @@
+"""P8 with real fits, the long way: executors that come and go, tasks of two cores, models above every limit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cloudpickle
+import pytest
+import torch
+
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.fits import fit_through_a_loss
+from tests.spark.test_estimator import ROWS, Net, estimator, table
+from tests.spark.test_settings import DYNAMIC, NARROW
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(900)]
+
+SPAN = {
+    "spark.dynamicAllocation.minExecutors": "1",
+    "spark.dynamicAllocation.shuffleTracking.timeout": "5s",  # the default keeps an executor for what it shuffled
+}
+
+
+def executors(spark: SparkSession) -> int:
+    """Without the driver, which is in the list too."""
+    return len(spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()) - 1
+
+
+def test_p8_a_fit_makes_dynamic_allocation_grow_and_gives_back_what_it_got(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
+) -> None:
+    """It begins on the one executor that is there; afterwards only that many are left, and a second fit grows anew."""
+    spark = spark_with(DYNAMIC | SPAN)
+    for number in range(2):
+        await_true(lambda: executors(spark) == 1, "the executors to be given back", 180)
+        sizes = fit_through_a_loss(
+            spark, standalone, fault, tmp_path / str(number), 3, again=True, gather_timeout=0.1
+        )
+        assert sizes[0] == 1
+
+
+def test_p8_two_cores_a_task(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        standalone.start_worker(cores=2)
+    spark = spark_with({"spark.task.cpus": "2", "spark.executor.cores": "2"})
+    fit_through_a_loss(spark, standalone, fault, tmp_path, 2, again=True)
+
+
+class Ballast(Net):
+    """So many more numbers to train."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.ballast = torch.nn.Parameter(torch.rand(numbers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.ballast.mean().double()
+
+
+@pytest.mark.parametrize(
+    "numbers", [pytest.param(10_000_000, id="40 MB"), pytest.param(250_000_000, id="1 GB")]
+)
+@pytest.mark.timeout(1800)
+def test_p8_a_model_above_every_limit_of_messages(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    spark_cluster: StandaloneCluster,
+    tmp_path: Path,
+    numbers: int,
+) -> None:
+    """It goes to the workers, comes back trained, and goes to the executors that predict."""
+    for module in (__name__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    spark = spark_with(NARROW)
+    net, df = Ballast(numbers), table(spark)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    fitted = estimator(
+        tmp_path, model=net, optimizer=optimizer, epochs=2, num_workers=2, batch_size=ROWS // 2
+    ).fit(df)
+    module = fitted.model
+    moved = module.ballast.detach() - net.ballast.detach()
+    assert float(moved.abs().max()) > 0, "it was not trained"
+    assert float((moved - moved[0]).abs().max()) < 1e-6, "each number has the same gradient"
+    rows = fitted.transform(df).select("x", "prediction").collect()
+    with torch.no_grad():
+        expected = module(torch.tensor([row.x for row in rows], dtype=torch.float64))
+    assert torch.allclose(torch.tensor([row.prediction for row in rows], dtype=torch.float64), expected)
