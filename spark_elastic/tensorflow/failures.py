@@ -1,14 +1,16 @@
 """What a collective raised inside of a TensorFlow graph, which knows it as an error of its own kind only.
 
-A graph's call remembers what it raised; who runs the graph (`as_raised`) raises that. No message is ever looked at.
-Written by TensorFlow's threads, read by the training thread.
+A graph's call remembers what it raised; who runs the graph (`as_raised`) raises that, any call of a tf.function
+included. No message is ever looked at. Written by TensorFlow's threads, read by the training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import tensorflow as tf
 
@@ -46,3 +48,19 @@ def _remembered() -> _Remembered:
     here = current()
     floor: Floor = floor_of_process() if here is None else here.floor
     return floor.shared("tensorflow failure", _Remembered)
+
+
+def _raising(called: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(called)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly():  # it becomes part of another graph
+            return called(function, *args, **kwargs)
+        with as_raised():
+            return called(function, *args, **kwargs)
+
+    return call
+
+
+# TensorFlow offers no other place to raise an error of one's own to who calls a tf.function, `model.fit` included.
+_Function = type(tf.function(lambda: None))
+_Function.__call__ = _raising(_Function.__call__)

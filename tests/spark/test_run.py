@@ -31,12 +31,12 @@ for name in (__name__, count.__module__):
 class Strike(io.StringIO):
     """A stream that does something once a worker says that it took a step."""
 
-    def __init__(self, act: Any) -> None:
+    def __init__(self, act: Any, at: str = "] step 10") -> None:
         super().__init__()
-        self.act = act
+        self.act, self.at = act, at
 
     def write(self, text: str) -> int:
-        if self.act is not None and "] step 10" in text:
+        if self.act is not None and self.at in text:
             act, self.act = self.act, None
             self.thread = threading.Thread(target=act)
             self.thread.start()

@@ -147,8 +147,10 @@ def batch_of(step: int) -> tuple[Any, Any]:
 
 
 def fit(epochs: int, steps: int, hold: int) -> dict[str, Any]:
-    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks. hold: from that step on, wait for two
-    workers."""
+    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks, on the backend that Keras has.
+
+    hold: from that step on, wait for two workers.
+    """
     import time
 
     import keras

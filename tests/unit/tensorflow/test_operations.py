@@ -168,10 +168,15 @@ def test_what_a_graph_raised_is_raised_to_who_runs_it() -> None:
         raise hvd.HorovodInternalError((1,), "rank 1 is gone")
 
     graph = tf.function(lambda x: call(boom, [x], [tf.float32], [[]])[0])
+    outer = tf.function(lambda x: graph(x) + 1.0)
+    for called in (graph, outer):
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1 is gone"):
+            called(tf.constant(1.0))
+    concrete = graph.get_concrete_function(tf.constant(1.0))
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 is gone"), as_raised():
-        graph(tf.constant(1.0))
+        concrete(tf.constant(1.0))
     wrong = tf.function(lambda x: tf.debugging.check_numerics(x / 0.0, "not a number"))
-    with pytest.raises(tf.errors.InvalidArgumentError), as_raised():
+    with pytest.raises(tf.errors.InvalidArgumentError):
         wrong(tf.constant(1.0))
 
 
