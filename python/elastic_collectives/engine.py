@@ -316,12 +316,33 @@ def _memory(view: Array) -> Array:
 
 
 def _native_form(reduction: Reduction) -> _engine.Reduction:
+    return _native_reduction(
+        reduction.dtype,
+        reduction.op,
+        reduction.wire,
+        reduction.algorithm,
+        reduction.before,
+        reduction.after,
+        reduction.shapes,
+    )
+
+
+@lru_cache(maxsize=1024)  # each step reduces the same
+def _native_reduction(
+    dtype: str,
+    op: str,
+    wire: str,
+    algorithm: str,
+    before: float,
+    after: float,
+    shapes: tuple[tuple[int, ...], ...],
+) -> _engine.Reduction:
     return _engine.Reduction(
-        type=getattr(_engine.DataType, reduction.dtype),
-        op=getattr(_engine.ReduceOp, reduction.op),
-        wire=getattr(_engine.Wire, reduction.wire),
-        algorithm=getattr(_engine.Algorithm, reduction.algorithm),
-        before=reduction.before,
-        after=reduction.after,
-        shape=reduction.signature,
+        type=getattr(_engine.DataType, dtype),
+        op=getattr(_engine.ReduceOp, op),
+        wire=getattr(_engine.Wire, wire),
+        algorithm=getattr(_engine.Algorithm, algorithm),
+        before=before,
+        after=after,
+        shape=signature(*shapes),
     )

@@ -20,6 +20,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = ("bool", *INTEGERS, *FLOATS)
 OPS = ("sum", "average", "min", "max", "product", "adasum")
 ALGORITHMS = ("auto", "ring", "bcube")
+_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}  # numpy makes a name anew each time
 WIRES = {None: "plain", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -36,11 +37,6 @@ class Reduction:
     before: float = 1.0
     after: float = 1.0
     wire: str = "plain"
-
-    @property
-    def signature(self) -> int:
-        """Equal on ranks whose shapes are."""
-        return signature(*self.shapes)
 
     def weighted(self, weights: Sequence[float], rank: int) -> Reduction:
         """The sum that makes the average by these weights of all ranks."""
@@ -123,13 +119,14 @@ def as_reduction(
 
 
 def _name_of(array: Array, dtype: str | None) -> str:
-    name = dtype or array.dtype.name
-    if name not in DTYPES or not array.dtype.isnative or not array.flags.aligned:
+    own = _NAMES.get(array.dtype)
+    name = dtype or own
+    if own is None or name not in DTYPES or not array.flags.aligned:
         raise ValueError(
             f"reductions take {', '.join(DTYPES)}, native and aligned; got {dtype or array.dtype}."
         )
-    if name != array.dtype.name and (name, array.dtype.name) != ("bfloat16", "uint16"):
-        raise ValueError(f"dtype {name!r} cannot stand for {array.dtype.name}; only uint16 holds bfloat16.")
+    if name != own and (name, own) != ("bfloat16", "uint16"):
+        raise ValueError(f"dtype {name!r} cannot stand for {own}; only uint16 holds bfloat16.")
     return name
 
 

@@ -8,8 +8,10 @@ and handles are for any thread. Once the group broke, so did the channel.
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.vocabulary import Word
 
 HEAD = 512  # bytes of the exchange that each round begins with
-_LENGTH = 4  # of them, how long the message is; the next one says whether the rank is stuck
+_HEADING = struct.Struct("<I?")  # of them: how long the message is, and whether the rank is stuck
 CYCLE = 0.001  # seconds in which more may be asked for before the channel's thread begins a round
 CYCLES = 5  # of them at most, as long as more is asked for
 IDLE = 0.5  # seconds between rounds of ranks that were asked for nothing
@@ -64,7 +66,8 @@ class Channel:
         self._error: CollectiveError | None = None
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()  # by its thread
-        self._driving = threading.Lock()  # held for a round, and by whom what follows is changed
+        self._helpers = 0  # threads that wait for an operation, and drive the rounds meanwhile
+        self._driven = False  # by one thread at a time, and what follows is changed by that one
         self._met = desk.clock.now()
         self._quiet_since = desk.clock.now()
         self._back_off = BACK_OFF[0]
@@ -145,11 +148,14 @@ class Channel:
             asked = self._wanted.wait(IDLE)
             self._wanted.clear()
             self._let_more_come()
-            with self._driving:
-                # Somebody who waits may have done it meanwhile.
-                if self._has_work() if asked else self._clock.now() - self._met > IDLE / 2:
-                    self._advance()
-            self._tell()
+            self._drive(partial(self._is_needless, asked))
+            if self._has_work() and not self._helpers:
+                self._wanted.set()
+
+    def _is_needless(self, asked: bool) -> bool:
+        """A round of the channel's thread. Who waits drives: to take turns with them costs more than a round."""
+        due = self._has_work() if asked else self._clock.now() - self._met > IDLE / 2
+        return self._helpers > 0 or not due
 
     def _let_more_come(self) -> None:
         for _ in range(CYCLES):
@@ -162,26 +168,33 @@ class Channel:
 
     def _progress(self, operation: Operation) -> None:
         """For a thread that waits: until the operation is done."""
-        while not operation.done:
-            if self._driving.acquire(blocking=False):
-                try:
-                    self._advance()
-                finally:
-                    self._driving.release()
-                    self._tell()
-            else:
-                with self._news:
-                    self._news.wait_for(lambda: operation.done or not self._driving.locked())
+        with self._news:
+            self._helpers += 1
+        try:
+            while not operation.done:
+                self._drive(lambda: operation.done)
+        finally:
+            with self._news:
+                self._helpers -= 1
+            if self._has_work():  # what is left is the thread's
+                self._wanted.set()
 
     def _has_work(self) -> bool:
         return bool(self._new or self._live or self._join or self._error)
 
-    def _tell(self) -> None:
-        """Behind a round: who waits looks again, and what is left is the thread's."""
-        if self._has_work():
-            self._wanted.set()
+    def _drive(self, over: Callable[[], bool]) -> None:
+        """One round, once no other thread is in one; none if there is no need of it any more by then."""
         with self._news:
-            self._news.notify_all()
+            self._news.wait_for(lambda: over() or not self._driven)
+            if over():
+                return
+            self._driven = True
+        try:
+            self._advance()
+        finally:
+            with self._news:
+                self._driven = False
+                self._news.notify_all()
 
     def _advance(self) -> None:
         """One round, unless the channel is broken."""
@@ -244,21 +257,15 @@ class Channel:
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
         """What all ranks say, and whether all of them have been waiting for long."""
-        head = np.zeros(HEAD, np.uint8)
-        head[:_LENGTH] = np.frombuffer(len(message).to_bytes(_LENGTH, "little"), np.uint8)
-        head[_LENGTH] = self._is_stuck()
-        first = message[: HEAD - _LENGTH - 1]
-        head[_LENGTH + 1 : _LENGTH + 1 + len(first)] = np.frombuffer(first, np.uint8)
-        heads = self.group.allgather(head)
-        lengths = [int.from_bytes(row[:_LENGTH].tobytes(), "little") for row in heads]
-        stuck = bool(heads[:, _LENGTH].all())
-        if max(lengths) > HEAD - _LENGTH - 1:
+        first = message[: HEAD - _HEADING.size]
+        head = _HEADING.pack(len(message), self._is_stuck()) + first
+        heads = self.group.allgather(np.frombuffer(head.ljust(HEAD, b"\0"), np.uint8)).tobytes()
+        headings = [_HEADING.unpack_from(heads, at) for at in range(0, len(heads), HEAD)]
+        stuck = all(waits for _, waits in headings)
+        if max(length for length, _ in headings) > HEAD - _HEADING.size:
             return self.group.allgather_bytes(message), stuck
-        texts = [
-            row[_LENGTH + 1 : _LENGTH + 1 + length].tobytes()
-            for row, length in zip(heads, lengths, strict=True)
-        ]
-        return texts, stuck
+        begins = range(_HEADING.size, len(heads), HEAD)
+        return [heads[at : at + length] for at, (length, _) in zip(begins, headings, strict=True)], stuck
 
     def _is_stuck(self) -> bool:
         now = self._clock.now()

@@ -48,7 +48,8 @@ class Request:
 def disagreement(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
     """(ranks that differ from the first, one sentence), or None where all ask for the same."""
     first, *others = sorted(requests)
-    off = tuple(rank for rank in others if requests[rank] != requests[first])
+    wanted = requests[first]
+    off = tuple(rank for rank in others if requests[rank] is not wanted and requests[rank] != wanted)
     if not off:
         return None
     ours, theirs = requests[first], requests[off[0]]
