@@ -169,7 +169,7 @@ def play(wanted: Wanted) -> None:
     call = prepare(path, arguments, {name: value for name, value in named.items() if value}, _config(wanted))
     hosts, clock = Hosts(), SystemClock()
     config = call.options.config
-    timeouts = Timeouts(config.collective_timeout, config.driver_timeout)
+    timeouts = Timeouts(config.collective_timeout, config.driver_timeout, config.spare_after)
     launcher = LocalLauncher(call.program, hosts, clock, call.preload, timeouts)
     folder = Path(wanted.output_filename) if wanted.output_filename else None
     limits = call.limits(number)

@@ -36,6 +36,8 @@ class ElasticConfig:
     cooldown_range: for how long a slot whose worker failed is not used, at first and, twice as long each time, at
         most; so is a host once more than one of its slots failed. (math.inf, math.inf): never again in this job.
     idle_slot_timeout: a slot that the world has no room for gives its core back after so long.
+    spare_after: once its worker has been ready for so long, a slot makes a warm spare for it; a job that ends sooner
+        does not pay for one, and a worker that dies sooner is followed by one that starts cold. 0: at once.
     host_discovery: which hosts may take part, asked once a second: a function `() -> {host: slots}`, or an executable
         that prints `host[:slots]` a line. A host is an executor's id or its machine's name. None: all, with all slots.
     handle: a `JobHandle`, by which another thread drains workers or hosts of the running job.
@@ -71,6 +73,7 @@ class ElasticConfig:
     reset_limit: int | None = None
     cooldown_range: tuple[float, float] = (1.0, 60.0)
     idle_slot_timeout: float = 60.0
+    spare_after: float = 10.0
     host_discovery: str | Callable[[], Mapping[str, int]] | None = None
     handle: object | None = None
     checkpoint_steps: int | None = None
@@ -111,6 +114,8 @@ class ElasticConfig:
                 raise InvalidInput(
                     f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}."
                 )
+        if not 0 <= self.spare_after < math.inf:
+            raise InvalidInput(f"spare_after must be 0 seconds or more; got {self.spare_after!r}.")
         if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
             raise InvalidInput(f"checkpoint_steps must be 1 or more, or None; got {self.checkpoint_steps}.")
         if self.checkpoint_seconds is not None and not self.checkpoint_seconds > 0:

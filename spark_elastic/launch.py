@@ -250,6 +250,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
             config.driver_timeout,
             config.cpus_per_worker,
             room,
+            config.spare_after,
         )
 
     clock = SystemClock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -15,6 +16,9 @@ from tests.leaks import SETTLE_SECONDS, SessionOwned, leaked, marked, take
 # The same examples in each run, and no deadline: a busy machine is no failure.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
+
+# Workers are killed in their first seconds here, which a spare is made for later elsewhere.
+os.environ.setdefault("SPARK_ELASTIC_SPARE_AFTER", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -91,7 +91,7 @@ def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Ar
     else:
         for length in column.shape:
             _same_length(values, length, column)
-            values = values.flatten()
+            values = _elements(values, length)
         if values.null_count:
             raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
         if len(values) != rows * math.prod(column.shape):
@@ -102,10 +102,27 @@ def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Ar
             values = values.dictionary_decode()
         if types.is_decimal(values.type):
             values = values.cast(pa.float64())
-        array = values.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+        array = _numbers(values).astype(column.dtype, copy=False)
     array = array.reshape(rows, *column.shape)
     array.flags.writeable = False
     return array
+
+
+def _numbers(values: Any) -> Array:
+    """The values of an array, those under nulls whatever they are. Arrow's own `to_numpy` imports pandas, which costs a
+    new worker half a second before its first step; only what numpy holds no numbers for goes that way."""
+    if types.is_boolean(values.type):
+        return _numbers(values.cast(pa.uint8())).view(np.bool_)
+    if not (types.is_integer(values.type) or types.is_floating(values.type)):
+        return np.asarray(values.to_numpy(zero_copy_only=False))
+    dtype, memory = np.dtype(values.type.to_pandas_dtype()), values.buffers()[1]
+    return np.frombuffer(memory or b"", dtype, len(values), values.offset * dtype.itemsize if memory else 0)
+
+
+def _elements(values: Any, length: int) -> Any:
+    """Of all rows, one after the other; Arrow's own `flatten` imports a module that takes its time."""
+    first = values.offset * length if types.is_fixed_size_list(values.type) else values.offsets[0].as_py()
+    return values.values.slice(first, len(values) * length)
 
 
 def _same_length(values: Any, length: int, column: Column) -> None:
@@ -115,7 +132,7 @@ def _same_length(values: Any, length: int, column: Column) -> None:
     if types.is_fixed_size_list(values.type):
         same = values.type.list_size == length
     else:
-        offsets = values.offsets.to_numpy()
+        offsets = _numbers(values.offsets)
         # That all ends are where they should be is cheaper to see than all differences.
         same = bool(np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0]))
     if not same:
@@ -128,20 +145,20 @@ def _vectors(values: Any, column: Column) -> Array:
     """Dense and sparse vectors, each row as long as the column says."""
     rows, width = len(values), column.shape[0]
     kinds, sizes, indices, numbers = (values.field(name) for name in _VECTOR_FIELDS)
-    dense = kinds.to_numpy() == 1
-    ends = numbers.offsets.to_numpy()
+    dense = _numbers(kinds) == 1
+    ends = _numbers(numbers.offsets)
     counts = np.diff(ends)
-    lengths = np.where(dense, counts, sizes.fill_null(0).to_numpy())
+    lengths = np.where(dense, counts, _numbers(sizes))  # a dense vector's size is null
     if not np.all(lengths == width):
         raise ValueError(f"column {column.name!r} has vectors of a length other than {width}")
-    flat = numbers.values.to_numpy(zero_copy_only=False)[ends[0] : ends[-1]]
+    flat = _numbers(numbers.values)[ends[0] : ends[-1]]
     if dense.all():
         return np.asarray(flat.astype(column.dtype))
     row = np.repeat(np.arange(rows), counts)
     place = np.arange(len(flat)) - np.repeat(ends[:-1] - ends[0], counts)
     sparse = ~dense[row]
-    found = indices.offsets.to_numpy()
-    place[sparse] = indices.values.to_numpy(zero_copy_only=False)[found[0] : found[-1]]
+    found = _numbers(indices.offsets)
+    place[sparse] = _numbers(indices.values)[found[0] : found[-1]]
     array = np.zeros((rows, width), dtype=column.dtype)
     array[row, place] = flat
     return array

@@ -46,7 +46,7 @@ class StepRows:
 class Prefetch:
     """How far the background thread may run ahead (at least one step), and how long anyone waits for it."""
 
-    steps: int = 16
+    steps: int = 64
     bytes: int = 64 << 20
     deadline: float = 300.0  # seconds
 

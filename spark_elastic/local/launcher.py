@@ -27,6 +27,7 @@ class Timeouts:
 
     collective: float = 20.0
     driver: float = 20.0
+    spare_after: float = 0.0
 
 
 class LocalLauncher:
@@ -108,6 +109,7 @@ class LocalLauncher:
             "parent": os.getpid(),
             "collective_timeout": self._timeouts.collective,
             "driver_timeout": self._timeouts.driver,
+            "spare_after": self._timeouts.spare_after,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "spark_elastic.local.slot"],

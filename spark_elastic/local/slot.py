@@ -42,7 +42,16 @@ def main() -> None:
             certificate=order["certificate"],
         )
 
-    plan = SlotPlan(slot, order["job"], order["host"], {}, payload, header, order["driver_timeout"])
+    plan = SlotPlan(
+        slot,
+        order["job"],
+        order["host"],
+        {},
+        payload,
+        header,
+        order["driver_timeout"],
+        spare_after=order["spare_after"],
+    )
     secret = bytes.fromhex(key)
     with RendezvousClient(
         order["address"], secret, attempt, clock, certificate=order["certificate"]

@@ -54,6 +54,7 @@ def over_connect(call: Call, spark: SparkSession) -> list[Any]:
             config.driver_timeout,
             config.cpus_per_worker,
             room,
+            config.spare_after,
         )
 
     launcher = connect.ConnectLauncher(spark, make_task, clock)

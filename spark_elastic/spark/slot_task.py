@@ -40,6 +40,7 @@ class SlotTask:
     driver_timeout: float
     cpus_per_worker: int | None
     room: Room
+    spare_after: float
 
     def __call__(self, jobs: Iterable[int]) -> Iterator[str]:
         numbers = list(jobs)  # consumed, so that Spark uses the Python worker again
@@ -78,7 +79,15 @@ class SlotTask:
 
         executor, payload = executor_id(), self.program.value
         plan = SlotPlan(
-            slot, job, executor, facts(), payload, header, self.driver_timeout, self.room.shortage
+            slot,
+            job,
+            executor,
+            facts(),
+            payload,
+            header,
+            self.driver_timeout,
+            self.room.shortage,
+            self.spare_after,
         )
         to = self.contact
         with RendezvousClient(to.address, to.key, to.attempt, clock, certificate=to.certificate) as client:

@@ -154,7 +154,8 @@ class GradientExchange:
     def clear(self) -> None:
         """No gradient is there."""
         self.abandon()
-        self.drop_absent(np.zeros(len(self._parameters), np.bool_))
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def agree(self, found_sparse: npt.NDArray[np.bool_], bucket_bytes: int) -> None:
         """What all ranks found in a step, and the layout that they take from the next one on."""
@@ -278,7 +279,7 @@ class GradientExchange:
             if gradient is None:
                 view.zero_()
             else:
-                view.copy_(gradient.detach())
+                view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
 
     def _seen_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:

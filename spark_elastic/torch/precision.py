@@ -18,8 +18,12 @@ class Scaling:
         self._scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         self.skipped = 0  # steps that were not applied since training began
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    def backward(self, total: torch.Tensor, divisor: int) -> None:
+        """Of total / divisor."""
+        if self._scaler.is_enabled():
+            self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
+        else:  # what the division would hand on, without its place in the graph
+            total.backward(total.new_full((), 1.0 / divisor))  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Once the gradients are summed over all ranks."""

@@ -61,9 +61,11 @@ def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
 class ForwardSnapshot:
     """The buffers at the begin of a step; `restore` puts them back."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
+        """modules: all of the model's, which it takes long to find where there are many."""
         self._model = model
-        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        named = model.named_buffers() if has_buffers(modules) else ()
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named}
 
     def wrote(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether a buffer's values changed since; torch's version counters miss what BatchNorm writes."""

@@ -83,7 +83,7 @@ class StepTaker:
             FloatingPointError: the loss is no number, and `terminate_on_nan`; likewise.
         """
         state, here = self._state, self._state.position
-        before = ForwardSnapshot(state.model)
+        before = ForwardSnapshot(state.model, self._modules)
         try:
             # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
             meets = shares_statistics(self._modules)
@@ -143,7 +143,7 @@ class StepTaker:
                 ).backward()
                 continue
             scored = self._objective(self._state.model, part)
-            self._scaling.backward(scored.total / part.planned)
+            self._scaling.backward(scored.total, part.planned)
             self._metrics.add(scored, part.labels)
             loss += float(scored.total.detach())
             denominator += scored.denominator

@@ -90,24 +90,27 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
         mine.bucket_bytes,
     )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
-    marks = np.concatenate([mine.present, found_sparse])
-    gathered = group.allgather(np.frombuffer(_FORM.pack(*head) + np.packbits(marks).tobytes(), np.uint8))
+    marks = np.packbits(np.concatenate([mine.present, found_sparse])).tobytes()
+    gathered = group.allgather(np.frombuffer(_FORM.pack(*head) + marks, np.uint8))
     heads = [_Head(*_FORM.unpack_from(blob)) for blob in gathered]
     _agree(group, heads)
-    masks = np.unpackbits(gathered[:, _FORM.size :], axis=1, count=len(marks)).astype(bool)
-    present, found_sparse = np.split(np.logical_or.reduce(masks, axis=0), 2)
+    count = len(mine.present)
+    anywhere = np.unpackbits(np.bitwise_or.reduce(gathered[:, _FORM.size :]), count=2 * count).view(np.bool_)
     return Verdict(
         version=max(head.version for head in heads),
         rows=sum(head.rows for head in heads),
         loss=_in_order(head.loss for head in heads),
         denominator=_in_order(head.denominator for head in heads),
-        present=present,
-        found_sparse=found_sparse,
+        present=anywhere[:count],
+        found_sparse=anywhere[count:],
         bucket_bytes=heads[0].bucket_bytes,
     )
 
 
 def _agree(group: Group, heads: Sequence[_Head]) -> None:
+    first = heads[0]
+    if all(head[:5] == first[:5] and head.layout == first.layout for head in heads):
+        return
     for fields, what in (
         (("attempt", "generation"), "worlds"),
         (("epoch", "phase", "step"), "positions"),

@@ -25,7 +25,7 @@ STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
-SPARE_AFTER = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
+REJOIN = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
 LAST_WORDS = 2.0  # seconds for the last log lines on their way to the driver
 END_WAIT = 5.0  # seconds for threads whose requests were cut off
 
@@ -44,6 +44,7 @@ class SlotPlan:
     shortage: Callable[[int], str | None] = lambda pid: (
         None
     )  # what a warm worker shows about the memory it will lack
+    spare_after: float = 0.0  # seconds for which a worker has been warm when its spare is started
 
 
 class SlotAgent:
@@ -107,7 +108,7 @@ class SlotAgent:
         self._driver.started(worker)
         child.activate(worker)
         if child.warm:
-            self._later(SPARE_AFTER, lambda: self._on_warm(child))
+            self._later(REJOIN, lambda: self._on_warm(child))
 
     def _exited(self, child: Child, code: int) -> str | None:
         if child is self._spare:
@@ -125,10 +126,19 @@ class SlotAgent:
         return None
 
     def _warm(self, child: Child) -> str | None:
-        """Only once the worker is warm does its spare get to take the processor from it."""
+        """Only once the worker is warm does its spare get to take the processor from it: the first one after a while,
+        so that a short job does without; at once where a worker has died."""
         child.warm = True
-        if child is self._active and self._started == 1 and (said := self._plan.shortage(child.pid)):
-            self._on_line(child, f"{OWN_WORDS}{said}")
+        if child is self._active and self._started > 1:
+            return self._prepare_spare(child)
+        if child is self._active:
+            if said := self._plan.shortage(child.pid):
+                self._on_line(child, f"{OWN_WORDS}{said}")
+            self._later(self._plan.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child)))
+        return None
+
+    def _prepare_spare(self, child: Child) -> str | None:
+        """For the worker `child`, if it is still that."""
         if child is self._active and self._spare is None:
             self._spare = self._spawn()
         return None

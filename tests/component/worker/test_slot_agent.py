@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.protocol.events import SlotRegistered, WorkerExited, WorkerStarted
+from spark_elastic.protocol.events import SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.entry import Header
@@ -33,7 +33,11 @@ def driver() -> Iterator[Driver]:
 
 
 def serve(
-    driver: Driver, program: CountingProgram, play: Callable[[], Any], driver_timeout: float = 60.0
+    driver: Driver,
+    program: CountingProgram,
+    play: Callable[[], Any],
+    driver_timeout: float = 60.0,
+    spare_after: float = 0.0,
 ) -> str:
     """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +50,7 @@ def serve(
         )
 
     played = driver.aside(play)
-    plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout)
+    plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout, spare_after=spare_after)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
         ended = SlotAgent(plan, client, CLOCK).run()
     played.result(20.0)
@@ -97,6 +101,22 @@ def test_every_crash_finds_a_warm_spare(driver: Driver) -> None:
 
     assert serve(driver, Announced(1), play) == "enough"
     assert len(set(spares)) == 3
+
+
+def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_with_a_spare(
+    driver: Driver,
+) -> None:
+    def play() -> None:
+        driver.heard(SlotRegistered)
+        assert driver.heard(WorkerStarted).worker == f"{SLOT}.1"
+        driver.heard(WorkerJoins)
+        (worker,) = await_children(1)
+        worker.kill()
+        assert driver.heard(WorkerStarted).worker == f"{SLOT}.2"
+        assert await_children(2)[0].pid != worker.pid
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, Announced(1), play, spare_after=1000.0) == "enough"
 
 
 class LeavesOneBehind(CountingProgram):

@@ -187,4 +187,5 @@ def test_single_settings_go_before_the_config() -> None:
 
 def test_the_environment_fills_in_where_no_config_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_ELASTIC_LEASE", "7.5")
-    assert ask(settings={"ledger": True}).config == ElasticConfig(lease=7.5, ledger=True)
+    config = ask(settings={"ledger": True}).config
+    assert (config.lease, config.ledger, config.stall_after) == (7.5, True, ElasticConfig().stall_after)

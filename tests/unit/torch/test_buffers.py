@@ -27,7 +27,7 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
 
     def work(group: Group) -> Holder:
         holder, rows = Holder(), (3, 1, 0)[group.rank]
-        before = ForwardSnapshot(holder)
+        before = ForwardSnapshot(holder, holder.modules())
         exchange = BufferExchange(holder)
         if rows:
             holder.get_buffer("running").add_(rows)
@@ -51,7 +51,7 @@ def test_a_model_without_buffers_sends_nothing() -> None:
     def work(group: Group) -> None:
         exchange = BufferExchange(model)
         if group.rank == 0:  # a collective would wait for the other rank
-            exchange.send(group, ForwardSnapshot(model), 1, 1)
+            exchange.send(group, ForwardSnapshot(model, model.modules()), 1, 1)
             exchange.apply()
 
     in_a_world(2, work)

@@ -15,7 +15,7 @@ def test_r03_buffers_come_back() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
     x = torch.randn(8, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    snapshot = ForwardSnapshot(model)
+    snapshot = ForwardSnapshot(model, model.modules())
     model(x)
     assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
     assert snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
@@ -38,7 +38,7 @@ class Decaying(nn.Module):
 
 def test_r03_a_replaced_buffer_comes_back() -> None:
     model = nn.Sequential(Decaying())
-    snapshot = ForwardSnapshot(model)
+    snapshot = ForwardSnapshot(model, model.modules())
     model(torch.ones(2))
     assert snapshot.wrote("0.mean", model.get_buffer("0.mean"))
     snapshot.restore()
