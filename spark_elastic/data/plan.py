@@ -166,6 +166,10 @@ class DataPlan:
         self._check_step(step)
         return self.base_rows + (step < self.longer_steps)
 
+    def rows_before(self, step: int) -> int:
+        """Rows of the first `step` steps of an epoch."""
+        return self.base_rows * step + min(step, self.longer_steps)
+
     def order(self, epoch: int) -> EpochOrder:
         """A new order of an epoch, for one thread. Costs a permutation of the row groups."""
         return EpochOrder(self, epoch)

@@ -73,6 +73,9 @@ class KerasHooks:
     def step_sealed(self, logs: Mapping[str, Any]) -> None:
         self._each("on_train_batch_end", logs["step"], {"loss": logs["loss"]})
 
+    def ends(self) -> bool:
+        return bool(self._model.stop_training)
+
     def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         if not self._callbacks:
             return None
@@ -136,7 +139,7 @@ class KerasHooks:
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     """What Keras calls logs: the epoch's losses and metrics."""
-    ours = ("epoch", "rows", "steps", "seconds", "worlds", "val_rows")
+    ours = ("epoch", "rows", "planned", "steps", "seconds", "worlds", "val_rows")
     return {name: value for name, value in logs.items() if name not in ours}
 
 

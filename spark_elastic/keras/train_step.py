@@ -139,8 +139,9 @@ class StepTaker:
         version: int,
         after: Callable[[Verdict], Position],
         before_apply: Callable[[], None],
+        ends: bool,
     ) -> Verdict:
-        """See `training.learner.Learner.take`.
+        """See `training.learner.Learner.take`. ends: see `Trailer`.
 
         Raises:
             CollectiveError: the exchange broke; the state is as before the step.
@@ -158,7 +159,8 @@ class StepTaker:
             there = np.array([*(g is not None for g in gradients), *written])
             hashed, rows = self._exchange.layout_hash, len(share)
             verdict = exchange(
-                group, Trailer(here, version, hashed, rows, loss * share.planned, float(rows), there)
+                group,
+                Trailer(here, version, hashed, rows, loss * share.planned, float(rows), there, ends=ends),
             )
             self._check(verdict, here)
         except BaseException:

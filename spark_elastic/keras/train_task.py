@@ -88,7 +88,8 @@ class KerasLearner:
                 extras["losses"] = {}
             return position
 
-        return self._taker.take(group, self._columns.share(rows), version, accounted, before_apply)
+        share, ends = self._columns.share(rows), self.hooks.ends()
+        return self._taker.take(group, share, version, accounted, before_apply, ends)
 
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()

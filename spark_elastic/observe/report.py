@@ -23,7 +23,7 @@ PHASES = ("start", "training", "recovery", "planned", "closing")
 
 @dataclass(frozen=True)
 class EpochRows:
-    """Rows of one epoch that entered an applied step, against the table's."""
+    """Rows of one epoch that entered an applied step, against those that were due."""
 
     epoch: int
     seen: int
@@ -71,8 +71,12 @@ class JobReport:
         return known[max(0, math.ceil(percent / 100 * len(known)) - 1)] if known else None
 
     def with_rows(self, history: Iterable[Mapping[str, Any]], data_rows: int) -> JobReport:
-        """With the rows of each epoch: `history` has `epoch` and `rows`, counted by the state of the final weights."""
-        epochs = tuple(_epoch(int(entry["epoch"]), int(entry["rows"]), data_rows) for entry in history)
+        """With the rows of each epoch: `history` has `epoch` and `rows`, counted by the state of the final weights, and
+        `planned`, of the steps that were taken; else `data_rows` were due."""
+        epochs = tuple(
+            _epoch(int(entry["epoch"]), int(entry["rows"]), int(entry.get("planned", data_rows)))
+            for entry in history
+        )
         return dataclasses.replace(self, epochs=epochs)
 
     def plot(self) -> Figure:
@@ -122,5 +126,5 @@ class JobReport:
         return "\n".join(lines)
 
 
-def _epoch(epoch: int, seen: int, data_rows: int) -> EpochRows:
-    return EpochRows(epoch, seen, max(0, data_rows - seen), max(0, seen - data_rows))
+def _epoch(epoch: int, seen: int, due: int) -> EpochRows:
+    return EpochRows(epoch, seen, max(0, due - seen), max(0, seen - due))

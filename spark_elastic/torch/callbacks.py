@@ -40,7 +40,10 @@ class Training:
             group["lr"] = value
 
     def stop(self, reason: str) -> None:
-        """End the training behind the epoch that is under way, each of whose rows is trained as ever."""
+        """End the training behind the step that is under way, on all workers; validation and the epoch's end follow.
+
+        In `on_step_end`, which tells of the step before, that is the step behind the one under way.
+        """
         self.stopped = reason
 
 

@@ -50,6 +50,9 @@ class Hooks:
         for callback in self.callbacks:
             callback.on_step_end(self._training, logs)
 
+    def ends(self) -> bool:
+        return self._training.stopped is not None
+
     def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         """Why training is to end, or None.
 

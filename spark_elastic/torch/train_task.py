@@ -80,7 +80,8 @@ class TorchLearner:
         after: Callable[[Verdict], Position],
         before_apply: Callable[[], None],
     ) -> Verdict:
-        return self._taker.take(group, self._columns.share(rows), version, after, before_apply)
+        share, ends = self._columns.share(rows), self.hooks.ends()
+        return self._taker.take(group, share, version, after, before_apply, ends)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -73,10 +73,11 @@ class StepTaker:
         version: int,
         after: Callable[[Verdict], Position],
         before_apply: Callable[[], None] = lambda: None,
+        ends: bool = False,
     ) -> Verdict:
         """One step. version: newest membership version heard of. before_apply: called once the exchange is complete, so
         that the step before is sealed. after: part of the apply section; accounts for the verdict and returns the next
-        position.
+        position. ends: see `Trailer`.
 
         Raises:
             CollectiveError: the exchange broke; the state is as before the step.
@@ -111,6 +112,7 @@ class StepTaker:
                     self._exchange.present,
                     self._exchange.found_sparse,
                     self._exchange.bucket_bytes,
+                    ends,
                 ),
             )
             self._check(verdict, here)

@@ -57,6 +57,10 @@ class Hooks(Protocol):
         """logs: epoch, step, loss, rows of a step that is history."""
         ...
 
+    def ends(self) -> bool:
+        """Whether a callback wants training to end behind the step under way."""
+        ...
+
     def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         """Why training is to end, or None. A CollectiveError leaves the callbacks as they were."""
         ...
@@ -88,8 +92,9 @@ class Learner(Protocol):
         after: Callable[[Verdict], Position],
         before_apply: Callable[[], None],
     ) -> Verdict:
-        """One step. version: newest membership version heard of. before_apply: called once the exchange is complete.
-        after: part of the apply section; accounts for the verdict and returns the next position."""
+        """One step; what the hooks' `ends` says travels with it (R6). version: newest membership version heard of.
+        before_apply: called once the exchange is complete. after: part of the apply section; accounts for the verdict
+        and returns the next position."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:

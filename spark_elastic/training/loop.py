@@ -105,7 +105,9 @@ class TrainingLoop:
         return Completed(self._finish(group))
 
     def _unfinished(self) -> bool:
-        return self._state.position.epoch < self._spec.epochs and self._state.extras["stopped"] is None
+        """A training that a callback ended still closes its epoch."""
+        here, stopped = self._state.position, self._state.extras["stopped"] is not None
+        return here.epoch < self._spec.epochs and not (stopped and here.phase is Phase.TRAIN)
 
     def close(self) -> None:
         if self._checkpointing is not None:
@@ -138,7 +140,9 @@ class TrainingLoop:
                 self._keep(world, applied=True)
                 self._report(group, session, verdict)
                 version = verdict.version
-                if version > world.version and self._state.position.phase is Phase.TRAIN:
+                if self._state.position.phase is not Phase.TRAIN:
+                    break
+                if version > world.version:
                     self._stops(world, version)
                     break
         return version
@@ -170,7 +174,10 @@ class TrainingLoop:
         self._hooks.applied()
         loss = verdict.loss / (verdict.denominator or 1.0)
         sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": verdict.rows}
-        if here.step + 1 < self._spec.plan.steps:
+        sums["steps"] = here.step + 1
+        if verdict.ends:
+            sums["stopped"] = "a callback ended the training"
+        elif here.step + 1 < self._spec.plan.steps:
             return Position(here.epoch, here.phase, here.step + 1)
         return Position(here.epoch, Phase.CLOSE if self._evaluation is None else Phase.VALIDATE, 0)
 
@@ -203,7 +210,8 @@ class TrainingLoop:
         group.barrier()
         self._sealed(world)
         state, entry = self._state, self._epoch_entry()
-        state.extras["stopped"] = self._hooks.epoch_ends(group, entry)
+        decided = self._hooks.epoch_ends(group, entry)
+        state.extras["stopped"] = state.extras["stopped"] or decided
         state.extras["history"].append(entry)
         state.extras.update(_no_sums(), validation=no_sums())
         self._learner.reset()
@@ -216,7 +224,8 @@ class TrainingLoop:
             "epoch": self._state.position.epoch,
             "loss": sums["loss"] / sums["divisor"],
             "rows": sums["rows"],
-            "steps": self._spec.plan.steps,
+            "planned": self._spec.plan.rows_before(sums["steps"]),
+            "steps": sums["steps"],
             "seconds": sums["seconds"],
             "worlds": sums["sizes"],
             **self._learner.numbers(),
@@ -272,7 +281,7 @@ class TrainingLoop:
 
 def _no_sums() -> dict[str, Any]:
     """What an epoch begins with."""
-    return {"loss": 0.0, "divisor": 0.0, "rows": 0, "seconds": 0.0, "sizes": []}
+    return {"loss": 0.0, "divisor": 0.0, "rows": 0, "steps": 0, "seconds": 0.0, "sizes": []}
 
 
 def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

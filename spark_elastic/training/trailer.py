@@ -31,9 +31,10 @@ class _Head(NamedTuple):
     loss: float
     denominator: float
     bucket_bytes: int
+    ends: bool
 
 
-_FORM = struct.Struct("<QQqqqqQqddq")
+_FORM = struct.Struct("<QQqqqqQqddq?")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Trailer:
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
     what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
     got one with rows missing (None: none), one bool each. bucket_bytes: the next step's layout, as rank 0 wishes.
+    ends: a callback wants training to end behind this step; rank 0's goes for all.
     """
 
     position: Position
@@ -54,6 +56,7 @@ class Trailer:
     present: npt.NDArray[np.bool_]
     found_sparse: npt.NDArray[np.bool_] | None = None
     bucket_bytes: int = 0
+    ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Verdict:
     present: npt.NDArray[np.bool_]
     found_sparse: npt.NDArray[np.bool_]
     bucket_bytes: int
+    ends: bool = False
 
 
 def exchange(group: Group, mine: Trailer) -> Verdict:
@@ -88,6 +92,7 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
         mine.loss,
         mine.denominator,
         mine.bucket_bytes,
+        mine.ends,
     )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
     marks = np.packbits(np.concatenate([mine.present, found_sparse])).tobytes()
@@ -104,6 +109,7 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
         present=anywhere[:count],
         found_sparse=anywhere[count:],
         bucket_bytes=heads[0].bucket_bytes,
+        ends=heads[0].ends,
     )
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,10 @@ def launcher(task: TorchTrainTask, room: int) -> ProcessLauncher:
     return ProcessLauncher(task, SystemClock(), preload=("torch",), room=room)
 
 
-def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """One process, one batch a step, nothing of ours but the plan."""
+def train_plain(
+    job: Job, store: Store, manifest: Manifest, most: int | None = None
+) -> dict[str, torch.Tensor]:
+    """One process, one batch a step, nothing of ours but the plan; `most` steps where it is given."""
     table = pq.read_table(store.path("rows/part.parquet"))
     x = torch.tensor(np.stack(table["x"].to_numpy())).reshape(-1, *job.shape)
     y = torch.tensor(table["y"].to_numpy().copy())
@@ -188,22 +191,21 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.T
     model.train()
     optimizer = job.optimizer(model.parameters())
     plan = job.plan(manifest)
-    for epoch in range(job.epochs):
-        for step in range(plan.steps):
-            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
-            draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
-            optimizer.zero_grad()
-            if weights is None:
-                loss = job.loss(model(x[rows]), y[rows])
-            else:
-                per_row = torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none")
-                loss = (per_row * weights[rows]).sum() / weights[rows].sum()
-            loss.backward()
-            if job.clipping.norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), job.clipping.norm)
-            if job.clipping.value is not None:
-                torch.nn.utils.clip_grad_value_(model.parameters(), job.clipping.value)
-            optimizer.step()
+    for epoch, step in islice(product(range(job.epochs), range(plan.steps)), most):
+        rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+        draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
+        optimizer.zero_grad()
+        if weights is None:
+            loss = job.loss(model(x[rows]), y[rows])
+        else:
+            per_row = torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none")
+            loss = (per_row * weights[rows]).sum() / weights[rows].sum()
+        loss.backward()
+        if job.clipping.norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clipping.norm)
+        if job.clipping.value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), job.clipping.value)
+        optimizer.step()
     return model.state_dict()
 
 

@@ -33,8 +33,9 @@ def test_figures() -> None:
 
 def test_rows_are_judged_against_the_table() -> None:
     history = [{"epoch": 0, "rows": 100}, {"epoch": 1, "rows": 97}, {"epoch": 2, "rows": 101}]
+    history.append({"epoch": 3, "rows": 38, "planned": 40})  # a callback ended the training there
     assert REPORT.with_rows(history, 100).epochs == (
-        EpochRows(0, 100, 0, 0), EpochRows(1, 97, 3, 0), EpochRows(2, 101, 0, 1)
+        EpochRows(0, 100, 0, 0), EpochRows(1, 97, 3, 0), EpochRows(2, 101, 0, 1), EpochRows(3, 38, 2, 0)
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import pytest
 
 from elastic_collectives import Group
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.torch.callbacks import Callback, Training
+from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
 from tests.component.torch.job import ROWS, RUN, difference, make_data
-from tests.component.torch.test_training_hooks import make_job, plain, same_history
+from tests.component.torch.test_training_hooks import HookedJob, make_job, plain, same_history
 from tests.unit.torch.worlds import in_a_world
 
 pytestmark = pytest.mark.native
@@ -42,6 +47,55 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     theirs, history = plain(job, store, manifest)
     assert difference(ours, theirs) < 1e-9
     same_history(SimpleNamespace(results=[outcome.result]), history)
+
+
+@dataclass(frozen=True)
+class EndingJob(HookedJob):
+    """`who` asks for the end before step 4 of epoch 0."""
+
+    who: int = 0
+
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+        task = super().task(store, manifest, ledger)
+        learner: Any = task._learner
+        brought = learner._brought
+        learner._brought = replace(brought, callbacks=(*brought.callbacks, Ends(self.who)))
+        return task
+
+
+class Ends(Callback):
+    def __init__(self, who: int) -> None:
+        self._who = who
+
+    def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
+        if (epoch, step, training.rank) == (0, 4, self._who):
+            training.stop("enough")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path: Path) -> None:
+    (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
+    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    session: Any = SimpleNamespace(
+        membership_version=lambda: 0, tell=lambda position: None, report=lambda numbers: None
+    )
+
+    def work(group: Group) -> Any:
+        task = job.task(store, manifest)
+        task._spec = replace(task._spec, checkpoints=None)
+        task.prepare()
+        outcome: Any = task.run(world, group, session)
+        task.close()
+        return json.loads(outcome.result)["history"]
+
+    plan = job.plan(manifest)
+    for history in in_a_world(2, work):
+        steps = 5 if who == 0 else plan.steps
+        assert [entry["epoch"] for entry in history] == ([0] if who == 0 else [0, 1])
+        assert [entry["steps"] for entry in history] == [steps] * len(history)
+        assert {entry["rows"] for entry in history} == {sum(map(plan.step_size, range(steps)))}
+        assert {entry["planned"] for entry in history} == {entry["rows"] for entry in history}
+        assert {entry["val_rows"] for entry in history} == {ROWS}
 
 
 @pytest.mark.parametrize(
