@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import cloudpickle
+
 from spark_elastic.estimators import fitting
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
@@ -18,4 +20,6 @@ def fit(rows: RowSource, request: Request) -> ElasticKerasModel:
     """Train on `rows`."""
     fitted = fitting.fit(rows, request, KERAS)
     archive = dataclasses.replace(request.brought.model, content=fitted.weights)
-    return ElasticKerasModel(KerasPredictor(archive, fitted.features), fitted.summary)
+    change = request.brought.transformation
+    shipped = None if change is None else cloudpickle.dumps(change)
+    return ElasticKerasModel(KerasPredictor(archive, fitted.features, shipped), fitted.summary)

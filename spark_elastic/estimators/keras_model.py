@@ -22,19 +22,24 @@ from spark_elastic.estimators.stacking import Floats, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train_archive import Archive
 from spark_elastic.keras.train_share import Inputs
+from spark_elastic.training.transformation import changed
 
-PART = "model.keras"
+PART, TRANSFORMATION = "model.keras", "transformation"
 
 
 @dataclass(frozen=True)
 class KerasPredictor:
-    """Rows in, predictions out; the model is called with training=False."""
+    """Rows in, predictions out; the model is called with training=False.
+
+    transformation: cloudpickle of what makes its inputs of the feature columns.
+    """
 
     archive: Archive
     columns: tuple[Column, ...]
+    transformation: bytes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"archive": self.archive, "columns": self.columns}
+        return {"archive": self.archive, "columns": self.columns, "transformation": self.transformation}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -44,13 +49,16 @@ class KerasPredictor:
         return self.archive.load()
 
     def parts(self) -> dict[str, bytes]:
-        return {PART: self.archive.content}
+        added = {} if self.transformation is None else {TRANSFORMATION: self.transformation}
+        return {PART: self.archive.content, **added}
 
     @property
     def needs_sample(self) -> bool:
-        return False
+        return self.transformation is not None
 
     def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
+        if sample is not None:
+            return [int(output.shape[1]) for output in self.predict(sample)]
         outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
         return [int(output.shape[1]) for output in outputs]
 
@@ -61,7 +69,7 @@ class KerasPredictor:
 
     @cached_property
     def _called(self) -> Any:
-        """(inputs of the columns, function of them)."""
+        """(inputs of the columns, function of them, transformation)."""
         model = self.archive.load()
         nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
 
@@ -70,11 +78,14 @@ class KerasPredictor:
             inputs = single if nested is None else keras.tree.pack_sequence_as(nested, arrays)
             return list(tf.nest.flatten(model(inputs, training=False)))
 
-        return Inputs.of(model, self.columns), tf.function(call, reduce_retracing=True)
+        change = None if self.transformation is None else cloudpickle.loads(self.transformation)
+        inputs = Inputs.of(model, self.columns, free=change is not None)
+        return inputs, tf.function(call, reduce_retracing=True), change
 
     def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[Floats]:
-        columns, call = self._called
-        named = {c.name: values for c, values in zip(self.columns, inputs, strict=True)}
+        columns, call, change = self._called
+        given = changed(inputs, self.columns, change)
+        named = {c.name: values for c, values in zip(self.columns, given, strict=True)}
         outputs = call([tf.constant(array) for array in columns.arrays(named)])
         return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]
 
@@ -90,8 +101,11 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`
     are the same as DataFrames. `model` and `getModel()` give a compiled copy of the Keras model.
 
+    The estimator's transformation_fn is applied here, too; it is given the feature columns alone.
+
     `save` keeps a `.keras` file, which loads without running code from the path. Classes and functions of the user's
-    are imported by name from where they are defined.
+    are imported by name from where they are defined. Only a transformation_fn goes through cloudpickle: such a model
+    must be loaded from paths alone that are trusted.
     """
 
     @classmethod
@@ -110,7 +124,7 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     ) -> KerasPredictor:
         custom = {name: imported(*place) for name, place in extra["custom_objects"].items()}
         archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=True)
-        return KerasPredictor(archive, columns)
+        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION))
 
 
 def imported(module: str, name: str) -> Any:

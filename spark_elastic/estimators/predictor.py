@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.persistence import Packed
 from spark_elastic.estimators.stacking import in_parts
-from spark_elastic.training.transformation import Transformation, checked_columns
+from spark_elastic.training.transformation import Transformation, changed
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ class Predictor:
         self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
     ) -> list[npt.NDArray[np.float64]]:
         module = self._loaded[0].to(device)  # where it is there already, nothing happens
+        given = changed(inputs, self.columns, self._loaded[1])
         with torch.inference_mode():
-            output = module(*(self._tensor(values).to(device) for values in self._changed(inputs)))
+            output = module(*(self._tensor(values).to(device) for values in given))
         outputs = output if isinstance(output, tuple | list) else [output]
         for each in outputs:
             if not isinstance(each, torch.Tensor):
@@ -110,11 +111,3 @@ class Predictor:
                     f"transform needs a model that returns tensors; this one returns {type(each).__name__}."
                 )
         return [each.reshape(len(inputs[0]), -1).to(torch.float64).cpu().numpy() for each in outputs]
-
-    def _changed(self, inputs: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-        transformation = self._loaded[1]
-        if transformation is None:
-            return list(inputs)
-        names = [column.name for column in self.columns]
-        made = checked_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
-        return [made[name] for name in names]

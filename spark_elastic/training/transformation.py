@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.data.loader import StepRows
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 
 Transformation = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -20,6 +21,17 @@ def transformed(
     if transformation is None:
         return rows.columns
     return checked_columns(transformation(dict(rows.columns)), wanted, len(rows))
+
+
+def changed(
+    inputs: Sequence[Any], columns: Sequence[Column], transformation: Transformation | None
+) -> list[Any]:
+    """Feature columns as the model takes them, each in its place; raises as `transformed` does."""
+    if transformation is None:
+        return list(inputs)
+    names = [column.name for column in columns]
+    made = checked_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
+    return [made[name] for name in names]
 
 
 def checked_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:

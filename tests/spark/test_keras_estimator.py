@@ -21,6 +21,10 @@ from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
 
 from spark_elastic import ElasticKerasEstimator
+from spark_elastic.data.manifest import Column
+from spark_elastic.estimators.history import FitSummary
+from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
+from spark_elastic.keras.train_archive import Archive
 from tests.scenarios import Fault
 
 if TYPE_CHECKING:
@@ -143,3 +147,16 @@ def test_an_executor_is_lost_and_what_was_trained_is_saved_and_loaded(
     assert kept.getBatchSize() == ROWS // WORKERS
     for got, given in zip(kept.getModel().get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(got, given)
+
+
+@pytest.mark.faults  # Python workers that import TensorFlow; what the predictor does is a unit's test
+def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession, tmp_path: Path) -> None:
+    def lengths(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"image": np.array([[len(image)] for image in columns["image"]])}
+
+    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    predictor = KerasPredictor(Archive.of(net), (Column("image", "object"),), cloudpickle.dumps(lengths))
+    ElasticKerasModel(predictor, FitSummary()).write().overwrite().save(str(tmp_path / "model"))
+    model = ElasticKerasModel.load(str(tmp_path / "model"))
+    df = spark.range(4).selectExpr("id", "cast(repeat('a', int(id)) as binary) image")
+    assert [row.prediction for row in model.transform(df).orderBy("id").collect()] == [0.0, 1.0, 2.0, 3.0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
@@ -117,3 +119,17 @@ def test_predictions_are_the_models_own() -> None:
     expected = model.predict([k[:, None], x], verbose=0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert predictor.widths() == [2]
+
+
+def test_a_transformation_makes_the_inputs() -> None:
+    model, columns = net(), (Column("x", "object"),)
+    change = cloudpickle.dumps(
+        lambda named: {"x": np.array([np.frombuffer(b, "u1")[:2] for b in named["x"]])}
+    )
+    predictor = pickle.loads(pickle.dumps(KerasPredictor(Archive.of(model), columns, change)))
+    rows = [b"\x01\x02", b"\x03\x04\x05"]
+    expected = model.predict(np.array([[1, 2], [3, 4]]), verbose=0)
+    np.testing.assert_allclose(predictor.predict([rows])[0], expected, rtol=1e-5)
+    assert predictor.needs_sample
+    assert predictor.widths([rows[:1]]) == [expected.shape[1]]
+    assert predictor.parts()["transformation"] == change
