@@ -207,6 +207,26 @@ verb_petastorm() { # the reader petastorm, in an environment of its own with old
     "$own/bin/python" -m pytest -m petastorm tests/component/data "$@"
 }
 
+verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
+    local own=$PWD/build/pygloo python=${PYTHON310:-python3.10}
+    setup_venv
+    system_package g++ command -v c++
+    system_package libgloo-dev has_gloo
+    if [ ! -e "$own/.ready" ]; then
+        "$python" -c '' 2>/dev/null || fail "no Python 3.10 was found: install it, or set PYTHON310 to it."
+        say "setting up build/pygloo"
+        "$python" -m venv --clear "$own"
+        "$own/bin/python" -m pip install -qq --disable-pip-version-check "pygloo>=0.2,<0.3" "numpy>=1.26,<3" pybind11 pytest \
+            pytest-timeout psutil hypothesis
+        touch "$own/.ready"
+    fi
+    cmake -S . -B "$own/native" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$own/bin/python" \
+        -Dpybind11_DIR="$("$own/bin/python" -m pybind11 --cmakedir)" >/dev/null
+    cmake --build "$own/native" -j "$(nproc)"
+    cmake --install "$own/native" --prefix python >/dev/null
+    "$own/bin/python" -m pytest -m pygloo tests/component/collectives "$@"
+}
+
 verb_native() { # the engine's own tests
     setup
     native_programs

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
-from elastic_collectives.closing import Closing
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -24,19 +22,9 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
+from elastic_collectives.gathering import GatheringGroup
 from elastic_collectives.group import Array
-from elastic_collectives.operands import (
-    Reduction,
-    as_array,
-    as_reduction,
-    as_rows,
-    checked_members,
-    checked_root,
-    checked_splits,
-    even_parts,
-    fused,
-    split,
-)
+from elastic_collectives.operands import checked_members
 
 
 @dataclass
@@ -163,7 +151,7 @@ class FakeFabric:
         return [meeting.parts[rank] for rank in range(self.size)]
 
 
-class FakeGroup(Closing):
+class FakeGroup(GatheringGroup):
     """One rank's `Group`."""
 
     def __init__(self, fabric: FakeFabric, rank: int) -> None:
@@ -174,80 +162,9 @@ class FakeGroup(Closing):
         self.fence = fabric.fence
         self.timeout = fabric.timeout
 
-    def allreduce(
-        self,
-        array: Any,
-        op: str = "sum",
-        algorithm: str = "auto",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> None:
-        view = as_array(array, writable=True)
-        self._allreduce(as_reduction(view, op, dtype, weight, scale, compression, algorithm))
-
-    def grouped_allreduce(
-        self,
-        arrays: Sequence[Any],
-        op: str = "sum",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> None:
-        views = [as_array(array, writable=True) for array in arrays]
-        whole = [as_reduction(view, op, dtype, weight, scale, compression) for view in views]
-        for reduction in fused(whole):
-            self._allreduce(reduction)
-
-    def reducescatter(
-        self,
-        array: Any,
-        op: str = "sum",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> Array:
-        view = as_rows(array)
-        reduction = as_reduction(view, op, dtype, weight, scale, compression)
-        if op == "adasum":
-            raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
-        return split(self._reduced("reducescatter", reduction), even_parts(len(view), self.size))[self.rank]
-
-    def broadcast(self, array: Any, root: int) -> None:
-        view = as_array(array, writable=self.rank != root)
-        checked_root(root, self.size)
-        parts = self._meet(("broadcast", view.nbytes, view.dtype.str, root), view)
-        if self.rank != root:
-            view.reshape(-1).view(np.uint8)[:] = parts[root].reshape(-1).view(np.uint8)
-
-    def allgather(self, array: Any) -> Array:
-        view = as_array(array, writable=False)
-        return np.stack(self._meet(("allgather", view.shape, view.dtype.str), view))
-
-    def allgatherv(self, array: Any) -> list[Array]:
-        view = as_rows(array)
-        return [part.copy() for part in self._meet(("allgatherv", view.shape[1:], view.dtype.str), view)]
-
-    def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
-        view = as_rows(array)
-        outgoing = np.array(checked_splits(len(view), splits, self.size))
-        lengths = np.stack(self._meet(("splits", view.shape[1:], view.dtype.str), outgoing))
-        parts = self._meet(("alltoall", view.shape[1:], view.dtype.str), view)
-        mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
-        return np.concatenate(mine), lengths[:, self.rank].tolist()
-
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
-
     def buffer(self, nbytes: int) -> Array:
         self._fabric.check(self.rank)
         return np.zeros(nbytes, np.uint8)
-
-    def barrier(self) -> None:
-        self._meet(("barrier",), np.empty(0))
 
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> FakeGroup:
         members = checked_members(channel, ranks, self.rank, self.size)
@@ -258,23 +175,6 @@ class FakeGroup(Closing):
 
     def close(self) -> None:
         self._fabric.leave(self.rank, GroupAborted((), f"rank {self.rank}: the group is closed"))
-
-    def _allreduce(self, reduction: Reduction) -> None:
-        reduction.array[...] = self._reduced("allreduce", reduction)
-
-    def _reduced(self, kind: str, reduction: Reduction) -> Array:
-        if reduction.weight is not None:
-            weights = self.allgather(np.array([reduction.weight], np.float64))
-            reduction = reduction.weighted(weights.ravel().tolist(), self.rank)
-        view, dtype = reduction.array, reduction.dtype
-        own = np.zeros_like(view) if reduction.silent else view
-        own = narrowed(scaled(widened(own, dtype), reduction.before), dtype)
-        # 16-bit floats are told apart by name: bfloat16 looks like uint16.
-        wire = dtype if reduction.wire == "plain" else reduction.wire
-        call = (kind, reduction.shapes, dtype, reduction.op, wire, reduction.algorithm)
-        parts = self._meet(call, own if wire == dtype else narrowed(own, wire))
-        result = reduced(parts, wire, reduction.op, reduction.after)
-        return result if wire == dtype else widened(result, wire)
 
     def _meet(self, call: tuple[Any, ...], part: Array) -> list[Array]:
         self._calls += 1

@@ -1,0 +1,1 @@
+"""Other implementations of `Group`, each made by a `connect` of its own."""
