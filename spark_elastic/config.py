@@ -43,7 +43,9 @@ class ElasticConfig:
     handle: a `JobHandle`, by which another thread drains workers or hosts of the running job.
     checkpoint_steps: the state is made durable every so many steps, beside the training; None: not by steps.
     checkpoint_seconds: and so many seconds after the last time; None: not by time.
-    max_runtime: after so many seconds the job ends at its next step boundary; its newest checkpoint stays. None: never.
+    max_runtime: so many seconds after it asked for its slots the job ends at its next step boundary, and its newest
+        checkpoint stays; waiting for workers counts, what a fit does before (checks, writing rows) does not, and a run
+        that goes on has its time anew. None: never.
     checkpoints_kept: so many of them, the newest.
     ledger: workers write which rows they trained in which step, and when.
     ship: send this package (not numpy or the framework) to the executors, where only the driver has it.

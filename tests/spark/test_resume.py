@@ -13,9 +13,13 @@ import cloudpickle
 import pytest
 import torch
 
-from spark_elastic.errors import InvalidInput, JobCancelled
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
+from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.torch import progress
 from tests.scenarios import Fault
+from tests.spark.fits import EPOCHS as STEPS
+from tests.spark.fits import Dawdling
 from tests.spark.test_estimator import Net, close_to, estimator, mse, plain, table
 
 if TYPE_CHECKING:
@@ -75,3 +79,28 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     assert again.summary.digest == model.summary.digest
     with pytest.raises(InvalidInput, match="ended after 60 epochs and this fit wants 61"):
         est.copy({est.epochs: EPOCHS + 1}).fit(df)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession, tmp_path: Path) -> None:
+    """The time is the job's own: it begins when the slots are asked for. An epoch is one step."""
+    for module in (Dawdling.__module__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    gate, df = tmp_path / "gate", table(spark)
+    net = Dawdling(gate)
+    given = {
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        "epochs": STEPS,
+        "run_id": "mine",
+        "checkpoint_steps": 100_000,
+    }
+    with pytest.raises(TimeLimitReached, match=r"had its 90 s \(max_runtime\)"):
+        estimator(tmp_path, max_runtime=90.0, **given).fit(df)
+    (last,) = Checkpoints(Store.open(str(tmp_path)), "mine").published()
+    gate.touch()
+    model = estimator(tmp_path, **given).fit(df)
+    assert f"goes on from checkpoint {last.name}" in model.summary.worlds[0].reason
+    assert close_to(model, plain(df, STEPS, mse))
+    assert len(model.history) == STEPS

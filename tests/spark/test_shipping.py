@@ -1,21 +1,28 @@
-"""Executors whose Python has not got this package: `ship=True` sends it, and without it a sentence says so."""
+"""Executors whose Python has not got this package: `ship=True` or an archive brings it, else a sentence says so."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tarfile
+import venv
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 
 import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from spark_elastic.spark.preflight import facts, preflight
+from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
+from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -75,3 +82,62 @@ def _after_a_loss(bare: SparkSession, standalone: StandaloneCluster) -> list[tup
     """All three executors are needed, one of them new."""
     standalone.kill_executor(standalone.executor_pids()[-1])
     return spark_elastic.run(places, num_workers=3, min_workers=3, ship=True, spark=bare)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_fit_and_its_predictions_where_only_the_driver_has_the_package(
+    bare: SparkSession, spark_cluster: StandaloneCluster, tmp_path: Path
+) -> None:
+    with pytest.raises(PreflightError, match="ship=True"):
+        fit_and_transform(bare, tmp_path)
+    fit_and_transform(bare, tmp_path, ship=True)
+
+
+def fit_and_transform(spark: SparkSession, store: Path, **settings: Any) -> None:
+    """The fit's workers and the executors that predict find what they need."""
+    cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
+    df = table(spark)
+    fitted = estimator(store, epochs=2, num_workers=2, batch_size=ROWS // 2, **settings).fit(df)
+    assert close_to(fitted, plain(df, 2, mse))
+    rows = fitted.transform(df).select("x", "prediction").collect()
+    with torch.no_grad():
+        expected = fitted.model(torch.tensor([row.x for row in rows], dtype=torch.float64))
+    assert np.allclose([row.prediction for row in rows], expected)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_packed_environment_in_spark_archives(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    spark_cluster: StandaloneCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A virtual environment with the package, unpacked beside each executor, whose interpreter is a relative path."""
+    monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")
+    spark = spark_with(
+        {
+            "spark.archives": f"{_packed(tmp_path)}#environment",
+            "spark.executorEnv.PYTHONPATH": "environment",  # instead of this repository
+        }
+    )
+    fit_and_transform(spark, tmp_path / "store")
+    for place in np.ravel(spark_elastic.run(places, num_workers=2, spark=spark)):
+        assert "/environment/lib/" in place
+
+
+def _packed(folder: Path) -> Path:
+    """As venv-pack packs one; what we depend on is not copied: a line names where it lies."""
+    environment = folder / "environment"
+    venv.create(environment, symlinks=True, with_pip=False)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(str(Path(np.__file__).parents[1]))
+    for package in PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        shutil.copytree(Path(spec.origin).parent, packages / package)
+    with tarfile.open(folder / "environment.tar.gz", "w:gz") as archive:
+        archive.add(environment, ".")
+    return folder / "environment.tar.gz"
