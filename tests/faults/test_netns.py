@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.spark,
     pytest.mark.native,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
@@ -79,7 +79,7 @@ class Field:
         self._threads.append(threading.Thread(target=self._listen, args=(driver,)))
         self._threads[-1].start()
 
-    def hear(self, name: str | None, value: object = None, seconds: float = 240.0) -> dict[str, Any]:
+    def hear(self, name: str | None, value: object = None, seconds: float = 400.0) -> dict[str, Any]:
         """What the job tells next under that name (with that value, if given); None: whatever it tells next."""
         deadline = time.monotonic() + seconds
         while True:
