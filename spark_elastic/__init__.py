@@ -31,6 +31,7 @@ _EXPORTS = {
     "ElasticKerasModel": "spark_elastic.estimators.keras_model",
     "ElasticTorchEstimator": "spark_elastic.estimators.torch_estimator",
     "ElasticTorchModel": "spark_elastic.estimators.fitted_model",
+    "CoordinatorLost": "spark_elastic.errors",
     "FailureBudgetExceeded": "spark_elastic.errors",
     "InvalidInput": "spark_elastic.errors",
     "JobCancelled": "spark_elastic.errors",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from spark_elastic.driver.handle import JobHandle
     from spark_elastic.errors import (
         ConnectionClosed,
+        CoordinatorLost,
         DriverUnreachable,
         ElasticError,
         FailureBudgetExceeded,
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConnectionClosed",
+    "CoordinatorLost",
     "DriverUnreachable",
     "ElasticConfig",
     "ElasticError",

@@ -8,6 +8,7 @@ ElasticError                      everything below
 │   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
 │   ├── OutOfMemory               workers were killed again and again because memory ran out
 │   ├── TimeLimitReached          `max_runtime` is over; the newest checkpoint stays
+│   ├── CoordinatorLost           it ran in a task, whose executor was lost, and there is no run to go on with
 │   └── FailureBudgetExceeded     too many failures inside the window
 ├── JobCancelled                  the user or Spark cancelled the job, or another driver took its run over
 ├── DriverUnreachable             the rendezvous server does not answer; names host:port
@@ -51,6 +52,10 @@ class OutOfMemory(JobFailed):
 
 class TimeLimitReached(JobFailed):
     """The job had its `max_runtime` and stopped at a step boundary; its newest checkpoint stays."""
+
+
+class CoordinatorLost(JobFailed):
+    """The job's driver ran in a task, and that task was lost; a run goes on from its newest checkpoint."""
 
 
 class FailureBudgetExceeded(JobFailed):

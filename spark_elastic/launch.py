@@ -134,7 +134,8 @@ class Site:
     """The driver's side of a job: where its server listens, whom it lets in, and what outlives all workers.
 
     encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
-    or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints.
+    or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints. key: the job's,
+    where others have it already.
     """
 
     bind: str = "127.0.0.1"
@@ -142,6 +143,7 @@ class Site:
     encrypted: bool = False
     admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
     run: HeldRun | None = None
+    key: bytes | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -216,6 +218,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     """
     from spark_elastic.spark.driver_address import bind_of
     from spark_elastic.spark.executors import ExecutorWatch
+    from spark_elastic.spark.gpu_slots import profile_of
     from spark_elastic.spark.launcher import SparkLauncher
     from spark_elastic.spark.memory import room_of
     from spark_elastic.spark.preflight import admit, facts
@@ -254,7 +257,8 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         )
 
     clock = SystemClock()
-    launcher = SparkLauncher(sc, make_task, clock)
+    profile = profile_of(settings, sc.emptyRDD().withResources)
+    launcher = SparkLauncher(sc, make_task, clock, profile)
     # Kept by the SparkContext, whose jobs they are: the first one to come makes it.
     application = vars(sc).setdefault("_spark_elastic_application", Application())
     try:
@@ -287,7 +291,7 @@ def supervise(
     files = _log_files(run, config, clock)
     audience = _Audience(narrator, clock, clock.now(), stalls, files)
     journal = Journal(config.journal, audience.chronicle.turn)
-    key = secrets.token_bytes(32)
+    key = site.key or secrets.token_bytes(32)
     hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise, tls.chosen(config, site.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())

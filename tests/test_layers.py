@@ -12,7 +12,7 @@ from tests.sources import ROOT, Module, modules
 # Highest first. A module may import those of lower rows, and its own folder. `testing` is for users' tests and ours.
 ROWS = (
     ("testing",),
-    ("launch", "running", "cli", "store_cli", "estimators"),
+    ("launch", "coordinator", "platforms", "running", "cli", "store_cli", "estimators"),
     ("spark", "local", "torch", "tensorflow", "keras"),
     ("ops", "training"),
     ("driver", "worker", "observe"),
@@ -24,7 +24,12 @@ ROWS = (
 # Steps sideways that are meant: who imports -> whom, with the reason.
 SIDEWAYS = {
     ("estimators", "launch"): "fit() is run() over a materialised DataFrame",
+    ("estimators", "platforms"): "the kinds of session that a fit runs over",
     ("running", "launch"): "run() is launch() with a function for a program",
+    ("running", "platforms"): "the kinds of session that a call runs over",
+    ("platforms", "launch"): "a session of Spark is one way to launch",
+    ("platforms", "coordinator"): "a session whose client is out of reach has its coordinator in a task",
+    ("coordinator", "launch"): "the task supervises the job, as a client within reach does",
     ("cli", "launch"): "the command line calls run()",
     ("cli", "running"): "the command line calls run()",
     ("config", "errors"): "a wrong setting is InvalidInput",
@@ -59,6 +64,7 @@ FOREIGN = {
         "local",
         "worker",
         "launch",
+        "platforms",
         "running",
         "estimators",
         "state",

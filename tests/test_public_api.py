@@ -22,6 +22,7 @@ PUBLIC = {
     "ElasticKerasModel": "estimators.keras_model",
     "ElasticTorchEstimator": "estimators.torch_estimator",
     "ElasticTorchModel": "estimators.fitted_model",
+    "CoordinatorLost": "errors",
     "FailureBudgetExceeded": "errors",
     "InvalidInput": "errors",
     "JobCancelled": "errors",

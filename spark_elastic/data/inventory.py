@@ -1,7 +1,7 @@
 """What a store holds, data set by data set and run by run, and what of it may go.
 
-Owns the store's folders: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`. A run that has not ended can be taken up
-again: neither it nor the rows that it reads are removed unasked (R19). Runs in the caller's thread.
+Owns the store's folders: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`, `mail/JOB`. A run that has not ended can be
+taken up again: neither it nor the rows that it reads are removed unasked (R19). Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
-_KINDS = {"data": "data", "runs": "run", "probes": "probe"}
+_KINDS = {"data": "data", "runs": "run", "probes": "probe", "mail": "mail"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder of the store. kind: data, run or probe. changed: of its newest object, seconds since 1970.
+    """A folder of the store. kind: data, run, probe or mail. changed: of its newest object, seconds since 1970.
 
     needed: it is an unfinished run, or rows that one reads.
     """

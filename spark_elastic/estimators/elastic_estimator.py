@@ -100,7 +100,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         raise TypeError(f"{type(self).__name__} belongs to no framework")
 
 
-class _Writer(MLWriter):
+class _Writer(saving.OverwritingWriter):
     """Plain parameters as Spark ML writes them, the others packed together: what they share stays shared."""
 
     def __init__(self, instance: ElasticEstimator) -> None:
@@ -115,7 +115,9 @@ class _Writer(MLWriter):
         objects = {name: value for name, value in values.items() if not _is_plain(value)}
         plain = {name: value for name, value in values.items() if name not in objects}
         extra = {"format": saving.FORMAT}
-        DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extraMetadata=extra, paramMap=plain)
+        DefaultParamsWriter.saveMetadata(
+            estimator, path, saving.scope(self.sparkSession), extraMetadata=extra, paramMap=plain
+        )
         saving.write(self.sparkSession, path, estimator._packed(objects))
 
 
@@ -125,7 +127,9 @@ class EstimatorReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.upgraded(DefaultParamsReader.loadMetadata(path, self.sc), path)
+        metadata = saving.upgraded(
+            DefaultParamsReader.loadMetadata(path, saving.scope(self.sparkSession)), path
+        )
         estimator: Any = self._cls()
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])

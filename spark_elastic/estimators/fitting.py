@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
@@ -30,26 +30,21 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch import LaunchResult, WorldSpan, bounds, launch
+from spark_elastic.launch import LaunchResult, WorldSpan, bounds
 from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.told_log import log_told
+from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
-from spark_elastic.spark.active_session import refuse_connect
-from spark_elastic.spark.driver_address import bind_of
-from spark_elastic.spark.preflight import preflight
-from spark_elastic.spark.shipping import ship
+from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.training.spec import Clipping, Rows, TrainSpec
 from spark_elastic.worker.program import Program
 
-if TYPE_CHECKING:
-    from pyspark import SparkContext
-    from pyspark.sql import SparkSession
-
 log = logging.getLogger("spark_elastic")
 
+BROUGHT = "the model, optimizer or loss"
 UNSCALED = (
     "the learning rate is not multiplied by the world's size: a step takes the same rows whatever that is; "
     "scale_lr=True multiplies it by num_workers"
@@ -81,24 +76,23 @@ class Fitted:
 
 def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
     """Train on `rows`; everything that can be seen to be wrong without a Spark job is said before the first one."""
-    refuse_connect(rows.session, "fit()")
     rows.check(request)
     clock = SystemClock()
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
-    sc = rows.session.sparkContext
+    platform = platform_of(rows.session, request.config)
     worlds: tuple[WorldSpan, ...] = ()
     report = JobReport()
-    with _opened(request, sc) as store:
+    with _opened(request, platform.master) as store:
         record, result = _so_far(request, store, run_id)
         if result is None or record is None:
             ledger = _ledger(request, store, run_id)
             payload = cloudpickle.dumps(request.brought)
-            if request.config.ship:
-                ship(sc)
-            place = bind_of(sc.getConf(), request.config)
-            preflight(sc, payload, store, framework.packages, request.config.start_timeout, place)
-            record, result, worlds, report = _trained(rows, request, framework, store, run_id, ledger)
+            platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
+            training = _Training(platform, rows, request, framework, store, ledger)
+            record, result, worlds, report = going_on(
+                lambda: _trained(training, run_id), Checkpoints(store, run_id).published
+            )
         weights = _weights(store, result)
         features = _inputs(request, record.rows())
     summary = FitSummary(
@@ -126,17 +120,30 @@ def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | No
     return record, result
 
 
+@dataclass(frozen=True)
+class _Training:
+    """What is trained, on what, and where."""
+
+    platform: Platform
+    rows: RowSource
+    request: Request
+    framework: Framework
+    store: Store
+    ledger: str | None
+
+
 def _trained(
-    rows: RowSource, request: Request, framework: Framework, store: Store, run_id: str, ledger: str | None
+    training: _Training, run_id: str
 ) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...], JobReport]:
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
+    request, framework, store = training.request, training.framework, training.store
     run = HeldRun.take(store, run_id)
-    with rows.held(request, store, run) as (record, data):
+    with training.rows.held(request, store, run) as (record, data):
         manifest = record.rows()
         # An older driver that lost the run may still write its own.
         result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
-        spec = _spec(request, store, data, record, run, result, ledger)
-        launched = _train(rows.session, request, framework, spec, run)
+        spec = _spec(request, store, data, record, run, result, training.ledger)
+        launched = _train(training.platform, request, framework, spec, run)
     trained = json.loads(launched.results[0])
     ended = RunResult(
         trained["model"],
@@ -153,16 +160,16 @@ def _trained(
 
 
 @contextmanager
-def _opened(request: Request, sc: SparkContext) -> Iterator[Store]:
+def _opened(request: Request, master: str) -> Iterator[Store]:
     """The request's store; without one, a folder of this machine for as long as the fit takes."""
     if request.store is not None:
         yield Store.open(request.store, **request.storage_options)
-    elif str(sc.master).startswith("local"):
+    elif master.startswith("local"):
         with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
             yield Store.open(folder)
     else:
         raise InvalidInput(
-            f"store is missing: the executors of {sc.master} may be on other machines, so give a path or url that "
+            f"store is missing: the executors of {master} may be on other machines, so give a path or url that "
             "all of them share."
         )
 
@@ -226,7 +233,7 @@ def _spec(
 
 
 def _train(
-    spark: SparkSession, request: Request, framework: Framework, spec: TrainSpec, run: HeldRun
+    platform: Platform, request: Request, framework: Framework, spec: TrainSpec, run: HeldRun
 ) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = framework.task(spec, request.brought)
@@ -240,7 +247,7 @@ def _train(
         if request.num_workers > 1 and not request.scale_lr:
             shown.tell(UNSCALED)
         limits = _limits(request, spec.plan.global_batch)
-        return launch(spark, task, limits, request.config, run.run_id, framework.preload, progress, run)
+        return platform.launch(Order(task, limits, run.run_id, framework.preload, run), progress)
 
 
 def _ledger(request: Request, store: Store, run_id: str) -> str | None:

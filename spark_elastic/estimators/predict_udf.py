@@ -6,20 +6,53 @@ Spark reads the UDF's kind from its annotations, so that their names must exist 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
+import cloudpickle
 import numpy as np
 import pandas as pd
-from pyspark import Broadcast, TaskContext
-from pyspark.sql import Column
+from pyspark import TaskContext
+from pyspark.sql import Column, SparkSession
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
 from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.transformer import Predicts
+from spark_elastic.spark.active_session import has_context
+from spark_elastic.spark.connect import carried
+from spark_elastic.spark.preflight import Brought
 
 
-def predict_udf(shipped: Broadcast[Predicts], outputs: Outputs) -> Callable[..., Column]:
+class Shipped(Protocol):
+    """A predictor as a task has it."""
+
+    @property
+    def value(self) -> Predicts: ...
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """For where there are no broadcasts."""
+
+    content: Brought
+
+    @cached_property
+    def value(self) -> Predicts:
+        found: Predicts = cloudpickle.loads(self.content.value)
+        return found
+
+
+def shipped(spark: SparkSession, predictor: Predicts) -> Shipped:
+    """`predictor`, to be used inside of tasks."""
+    if not has_context(spark):
+        return Pickled(carried(spark, cloudpickle.dumps(predictor)))
+    broadcast: Shipped = spark.sparkContext.broadcast(predictor)
+    return broadcast
+
+
+def predict_udf(shipped: Shipped, outputs: Outputs) -> Callable[..., Column]:
     """From the feature columns to the one column of `outputs`, or to a struct of all, in fields of their names."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
@@ -39,7 +72,7 @@ def predict_udf(shipped: Broadcast[Predicts], outputs: Outputs) -> Callable[...,
     return pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload,no-any-return]
 
 
-def _values(shipped: Broadcast[Predicts], outputs: Outputs, batch: Any) -> list[Any]:
+def _values(shipped: Shipped, outputs: Outputs, batch: Any) -> list[Any]:
     # Spark hands a single column over as itself.
     columns = (batch,) if isinstance(batch, pd.Series) else batch
     if not len(columns[0]):

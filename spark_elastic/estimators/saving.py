@@ -10,12 +10,30 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from pyspark.ml.util import MLWriter
 from pyspark.sql import SparkSession
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from spark_elastic.spark.active_session import has_context
 
 FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
 CHUNK = 16 << 20  # bytes
+
+
+def scope(spark: SparkSession) -> Any:
+    """What Spark ML writes metadata with: the SparkContext, as before Spark 4; without one, the session."""
+    return spark.sparkContext if has_context(spark) else spark
+
+
+class OverwritingWriter(MLWriter):
+    """A writer whose `overwrite()` needs no JVM."""
+
+    def _handleOverwrite(self, path: str) -> None:
+        if has_context(self.sparkSession):
+            super()._handleOverwrite(path)
+        else:
+            Store.open(path).remove_tree("")
 
 
 def write(spark: SparkSession, path: str, parts: Mapping[str, bytes]) -> None:

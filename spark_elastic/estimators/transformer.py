@@ -138,12 +138,9 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 raise InvalidInput(
                     f"the table has a column {name!r} already: choose another name for the prediction."
                 )
-        from spark_elastic.estimators.predict_udf import predict_udf
-        from spark_elastic.spark.active_session import refuse_connect
+        from spark_elastic.estimators.predict_udf import predict_udf, shipped
 
-        refuse_connect(dataset.sparkSession, "transform()")
-        shipped = dataset.sparkSession.sparkContext.broadcast(self._predictor)
-        predicted = predict_udf(shipped, outputs)(*inputs)
+        predicted = predict_udf(shipped(dataset.sparkSession, self._predictor), outputs)(*inputs)
         if len(outputs.columns) == 1:
             return dataset.withColumn(outputs.columns[0], predicted)
         added = dataset.withColumn(_ALL, predicted)
@@ -179,7 +176,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return vector_to_array(reference) if isinstance(kind, VectorUDT) else reference
 
 
-class ModelWriter(MLWriter):
+class ModelWriter(saving.OverwritingWriter):
     """Metadata as Spark ML writes it, the module's parts in rows of a Parquet table."""
 
     def __init__(self, instance: ElasticModel) -> None:
@@ -194,7 +191,7 @@ class ModelWriter(MLWriter):
             "columns": [[c.name, c.dtype, list(c.shape)] for c in model._predictor.columns],
             **model._extra(),
         }
-        DefaultParamsWriter.saveMetadata(model, path, self.sc, extraMetadata=extra)
+        DefaultParamsWriter.saveMetadata(model, path, saving.scope(self.sparkSession), extraMetadata=extra)
         saving.write(self.sparkSession, path, model._predictor.parts())
 
 
@@ -204,7 +201,9 @@ class ModelReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.upgraded(DefaultParamsReader.loadMetadata(path, self.sc), path)
+        metadata = saving.upgraded(
+            DefaultParamsReader.loadMetadata(path, saving.scope(self.sparkSession)), path
+        )
         columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])
         predictor = self._cls._restored(saving.read(self.sparkSession, path), columns, metadata)

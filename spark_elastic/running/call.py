@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -21,11 +22,13 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch import LaunchResult, Site, bounds, launch, supervise
+from spark_elastic.launch import LaunchResult, Site, bounds, supervise
 from spark_elastic.observe.told_log import log_told
+from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.running.output import Output
+from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker.context import current
@@ -97,11 +100,9 @@ def run(
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
     call = prepare(fn, given, arguments, config)
-    from spark_elastic.running.over_connect import over_connect
-    from spark_elastic.spark.active_session import is_connect, session
+    from spark_elastic.spark.active_session import session
 
-    chosen = session(spark)
-    return over_connect(call, chosen) if is_connect(chosen) else call.over_spark(chosen)
+    return call.over_spark(session(spark))
 
 
 @dataclass(frozen=True)
@@ -113,34 +114,21 @@ class Call:
     preload: tuple[str, ...]
     name: str
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Packages that hosts must have."""
-        return tuple(name for name in self.preload if "." not in name)
-
     def over_spark(self, spark: SparkSession) -> list[Any]:
-        from spark_elastic.spark.driver_address import bind_of
-        from spark_elastic.spark.preflight import preflight
-        from spark_elastic.spark.shipping import ship
-
-        sc, config = spark.sparkContext, self.options.config
-        limits = self.limits(sc.defaultParallelism)
-        if config.ship:
-            ship(sc)
-        place = bind_of(sc.getConf(), config)
-        preflight(
-            sc,
-            self.program.pickled,
-            self.store(),
-            self.needs,
-            config.start_timeout,
-            place,
-            "the function or its arguments",
-        )
+        platform = platform_of(spark, self.options.config)
+        limits = self.limits(platform.workers(self.options.num_workers))
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        run = self.held()
+        order = Order(self.program, limits, name, self.preload)
+        what = "the function or its arguments"
+        platform.preflight(self.program.pickled, self.store(), order.needs, limits.num_workers, what)
+        run_id, store = self.options.run_id, self.store()
         with self.watched() as narrator:
-            return results(launch(spark, self.program, limits, config, name, self.preload, narrator, run))
+            if run_id is None or store is None:
+                return results(platform.launch(order, narrator))
+            return going_on(
+                lambda: results(platform.launch(dataclasses.replace(order, run=self.held()), narrator)),
+                Checkpoints(store, run_id).published,
+            )
 
     def over(
         self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None

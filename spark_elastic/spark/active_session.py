@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from pyspark.sql import SparkSession
 
 from spark_elastic.errors import InvalidInput
+
+log = logging.getLogger("spark_elastic.spark")
 
 
 def session(given: SparkSession | None) -> SparkSession:
@@ -19,15 +23,10 @@ def session(given: SparkSession | None) -> SparkSession:
     return chosen
 
 
-def is_connect(session: SparkSession) -> bool:
-    """Whether a session is one of Spark Connect, without a SparkContext."""
-    return not hasattr(session, "_jsparkSession")
-
-
-def refuse_connect(session: SparkSession, what: str) -> None:
-    """Raises InvalidInput where `what` needs a SparkContext and there is none."""
-    if is_connect(session):
-        raise InvalidInput(
-            f"{what} does not work on a session of Spark Connect, which has no SparkContext: use a classic session; "
-            "spark_elastic.run() works on both."
-        )
+def has_context(session: SparkSession) -> bool:
+    """Whether a session has a SparkContext: one of Spark Connect has none, and some clusters deny it to users."""
+    try:
+        return session.sparkContext is not None
+    except Exception as error:  # of Spark, py4j or the cluster: whatever it is, there is none to be had
+        log.debug("no SparkContext: %s", error)
+        return False

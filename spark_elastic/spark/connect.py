@@ -1,19 +1,25 @@
 """Slots over a session of Spark Connect: a `mapInArrow` job with one row for each, under a tag of the launch.
 
-There is no SparkContext here: no broadcasts, so that each slot job brings the program along; and no view of executors,
+There is no SparkContext here: no broadcasts, so that the program is a file of the session; and no view of executors,
 so that hosts are known by their slots' registrations alone. The driver stands beside the client. One thread per job.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pickle
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pyarrow as pa
+from pyspark import SparkFiles, TaskContext
+from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock
 from spark_elastic.config import ElasticConfig
@@ -22,22 +28,32 @@ from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.spark.driver_address import LOOPBACK
+from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS
 from spark_elastic.spark.launcher import classify, join_all
-from spark_elastic.spark.preflight import Carried, admit, facts, genuine, judge_all, probing, task_of
-from spark_elastic.spark.slot_task import SlotTask, address_towards
+from spark_elastic.spark.own_address import address_towards, own_address
+from spark_elastic.spark.preflight import Carried, admit, facts, genuine, judge_all, task_of
+from spark_elastic.spark.preflight import probing as prepared
+from spark_elastic.spark.slot_task import SlotTask
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic.spark")
 
-MOST_PROGRAM = 64 << 20  # bytes; Spark Connect takes messages of 128 MB
+Body: TypeAlias = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+MOST_CARRIED = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
+RETRIED = "Spark ran the coordinator's task again"
 END_WAIT = 5.0  # seconds for a job that was interrupted
 INTERRUPT_EVERY = 0.5  # seconds between two interrupts of what still runs at the end
+DRIVER_HOST = "spark.driver.host"
 SETTINGS = (
     "spark.master",
-    "spark.driver.host",
+    DRIVER_HOST,
     "spark.task.cpus",
+    EXECUTOR_GPUS,
+    TASK_GPUS,
     "spark.executor.cores",
     "spark.executor.memory",
     "spark.executor.memoryOverhead",
@@ -56,18 +72,34 @@ SETTINGS = (
 
 def settings_of(spark: SparkSession) -> dict[str, str]:
     """Those of the server's settings that a job looks at."""
-    found = {name: spark.conf.get(name, None) for name in SETTINGS}
+    found = {name: _setting(spark, name) for name in SETTINGS}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _setting(spark: SparkSession, name: str) -> str | None:
+    try:
+        return spark.conf.get(name, None)
+    except Exception as error:  # of gRPC or py4j: some servers refuse to tell
+        log.debug("%s is not told: %s", name, error)
+        return None
+
+
+def driver_host(spark: SparkSession) -> str | None:
+    """Of Spark's own driver, which executors reach."""
+    return settings_of(spark).get(DRIVER_HOST)
 
 
 def bind_of(spark: SparkSession, config: ElasticConfig) -> Bind:
     """Where the driver listens: on this machine's address on the way to the server, unless the configuration says."""
-    client: Any = spark.client
-    own = config.advertise_address or address_towards(client.host, 1)
+    client: Any = getattr(
+        spark, "client", None
+    )  # a session without SparkContext is not always one of Spark Connect
+    server = spark.conf.get(DRIVER_HOST, LOOPBACK) or LOOPBACK if client is None else client.host
+    own = config.advertise_address or address_towards(server, 1)
     return Bind(config.bind_address or own, config.driver_port, own)
 
 
-def check(config: ElasticConfig, number: int | None, program: bytes) -> int:
+def check(config: ElasticConfig, number: int | None) -> int:
     """The number of workers. Says what cannot work before any job.
 
     Raises:
@@ -79,30 +111,54 @@ def check(config: ElasticConfig, number: int | None, program: bytes) -> int:
         raise InvalidInput(
             "ship=True does not work over Spark Connect: install spark_elastic on the executors."
         )
-    if len(program) > MOST_PROGRAM:
-        raise InvalidInput(
-            f"the function and its arguments are {len(program) >> 20} MB, and over Spark Connect {MOST_PROGRAM >> 20} "
-            "MB go with a job at most: let workers read large things from a store."
-        )
     return number
 
 
-def preflight(
-    spark: SparkSession,
-    program: bytes,
-    store: Store | None,
-    needs: tuple[str, ...],
-    number: int,
-    bind: Bind,
-    timeout: float,
-) -> None:
-    """As `preflight.preflight`, by as many probes as there will be workers. timeout: seconds for all of them.
+@dataclass(frozen=True)
+class Attached:
+    """Bytes that an executor fetches once, as a file of the session."""
+
+    name: str
+
+    @property
+    def value(self) -> bytes:
+        return Path(SparkFiles.get(self.name)).read_bytes()
+
+
+def carried(spark: SparkSession, content: bytes) -> Carried | Attached:
+    """Bytes for tasks: inside the plan of each job where they are few, else as a file of the session."""
+    if len(content) <= MOST_CARRIED:
+        return Carried(content)
+    name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
+        path = Path(folder, name)
+        path.write_bytes(content)
+        spark.addArtifacts(str(path), file=True)
+    return Attached(name)
+
+
+@dataclass(frozen=True)
+class Probing:
+    """What probes look at; as the arguments of `preflight.preflight`."""
+
+    payload: bytes
+    store: Store | None
+    needs: tuple[str, ...]
+    bind: Bind
+    what: str
+
+
+def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float) -> str | None:
+    """As `preflight.preflight`, by as many probes as there will be workers; also whether they reach one another.
+
+    timeout: seconds for all of them. Returns why executors cannot reach the client, None where they can.
 
     Raises:
         PreflightError: a host cannot run the job, or the time was over.
     """
-    with probing(store, "the function or its arguments", bind) as probe:
-        task = task_of(probe, Carried(program))
+    with prepared(probing.store, probing.what, probing.bind) as alone:
+        probe = replace(alone, together=number, towards=driver_host(spark))
+        task = task_of(probe, carried(spark, probing.payload))
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
@@ -112,14 +168,35 @@ def preflight(
         frame = _frame(spark, number).mapInArrow(body, "answer binary")
         rows = _collected(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
         reports = [genuine(pickle.loads(bytes(row["answer"]))) for row in rows]
-        judge_all(reports, admit(facts(), needs), store)
+        judge_all(reports, admit(facts(), probing.needs), probing.store, reached=False)
+    unreached = next((report.unreached for report in reports if report.unreached is not None), None)
+    if unreached is not None and probing.store is None:
+        raise PreflightError(
+            f"{unreached.removesuffix('.')}; or give a store, and the driver runs in a task."
+        )
+    return unreached
+
+
+class Coordinates(Protocol):
+    """A job's driver, as the body of a task."""
+
+    def conduct(self, host: str) -> None:
+        """host: this machine's address, as others know it."""
+        ...
 
 
 class ConnectLauncher:
-    """`driver.ports.Launcher` over a session of Spark Connect. make_task: as for `SparkLauncher`."""
+    """`driver.ports.Launcher` over a session of Spark Connect. make_task, profile: as for `SparkLauncher`."""
 
-    def __init__(self, spark: SparkSession, make_task: Callable[[Contact], SlotTask], clock: Clock) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        make_task: Callable[[Contact], SlotTask],
+        clock: Clock,
+        profile: ResourceProfile | None = None,
+    ) -> None:
         self._spark = spark
+        self._slots = {} if profile is None else {"profile": profile}  # an argument that Spark 3.5 has not
         self._make_task = make_task
         self._clock = clock
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"
@@ -159,15 +236,35 @@ class ConnectLauncher:
     def _alive(self) -> list[threading.Thread]:
         return [carrier for carrier in self._carriers if carrier.is_alive()]
 
+    def conduct(self, coordinator: Coordinates) -> str:
+        """Run a coordinator in a task, and see that to its end. Returns how it ended. Blocks."""
+        towards = driver_host(self._spark)
+
+        def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                context = TaskContext.get()
+                first = context is None or context.attemptNumber() == 0
+                if first:
+                    coordinator.conduct(own_address(towards))
+                said = "it has ended" if first else RETRIED
+                yield pa.RecordBatch.from_pydict({"ended": [said] * batch.num_rows})
+
+        self._carriers.append(threading.current_thread())
+        return self._collect(body)[0]
+
     def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 yield pa.RecordBatch.from_pydict({"ended": list(task([job] * batch.num_rows))})
 
+        return self._collect(body, **self._slots)
+
+    def _collect(self, body: Body, **arguments: Any) -> tuple[str, bool]:
+        """One task's own last word, or Spark's about it; and whether it was cancelled."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
-            rows = _frame(self._spark, 1).mapInArrow(body, "ended string").collect()
-            return str(rows[0]["ended"]) if rows else "the slot task returned nothing", False
+            rows = _frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()
+            return str(rows[0]["ended"]) if rows else "the task returned nothing", False
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             return classify(str(error))
 

@@ -32,7 +32,11 @@ class ExecutorWatch:
         self._thread: InheritableThread | None = None
 
     def start(self, post: Post) -> None:
-        if not hasattr_java(self._sc, "getExecutorIds"):
+        try:
+            if not hasattr_java(self._sc, "getExecutorIds"):
+                return
+        except (Py4JError, AttributeError) as error:
+            log.info("%s; hosts are known by their slots' registrations alone", denied(error))
             return
         self._thread = InheritableThread(
             target=self._watch, args=(post,), name="spark-elastic-executors", daemon=True
@@ -68,6 +72,12 @@ class ExecutorWatch:
 
 def _backend(sc: SparkContext) -> Any:
     return sc._jsc.sc().schedulerBackend()
+
+
+def denied(error: Exception) -> str:
+    """That a cluster keeps users from Spark's inner parts, in a line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"this cluster does not let users look at its executors ({lines[-1].strip()[:200]})"
 
 
 def hasattr_java(sc: SparkContext, method: str) -> bool:

@@ -2,7 +2,8 @@
 
 Owns the identity of a DataFrame: its logical plan, its columns, how it is written, and the state of the files that
 it reads (a table that was overwritten is another DataFrame, though its plan is the same). Where that state cannot
-be seen (other databases, Spark Connect), a fingerprint is unique and nothing is reused. Any thread.
+be seen (other databases, Spark Connect, clusters that deny it), a fingerprint is unique and nothing is reused. Any
+thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame
 
 _FORM = 1  # of what is written; raise it when that changes
@@ -38,12 +40,15 @@ def _source(df: DataFrame) -> list[Any]:
     frame: Any = getattr(df, "_jdf", None)
     if frame is None:
         return [uuid.uuid4().hex]
-    plan = frame.queryExecution().analyzed()
-    kinds = set(_leaves(plan))
-    if not kinds <= _FIXED_LEAVES | {_FILES}:
+    try:
+        plan = frame.queryExecution().analyzed()
+        kinds = set(_leaves(plan))
+        if not kinds <= _FIXED_LEAVES | {_FILES}:
+            return [uuid.uuid4().hex]
+        text = str(plan.canonicalized().toString())
+        return [text, _files(df) if _FILES in kinds else []]
+    except Py4JError:
         return [uuid.uuid4().hex]
-    text = str(plan.canonicalized().toString())
-    return [text, _files(df) if _FILES in kinds else []]
 
 
 def _leaves(plan: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import InheritableThread, SparkContext
+from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
@@ -39,11 +40,19 @@ CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
 class SparkLauncher:
     """`driver.ports.Launcher` over a SparkContext of the classic (JVM) kind.
 
-    make_task: builds the shipped task once the contact is known.
+    make_task: builds the shipped task once the contact is known. profile: what a slot takes of its executor; None: as
+    any task.
     """
 
-    def __init__(self, sc: SparkContext, make_task: Callable[[Contact], SlotTask], clock: Clock) -> None:
+    def __init__(
+        self,
+        sc: SparkContext,
+        make_task: Callable[[Contact], SlotTask],
+        clock: Clock,
+        profile: ResourceProfile | None = None,
+    ) -> None:
         self._sc = sc
+        self._profile = profile
         self._make_task = make_task
         self._clock = clock
         self._tag = ""
@@ -105,7 +114,10 @@ class SparkLauncher:
     def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
         try:
             self._sc.addJobTag(self._tag)
-            results: list[Any] = self._sc.parallelize([job], 1).mapPartitions(task).collect()
+            rdd = self._sc.parallelize([job], 1)
+            if self._profile is not None:
+                rdd = rdd.withResources(self._profile)
+            results: list[Any] = rdd.mapPartitions(task).collect()
             return str(results[0]) if results else "the slot task returned nothing", False
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):

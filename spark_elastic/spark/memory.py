@@ -67,6 +67,9 @@ def room_of(settings: Mapping[str, str]) -> Room:
     heap = parse(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
+    gpus = int(settings.get("spark.executor.resource.gpu.amount", "0"))
+    if gpus:  # each slot takes a whole one
+        slots = min(slots, gpus)
     master = settings.get("spark.master", "")
     if master != "yarn" and not master.startswith("k8s://"):
         return Room(heap, None, slots)

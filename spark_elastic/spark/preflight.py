@@ -19,9 +19,10 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import cloudpickle
+from py4j.protocol import Py4JError
 from pyspark import InheritableThread
 
 import spark_elastic
@@ -29,6 +30,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
+from spark_elastic.spark.meeting import Meeting
+from spark_elastic.spark.own_address import own_address
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -100,16 +103,25 @@ def _agree(here: str, there: str, parts: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """What a probe found. process: tells executors apart. fault: one sentence, or None."""
+    """What a probe found. process: tells executors apart. fault: one sentence, or None. unreached: the same, of the way
+    to the driver."""
 
     facts: dict[str, str]
     process: int
     written: str
     fault: str | None
+    unreached: str | None = None
 
     @property
     def executor(self) -> tuple[str, int]:
         return self.facts["host"], self.process
+
+
+class Brought(Protocol):
+    """What a task finds where there are no broadcasts."""
+
+    @property
+    def value(self) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -123,22 +135,36 @@ class Carried:
 class Probe:
     """The body of a probing task. It returns what went wrong; raising would only make Spark try again.
 
-    what: the program in words. driver: the address that workers will dial.
+    what: the program in words. driver: the address that workers will dial. together: so many probes see, at `towards`,
+    whether they reach one another; 0: not looked at.
     """
 
     store: Store | None
     token: str
     what: str = "the model, optimizer or loss"
     driver: str | None = None
+    together: int = 0
+    towards: str | None = None
 
     def report(self, number: int, program: bytes) -> Report:
         found = facts()
         name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
         host = found["host"]
-        fault = self._load(host, program) or self._reach_driver(host) or self._visit_store(host, name)
+        fault = self._load(host, program) or self._visit_store(host, name) or self._meet(host)
+        unreached = self._reach_driver(host)
         SystemClock().sleep(HOLD_SECONDS)
         # The parent is the executor's Python daemon: one per executor.
-        return Report(found, os.getppid(), name, fault)
+        return Report(found, os.getppid(), name, fault, unreached)
+
+    def _meet(self, host: str) -> str | None:
+        if self.store is None or self.together < 2:
+            return None
+        meeting = Meeting(self.store, f"{PROBES}/{self.token}/meeting", own_address(self.towards))
+        refused = meeting.hold(self.together, SystemClock())
+        return refused and (
+            f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
+            "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
+        )
 
     def _load(self, host: str, program: bytes) -> str | None:
         try:
@@ -184,7 +210,7 @@ class Probe:
         return None
 
 
-def task_of(probe: Probe, program: Broadcast[bytes] | Carried) -> Task:
+def task_of(probe: Probe, program: Broadcast[bytes] | Brought) -> Task:
     """The probe as a nested function, which travels by value, so that it starts even where our package is missing."""
     packed = pickle.dumps(probe)
 
@@ -256,7 +282,9 @@ def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[R
         executors = _live_executors(sc)
         for answer in _run(sc, task, executors * attempt, tag, timeout):
             reports.append(genuine(answer))
-        if len({report.executor for report in reports}) >= executors or any(r.fault for r in reports):
+        if len({report.executor for report in reports}) >= executors or any(
+            r.fault or r.unreached for r in reports
+        ):
             break
     return reports
 
@@ -274,16 +302,26 @@ def genuine(answer: Any) -> Report:
 
 
 def _live_executors(sc: SparkContext) -> int:
-    registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
+    try:
+        registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
+    except (Py4JError, AttributeError):  # where users are denied that: as many as there are cores
+        return sc.defaultParallelism
     return max(1, registered - 1)  # the driver is one of them
 
 
 def judge_all(
-    reports: list[Report], judge: Callable[[Mapping[str, Any]], str | None], store: Store | None
+    reports: list[Report],
+    judge: Callable[[Mapping[str, Any]], str | None],
+    store: Store | None,
+    reached: bool = True,
 ) -> None:
-    """Raises PreflightError with what the first host lacks, or where the driver does not see what a host wrote."""
+    """Raises PreflightError with what the first host lacks, or where the driver does not see what a host wrote.
+
+    reached: hosts must reach the driver.
+    """
     # Versions first: they explain why a program does not load.
-    for fault in [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]:
+    faults = [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]
+    for fault in [*faults, *(report.unreached for report in reports if reached)]:
         if fault is not None:
             raise PreflightError(fault)
     for report in reports if store is not None else []:

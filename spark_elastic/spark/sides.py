@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
@@ -57,11 +58,14 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
     gateway: Any = getattr(spark, "_jvm", None)
     if gateway is None:  # Spark Connect: the first write will tell
         return
+    try:
+        identity = str(gateway.org.apache.hadoop.security.UserGroupInformation.getCurrentUser().getUserName())
+        configuration = spark._jsparkSession.sessionState().newHadoopConf()
+    except Py4JError:  # where users are denied that: the same
+        return
     url = spark_url(store, name)
     scheme = url.partition(":")[0]
-    identity = str(gateway.org.apache.hadoop.security.UserGroupInformation.getCurrentUser().getUserName())
     settings = _SETTINGS.get(scheme, f"spark.hadoop.fs.{scheme}.*")
-    configuration = spark._jsparkSession.sessionState().newHadoopConf()
     try:
         path = gateway.org.apache.hadoop.fs.Path(url)
         filesystem = path.getFileSystem(configuration)

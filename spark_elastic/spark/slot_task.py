@@ -7,7 +7,6 @@ a task failure at Spark, and the driver alone decides what is launched again.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
-from spark_elastic.errors import DriverUnreachable
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.memory import Room
-from spark_elastic.spark.preflight import Carried, facts
+from spark_elastic.spark.own_address import address_towards
+from spark_elastic.spark.preflight import Brought, facts
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
@@ -33,7 +32,7 @@ class SlotTask:
     """Shipped to the executor; `program` is the pickled program, sent once per executor."""
 
     contact: Contact
-    program: Broadcast[bytes] | Carried
+    program: Broadcast[bytes] | Brought
     port_range: tuple[int, int] | None
     preload: tuple[str, ...]
     collective_timeout: float
@@ -114,17 +113,3 @@ def executor_id(proc: Path = Path("/proc")) -> str:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's own address on the way to the driver: peers of the same cluster reach it there, too."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise DriverUnreachable(
-            f"There is no way to the driver's rendezvous server at {host}:{port} ({error}): set advertise_address to "
-            "a name or address that executors know."
-        ) from error

@@ -39,6 +39,10 @@ class Network:
     def heal(self, node: int) -> None:
         _ip("-n", self._bridge, "link", "set", self._port(node), "up")
 
+    def isolate(self, node: int) -> None:
+        """It reaches nodes that are not isolated, and no others: serverless compute is like that."""
+        _ip("-n", self._bridge, "link", "set", self._port(node), "type", "bridge_slave", "isolated", "on")
+
     def slow_down(self, node: int, milliseconds: int) -> bool:
         """Delay all that the node sends; False where the kernel has no such queue."""
         command = ["tc", "qdisc", "replace", "dev", f"v{node}", "root", "netem", "delay", f"{milliseconds}ms"]

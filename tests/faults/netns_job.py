@@ -27,8 +27,7 @@ import soak  # noqa: E402
 import torch  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
 
-from spark_elastic import ElasticTorchEstimator  # noqa: E402
-from spark_elastic.estimators import fitting  # noqa: E402
+from spark_elastic import ElasticTorchEstimator, platforms  # noqa: E402
 from spark_elastic.launch import LaunchResult, launch  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
 
@@ -95,7 +94,7 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
         launched.append(launch(*arguments))
         return launched[0]
 
-    fitting.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
+    platforms.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
     weights = estimator.fit(spark.read.parquet(f"{folder}/table")).getModel().state_dict()
     return {
         "to plain loop": soak.difference(weights, soak.plain(case, folder, epochs)),

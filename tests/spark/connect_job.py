@@ -76,7 +76,6 @@ def sentence(call: Any) -> str:
 
 
 def main(master: str, folder: str) -> None:
-    import torch
     from pyspark.sql import SparkSession
 
     import spark_elastic
@@ -102,19 +101,6 @@ def main(master: str, folder: str) -> None:
         "number": sentence(lambda: spark_elastic.run(train)),
         "ship": sentence(lambda: spark_elastic.run(train, num_workers=2, ship=True)),
     }
-    estimator = spark_elastic.ElasticTorchEstimator(
-        model=torch.nn.Linear(1, 1),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=2,
-        epochs=1,
-        num_workers=1,
-        store=folder,
-    )
-    table = spark.createDataFrame([(0.0, 1.0)], "x double, y double")
-    seen["fit"] = sentence(lambda: estimator.fit(table))
     lines = io.StringIO()
     whom = "worker" if master.startswith("local[") else "executor"
     seen["results"] = spark_elastic.run(

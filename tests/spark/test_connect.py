@@ -1,4 +1,4 @@
-"""`run` over Spark Connect, with a kill in the middle; what cannot work there is said before any job."""
+"""`run` and `fit` over Spark Connect, with a kill in the middle; what cannot work there is said before any job."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.spark import connect_job
-from tests.spark.cluster import cluster_environment
+from tests.spark import connect_fit_job, connect_job
+from tests.spark.cluster import REPOSITORY, cluster_environment
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -21,20 +22,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.ma
 )
 def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
     """Of a worker; on a cluster of executors, of one of them. The event log has none of the job's secrets."""
-    ephemeral = {"SPARK_TESTING": "1"}  # the server's port, which is a fixed one otherwise
-    done = subprocess.run(
-        [sys.executable, connect_job.__file__, master, str(tmp_path)],
-        env=os.environ | cluster_environment(tmp_path) | ephemeral,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = client(connect_job.__file__, master, tmp_path)
     assert seen["number"] == "over Spark Connect the number of workers cannot be looked up: give num_workers."
     assert seen["ship"].startswith("ship=True does not work over Spark Connect")
-    assert seen["fit"].startswith("fit() does not work on a session of Spark Connect")
     assert [result[0] for result in seen["results"]] == [connect_job.STEPS] * 2
     assert [result[2] for result in seen["results"]] == [len(connect_job.SECRET)] * 2
     survivor = seen["results"][0][1]
@@ -45,3 +35,36 @@ def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
     needles = [connect_job.SECRET, *seen["keys"]]
     needles += [bytes.fromhex(key).decode("latin-1") for key in seen["keys"]]
     assert not [needle for needle in needles for text in events if needle.encode("latin-1") in text]
+
+
+@pytest.mark.faults
+def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tmp_path: Path) -> None:
+    """Of a worker, and of the executor that the coordinator runs in."""
+    seen = client("tests.spark.connect_fit_job", "local-cluster[3,1,512]", tmp_path)
+    beside, afar = seen["beside"], seen["afar"]
+    assert (beside["struck"], beside["exact"], beside["once"], beside["same"]) == (1, True, True, True)
+    assert beside["recoveries"] >= 1
+    assert beside["piped"] == connect_fit_job.test_estimator.ROWS
+    assert afar["coordinators"] == 2
+    assert f"cannot reach the driver at {connect_fit_job.NOBODY}" in afar["told"][0]
+    assert afar["told"][1].endswith("the run goes on from its newest checkpoint")
+    assert "checkpoint" in afar["began"]
+    assert (afar["exact"], afar["mail"]) == (True, [])
+    assert seen["keras"][-1] < seen["keras"][0]
+
+
+def client(script: str, master: str, folder: Path) -> Any:
+    """What a client says with its last line. script: a file, or the name of a module."""
+    ephemeral = {"SPARK_TESTING": "1"}  # the server's port, which is a fixed one otherwise
+    named = [script] if script.endswith(".py") else ["-m", script]
+    done = subprocess.run(
+        [sys.executable, *named, master, str(folder)],
+        env=os.environ | cluster_environment(folder) | ephemeral,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -21,7 +21,6 @@ GPUS = {
     "spark.executor.cores": "4",
     "spark.task.cpus": "2",
     "spark.executor.resource.gpu.amount": "2",
-    "spark.task.resource.gpu.amount": "1",
 }
 
 
@@ -32,11 +31,16 @@ def place() -> dict[str, object]:
     return {"gpu": spark_elastic.task_resources()["gpu"], **{name: os.environ[name] for name in names}}
 
 
+@pytest.mark.parametrize(
+    "task_gpus",
+    ["1", pytest.param("0.5", marks=pytest.mark.faults), pytest.param("0", marks=pytest.mark.faults)],
+)
 def test_two_workers_of_an_executor(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, task_gpus: str
 ) -> None:
+    """Each has a GPU to itself, also where Spark's own tasks share them, or get none."""
     standalone.start_worker(cores=4, gpus=2)
-    spark = spark_with(GPUS)
+    spark = spark_with(GPUS | ({} if task_gpus == "0" else {"spark.task.resource.gpu.amount": task_gpus}))
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         found = spark_elastic.run(place, num_workers=2, min_workers=2, spark=spark)

@@ -31,7 +31,7 @@ def request(**values: Any) -> Request:
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
 def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
-    with _opened(request(), SimpleNamespace(master=master)) as store:
+    with _opened(request(), master) as store:
         store.write_bytes("runs/x/model.pt", b"1")
         assert os.path.isdir(store.root)
     assert not os.path.exists(store.root)
@@ -39,12 +39,12 @@ def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str
 
 def test_on_other_machines_a_store_must_be_named() -> None:
     with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
-        with _opened(request(), SimpleNamespace(master="yarn")):
+        with _opened(request(), "yarn"):
             pass
 
 
 def test_a_given_store_stays(tmp_path: Any) -> None:
-    with _opened(request(store=str(tmp_path)), SimpleNamespace(master="yarn")) as store:
+    with _opened(request(store=str(tmp_path)), "yarn") as store:
         assert store.root == str(tmp_path)
     assert tmp_path.exists()
 
@@ -76,12 +76,12 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
 
 @pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
 def test_a_rate_that_is_not_multiplied_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, workers: int, scales: bool, lines: int
+    capsys: Any, workers: int, scales: bool, lines: int
 ) -> None:
-    monkeypatch.setattr(fitting, "launch", lambda *arguments: None)
+    platform: Any = SimpleNamespace(launch=lambda order, progress: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
-    fitting._train(SimpleNamespace(), wanted, TORCH, plan, SimpleNamespace(run_id="r"))
+    fitting._train(platform, wanted, TORCH, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
 
 

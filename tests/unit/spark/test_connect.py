@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark import connect
-from spark_elastic.spark.active_session import is_connect, refuse_connect
+from spark_elastic.spark.active_session import has_context
 from spark_elastic.testing.clock import FakeClock
 
 
@@ -26,6 +27,11 @@ class Session:
         self.tags: list[str] = []
         self.interrupted = threading.Event()
         self.rows = rows
+        self.files: list[bytes] = []
+        self.conf: dict[str, str] = {}
+
+    def addArtifacts(self, path: str, file: bool) -> None:
+        self.files.append(Path(path).read_bytes())
 
     def addTag(self, tag: str) -> None:
         self.tags.append(tag)
@@ -48,19 +54,25 @@ class Session:
 
 
 @pytest.mark.parametrize(
-    ("config", "number", "size", "sentence"),
+    ("config", "number", "sentence"),
     [
-        (ElasticConfig(), None, 1, "give num_workers"),
-        (ElasticConfig(ship=True), 2, 1, "ship=True does not work over Spark Connect"),
-        (ElasticConfig(), 2, (64 << 20) + 1, "the function and its arguments are 64 MB"),
+        (ElasticConfig(), None, "give num_workers"),
+        (ElasticConfig(ship=True), 2, "ship=True does not work over Spark Connect"),
     ],
 )
-def test_what_cannot_work_is_a_sentence(
-    config: ElasticConfig, number: int | None, size: int, sentence: str
-) -> None:
+def test_what_cannot_work_is_a_sentence(config: ElasticConfig, number: int | None, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
-        connect.check(config, number, bytes(size))
-    assert connect.check(ElasticConfig(), 2, b"") == 2
+        connect.check(config, number)
+    assert connect.check(ElasticConfig(), 2) == 2
+
+
+def test_many_bytes_travel_as_a_file_of_the_session() -> None:
+    session: Any = Session()
+    assert connect.carried(session, b"few").value == b"few"
+    assert session.files == []
+    many = bytes(connect.MOST_CARRIED + 1)
+    assert isinstance(connect.carried(session, many), connect.Attached)
+    assert session.files == [many]
 
 
 def test_the_driver_listens_on_the_way_to_the_server() -> None:
@@ -70,17 +82,36 @@ def test_the_driver_listens_on_the_way_to_the_server() -> None:
     assert connect.bind_of(session, told) == Bind("0.0.0.0", 7, "driver.example")
 
 
-def test_fit_is_refused_and_says_what_works() -> None:
+def test_a_session_that_denies_its_context_has_none() -> None:
+    class Denied:
+        @property
+        def sparkContext(self) -> Any:
+            raise RuntimeError("Py4JSecurityException")
+
     session: Any = Session()
-    assert is_connect(session)
-    with pytest.raises(InvalidInput, match=r"fit\(\) does not work .* spark_elastic.run\(\) works on both"):
-        refuse_connect(session, "fit()")
+    denied: Any = Denied()
+    assert not has_context(session)
+    assert not has_context(denied)
+    session.sparkContext = object()
+    assert has_context(session)
+
+
+def test_a_setting_that_is_not_told_is_left_out() -> None:
+    class Conf:
+        def get(self, name: str, default: str | None) -> str | None:
+            if name == "spark.master":
+                raise RuntimeError("CONFIG_NOT_AVAILABLE")
+            return "h" if name == "spark.driver.host" else default
+
+    session: Any = Session()
+    session.conf = Conf()
+    assert connect.settings_of(session) == {"spark.driver.host": "h"}
 
 
 def test_probes_that_nobody_takes_are_interrupted() -> None:
     session: Any = Session()
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        connect.preflight(session, b"", None, (), 2, Bind(), 0.05)
+        connect.preflight(session, connect.Probing(b"", None, (), Bind(), "it"), 2, 0.05)
     assert session.interrupted.is_set()
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("pyspark")
 import spark_elastic
 from spark_elastic.errors import JobCancelled, PreflightError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.preflight import Probe, _explain, admit, facts
+from spark_elastic.spark.preflight import Probe, _explain, admit, facts, judge_all
 
 DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
 
@@ -94,9 +94,14 @@ def test_a_probe_knocks_at_the_driver_s_door() -> None:
     bind = Bind("127.0.0.1")
     with listen(bind) as door:
         address = dialled(bind, door)
-        assert Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).fault is None
-    fault = Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).fault
+        assert Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).unreached is None
+    report = Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1))
+    fault = report.unreached
+    assert report.fault is None
     assert fault is not None
+    with pytest.raises(PreflightError, match="cannot reach the driver"):
+        judge_all([report], admit(facts()), None)
+    judge_all([report], admit(facts()), None, reached=False)
     assert fault.startswith(f"host {socket.gethostname()} cannot reach the driver at {address} (")
     assert "advertise_address" in fault
 

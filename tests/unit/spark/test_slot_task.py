@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.spark.slot_task import address_towards, executor_id
+from spark_elastic.spark.own_address import address_towards
+from spark_elastic.spark.slot_task import executor_id
 
 
 def process(proc: Path, pid: int, parent: int, *words: str) -> None:

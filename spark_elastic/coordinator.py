@@ -1,0 +1,179 @@
+"""A job whose driver runs in a task, because executors cannot reach the client: that task's body, and its client.
+
+The coordinator has server, driver loop and machine; the client launches slots for it and tells people how it goes. They
+speak by letters in the store (`state.mail`). The coordinator's loss ends the job as `CoordinatorLost`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_elastic import errors
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.by_mail import MailLauncher
+from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.ports import Contact, Discovery, Launcher
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed
+from spark_elastic.launch import LaunchResult, Narrator, Site, WorldSpan, supervise
+from spark_elastic.observe.report import JobReport
+from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
+from spark_elastic.protocol.types import Checkpoint, Limits
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail
+
+log = logging.getLogger("spark_elastic")
+
+CLIENT, COORDINATOR = "client", "coordinator"
+LAST_WORDS = 10.0  # seconds for what is said at the end
+LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """What is shipped to the task. host: what its server binds and executors dial. run: id, attempt, checkpoints."""
+
+    box: Box = field(repr=False)
+    limits: Limits
+    config: ElasticConfig
+    name: str
+    encrypted: bool
+    admit: Callable[[Mapping[str, Any]], str | None]
+    run: tuple[str, int, tuple[Checkpoint, ...]] | None
+
+    def conduct(self, host: str) -> None:
+        """Drive the job to its end, and tell the client of it. Blocks."""
+        clock = SystemClock()
+        launcher = MailLauncher(self.box, clock, max(self.config.driver_timeout, 4 * SPEAK_EVERY))
+        run = None if self.run is None else HeldRun(self.box.store, *self.run)
+        site = Site(bind=host, encrypted=self.encrypted, admit=self.admit, run=run, key=self.box.key)
+        try:
+            done = supervise(
+                launcher, Together(), site, self.limits, self.config, self.name, _Told(launcher.mail)
+            )
+            worlds = [dataclasses.astuple(world) for world in done.worlds]
+            report = done.report.to_json()
+            launcher.mail.post({"results": list(done.results), "worlds": worlds, "report": report})
+        except errors.ElasticError as error:
+            launcher.mail.post({"failed": type(error).__name__, "text": str(error)})
+        finally:
+            launcher.mail.close(LAST_WORDS)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The coordinator's narrator: all of it goes to the client."""
+
+    mail: Mail
+
+    def log(self, rank: int | None, line: str) -> None:
+        self.mail.post({"log": line, "rank": rank})
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self.mail.post({"progress": dict(numbers)})
+
+    def world(self, size: int, reason: str) -> None:
+        self.mail.post({"world": size, "reason": reason})
+
+    def tell(self, text: str) -> None:
+        self.mail.post({"tell": text})
+
+
+def checked(config: ElasticConfig) -> ElasticConfig:
+    """The settings of a coordinator in a task.
+
+    Raises:
+        InvalidInput: one of them belongs to the client's machine.
+    """
+    for name in ("handle", "journal", "tls_certificate"):
+        if getattr(config, name) is not None:
+            raise InvalidInput(
+                f"{name} does not work where executors cannot reach the client, since the coordinator runs in a task: "
+                "leave it out, or run the client inside the cluster."
+            )
+    return dataclasses.replace(config, advertise_address=None, bind_address=None)
+
+
+class Client:
+    """Launches slots for a coordinator, and hears it out. carry: runs its task; returns why that ended."""
+
+    def __init__(
+        self, box: Box, name: str, launcher: Launcher, turn: Discovery, narrate: Narrator, clock: Clock
+    ) -> None:
+        self._box = box
+        self._name = name
+        self._launcher = launcher
+        self._turn = turn
+        self._narrate = narrate
+        self._mail = Mail(box, self._heard, clock)
+        self._end: Letter | None = None
+        self._ended = threading.Event()
+
+    def follow(self, carry: Callable[[], str], attempt: int) -> LaunchResult:
+        """See the job to its end. attempt: the run's, which workers prove in each request.
+
+        Raises:
+            CoordinatorLost: its task ended without a word. As `launch.supervise`.
+        """
+        self._attempt = attempt
+        gone: list[str] = []
+        carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
+        carrier.start()
+        self._mail.start()
+        self._turn.start(self._forward)
+        try:
+            while not self._ended.wait(LOOK_EVERY) and carrier.is_alive():
+                pass
+        except BaseException:
+            self._mail.post({"cancel": "the caller was interrupted"})
+            raise
+        finally:
+            self._turn.close()
+            self._mail.close(LAST_WORDS)  # which also reads the last words of one that has just ended
+            left = self._launcher.close(LAST_WORDS)
+            if left:
+                log.warning("still running at Spark: %s", ", ".join(left))
+        if self._end is None:
+            why = gone[0] if gone else "it is silent"
+            raise CoordinatorLost(f"the coordinator of {self._name}, which ran in a task, was lost: {why}")
+        return _result(self._end)
+
+    def _forward(self, event: DriverEvent) -> None:
+        match event:
+            case SlotJobEnded():
+                self._mail.post({"ended": event.job, "reason": event.reason, "cancelled": event.cancelled})
+            case SlotsWanted():
+                self._mail.post({"wanted": event.reason})
+
+    def _heard(self, letter: Letter) -> None:
+        match letter:
+            case {"contact": str(address), "certificate": certificate}:
+                log.info("the coordinator of %s runs in a task, at %s", self._name, address)
+                contact = Contact(address, self._box.key, self._attempt, self._name, certificate)
+                self._launcher.start(contact, self._forward)
+            case {"launch": int(job), "delay": delay}:
+                self._launcher.launch(job, float(delay))
+            case {"log": str(line), "rank": rank}:
+                self._narrate.log(rank, line)
+            case {"progress": dict(numbers)}:
+                self._narrate.progress(numbers)
+            case {"world": int(size), "reason": str(reason)}:
+                self._narrate.world(size, reason)
+            case {"tell": str(text)}:
+                self._narrate.tell(text)
+            case {"results": _} | {"failed": _}:
+                self._end = letter
+                self._ended.set()
+
+
+def _result(end: Letter) -> LaunchResult:
+    if "failed" in end:
+        kind = getattr(errors, end["failed"], JobFailed)
+        raise kind(end["text"])
+    worlds = tuple(WorldSpan(*world) for world in end["worlds"])
+    return LaunchResult(tuple(end["results"]), worlds, (), JobReport.from_json(end["report"]))

@@ -1,0 +1,71 @@
+"""The coordinator's side of a job whose slots somebody else launches: orders go out by mail, their ends come back.
+
+`driver.ports.Launcher`, and the driver's only sight of its cluster. Threads: the driver loop's, and the mail's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.protocol.events import CancelRequested, SlotJobEnded, SlotsWanted
+from spark_elastic.state.mail import Box, Letter, Mail
+
+LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
+
+
+class MailLauncher:
+    """patience: seconds of the client's silence after which the job ends."""
+
+    def __init__(self, box: Box, clock: Clock, patience: float) -> None:
+        self.mail = Mail(box, self._heard, clock)
+        self._clock = clock
+        self._patience = patience
+        self._post: Post | None = None
+        self._closing = threading.Event()
+        self._change = threading.Condition()  # owns _open
+        self._open: set[int] = set()  # slot jobs
+        self._watch = threading.Thread(target=self._mind, name="spark-elastic-client", daemon=True)
+
+    def start(self, contact: Contact, post: Post) -> None:
+        self._post = post
+        self.mail.post({"contact": contact.address, "certificate": contact.certificate})
+        self.mail.start()
+        self._watch.start()
+
+    def launch(self, job: int, delay: float) -> None:
+        with self._change:
+            self._open.add(job)
+        self.mail.post({"launch": job, "delay": delay})
+
+    def close(self, timeout: float) -> list[str]:
+        """Wait for slots that were released by message; the client ends what still runs, once it hears of the end."""
+        self._closing.set()
+        with self._change:
+            self._change.wait_for(lambda: not self._open, timeout / 2)
+        self._watch.join(timeout / 2)
+        return []
+
+    def _heard(self, letter: Letter) -> None:
+        assert self._post is not None
+        now = self._clock.now()
+        match letter:
+            case {"ended": int(job), "reason": str(reason), "cancelled": bool(cancelled)}:
+                with self._change:
+                    self._open.discard(job)
+                    self._change.notify_all()
+                self._post(SlotJobEnded(now, job, reason, cancelled))
+            case {"wanted": str(reason)}:
+                self._post(SlotsWanted(now, reason))
+            case {"cancel": str(reason)}:
+                self._post(CancelRequested(now, reason))
+
+    def _mind(self) -> None:
+        assert self._post is not None
+        while not self._closing.wait(LOOK_EVERY):
+            silent = self._clock.now() - self.mail.heard_at
+            if silent > self._patience:
+                reason = f"the client has not been heard for {silent:.0f} s (driver_timeout)"
+                self._post(CancelRequested(self._clock.now(), reason))
+                return

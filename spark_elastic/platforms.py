@@ -1,0 +1,273 @@
+"""What a job needs of a Spark session, of the classic kind or of Spark Connect: `platform_of(session, config)`.
+
+Owns which launcher, preflight and address belong to which kind. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import cloudpickle
+
+from spark_elastic import coordinator
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
+from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.ports import Contact
+from spark_elastic.errors import CoordinatorLost
+from spark_elastic.launch import (
+    FIRST_ATTEMPT,
+    Gathering,
+    LaunchResult,
+    Narrator,
+    Silent,
+    Site,
+    launch,
+    supervise,
+)
+from spark_elastic.protocol.types import Limits
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.mail import Box
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from spark_elastic.spark.connect import ConnectLauncher
+    from spark_elastic.spark.slot_task import SlotTask
+
+T = TypeVar("T")
+
+log = logging.getLogger("spark_elastic")
+
+MOST_IDLE = 3  # coordinators lost in a row without a new checkpoint
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be launched. program: a `worker.program.Program`. needs: packages that hosts must have.
+
+    preload: modules that a warm spare has imported. run: what its checkpoints belong to; None: none.
+    """
+
+    program: object
+    limits: Limits
+    name: str
+    preload: tuple[str, ...] = ()
+    run: HeldRun | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.preload if "." not in name)
+
+
+class Platform(Protocol):
+    """Where a job runs."""
+
+    @property
+    def master(self) -> str:
+        """Spark's name of the cluster."""
+        ...
+
+    def workers(self, asked: int | None) -> int:
+        """How many are wanted at the start. Raises InvalidInput where that cannot be looked up."""
+        ...
+
+    def preflight(
+        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+    ) -> None:
+        """See that hosts can run the job: `spark.preflight.preflight`. number: of workers."""
+        ...
+
+    def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+        """Raises JobFailed, with its subclasses, and JobCancelled."""
+        ...
+
+
+def platform_of(spark: SparkSession, config: ElasticConfig) -> Platform:
+    """That of a session."""
+    from spark_elastic.spark.active_session import has_context
+
+    return Classic(spark, config) if has_context(spark) else Connect(spark, config)
+
+
+@dataclass(frozen=True)
+class Classic:
+    """A session with a SparkContext."""
+
+    spark: SparkSession
+    config: ElasticConfig
+
+    @property
+    def master(self) -> str:
+        return str(self.spark.sparkContext.master)
+
+    def workers(self, asked: int | None) -> int:
+        return self.spark.sparkContext.defaultParallelism if asked is None else asked
+
+    def preflight(
+        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+    ) -> None:
+        from spark_elastic.spark.driver_address import bind_of
+        from spark_elastic.spark.preflight import preflight
+        from spark_elastic.spark.shipping import ship
+
+        sc = self.spark.sparkContext
+        if self.config.ship:
+            ship(sc)
+        place = bind_of(sc.getConf(), self.config)
+        preflight(sc, payload, store, needs, self.config.start_timeout, place, what)
+
+    def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+        return launch(
+            self.spark,
+            order.program,
+            order.limits,
+            self.config,
+            order.name,
+            order.preload,
+            narrate,
+            order.run,
+        )
+
+
+class Connect:
+    """A session without a SparkContext: slots as jobs of the session.
+
+    The driver stands beside the client; where executors cannot reach that, in a task, and then letters in the store
+    take its place here.
+    """
+
+    def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
+        self._spark = spark
+        self._config = config
+        self._post_office: Store | None = None
+
+    @property
+    def master(self) -> str:
+        from spark_elastic.spark import connect
+
+        return connect.settings_of(self._spark).get("spark.master", "a server of Spark Connect")
+
+    def workers(self, asked: int | None) -> int:
+        from spark_elastic.spark import connect
+
+        return connect.check(self._config, asked)
+
+    def preflight(
+        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+    ) -> None:
+        from spark_elastic.spark import connect
+
+        connect.check(self._config, number)
+        place = connect.bind_of(self._spark, self._config)
+        probing = connect.Probing(payload, store, needs, place, what)
+        unreached = connect.preflight(self._spark, probing, number, self._config.start_timeout)
+        if unreached is not None:
+            coordinator.checked(self._config)
+            log.warning("the coordinator will run in a task: %s", unreached)
+            self._post_office = store
+
+    def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+        from spark_elastic.spark import connect
+        from spark_elastic.spark.gpu_slots import profile_of
+        from spark_elastic.spark.memory import room_of
+        from spark_elastic.spark.settings import warn
+        from spark_elastic.spark.slot_task import SlotTask
+
+        config, clock = self._config, SystemClock()
+        settings = connect.settings_of(self._spark)
+        warn(settings, self._spark)
+        program, room = connect.carried(self._spark, cloudpickle.dumps(order.program)), room_of(settings)
+
+        def make_task(contact: Contact) -> SlotTask:
+            return SlotTask(
+                contact,
+                program,
+                config.worker_port_range,
+                order.preload,
+                config.collective_timeout,
+                config.driver_timeout,
+                config.cpus_per_worker,
+                room,
+            )
+
+        profile = profile_of(settings, lambda profile: profile.id)
+        launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
+        application = vars(self._spark).setdefault("_spark_elastic_application", Application())
+        with GatherTurn(application, order.name, order.limits, clock) as turn:
+            heard = Gathering(narrate or Silent(), turn)
+            if self._post_office is None:
+                site = self._site(order, settings)
+                return supervise(launcher, turn, site, order.limits, config, order.name, heard)
+            return self._by_mail(order, launcher, turn, heard, self._post_office)
+
+    def _site(self, order: Order, settings: Mapping[str, str]) -> Site:
+        from spark_elastic.spark import connect
+        from spark_elastic.spark.preflight import admit, facts
+
+        bind = connect.bind_of(self._spark, self._config)
+        return Site(
+            bind=bind.host,
+            advertise=bind.advertise,
+            encrypted=settings.get("spark.ssl.enabled") == "true",
+            admit=admit(facts(), order.needs),
+            run=order.run,
+        )
+
+    def _by_mail(
+        self,
+        order: Order,
+        launcher: ConnectLauncher,
+        turn: GatherTurn,
+        narrate: Narrator,
+        store: Store,
+    ) -> LaunchResult:
+        from spark_elastic.spark import connect
+        from spark_elastic.spark.preflight import admit, facts
+
+        folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run
+        own, other = coordinator.CLIENT, coordinator.COORDINATOR
+        task = coordinator.Coordinator(
+            Box(store, folder, key, other, own),
+            order.limits,
+            coordinator.checked(self._config),
+            order.name,
+            connect.settings_of(self._spark).get("spark.ssl.enabled") == "true",
+            admit(facts(), order.needs),
+            None if run is None else (run.run_id, run.attempt, run.checkpoints),
+        )
+        client = coordinator.Client(
+            Box(store, folder, key, own, other), order.name, launcher, turn, narrate, SystemClock()
+        )
+        try:
+            return client.follow(
+                lambda: launcher.conduct(task), FIRST_ATTEMPT if run is None else run.attempt
+            )
+        finally:
+            store.remove_tree(folder)
+
+
+def going_on(attempt: Callable[[], T], kept: Callable[[], object]) -> T:
+    """`attempt()`, and again as long as coordinators are lost that have come further, or not many in a row.
+
+    kept: what the run would go on from.
+
+    Raises:
+        CoordinatorLost: that of the last one.
+    """
+    before, idle = kept(), 0
+    while True:
+        try:
+            return attempt()
+        except CoordinatorLost as error:
+            after = kept()
+            before, idle = after, 0 if after != before else idle + 1
+            if idle >= MOST_IDLE:
+                raise
+            log.warning("%s; the run goes on from its newest checkpoint", error)

@@ -1,0 +1,127 @@
+"""Letters between a client and a coordinator that cannot dial each other: objects of the store that both reach.
+
+A letter is JSON, signed with the job's key, and deleted by whom it is for. What was posted since the last turn goes out
+as one object, so that logs come in chunks; silence is broken now and then, so that each side knows of the other. One
+thread a side, `start` to `close`, which also calls `heard`; `post` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_elastic.clock import Clock
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+log = logging.getLogger("spark_elastic.state")
+
+TURN = 0.5  # seconds between two looks
+SPEAK_EVERY = 2.0  # seconds; an empty letter where nothing is to be said
+Letter = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where the letters of one job lie. own, other: names of the sides."""
+
+    store: Store
+    folder: str
+    key: bytes = field(repr=False)
+    own: str
+    other: str
+
+    def name(self, to: str, number: int) -> str:
+        return f"{self.folder}/{to}-{number:08d}"
+
+    def sealed(self, name: str, letters: list[Letter]) -> bytes:
+        body = json.dumps(letters).encode()
+        return base64.b64encode(self._seal(name, body)) + b"\n" + body
+
+    def opened(self, name: str, content: bytes) -> list[Letter]:
+        """Empty for what nobody with the key has written under that name."""
+        seal, _, body = content.partition(b"\n")
+        if not hmac.compare_digest(seal, base64.b64encode(self._seal(name, body))):
+            log.warning("a letter that is not signed with the job's key was thrown away: %s", name)
+            return []
+        letters: list[Letter] = json.loads(body)
+        return letters
+
+    def _seal(self, name: str, body: bytes) -> bytes:
+        return hmac.digest(self.key, b"letter\0" + name.encode() + b"\0" + body, "sha256")
+
+
+class Mail:
+    """heard: called with each letter, in order; what it raises is logged."""
+
+    def __init__(self, box: Box, heard: Callable[[Letter], None], clock: Clock) -> None:
+        self._box = box
+        self._heard = heard
+        self._clock = clock
+        self._lock = threading.Lock()  # owns _waiting
+        self._waiting: list[Letter] = []
+        self._sent = self._read = 0
+        self._spoke = self.heard_at = clock.now()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-mail", daemon=True)
+
+    def start(self) -> None:
+        self.heard_at = self._clock.now()
+        self._thread.start()
+
+    def post(self, letter: Letter) -> None:
+        with self._lock:
+            self._waiting.append(letter)
+
+    def close(self, timeout: float) -> None:
+        """Send what waits, and read what is there."""
+        self._closing.set()
+        self._thread.join(timeout)
+
+    def turn(self) -> None:
+        """Send what waits and read what is there, once. Raises StoreError where the store fails; nothing is lost."""
+        self._send()
+        while self._box.store.exists(name := self._box.name(self._box.own, self._read)):
+            letters = self._box.opened(name, self._box.store.read_bytes(name))
+            self._read += 1
+            self._box.store.delete(name)
+            self.heard_at = self._clock.now()
+            for letter in letters:
+                self._hand_over(letter)
+
+    def _send(self) -> None:
+        with self._lock:
+            letters, self._waiting = self._waiting, []
+        now = self._clock.now()
+        if not letters and now - self._spoke < SPEAK_EVERY:
+            return
+        name = self._box.name(self._box.other, self._sent)
+        try:
+            self._box.store.write_bytes(name, self._box.sealed(name, letters))
+        except StoreError:
+            with self._lock:
+                self._waiting = letters + self._waiting
+            raise
+        self._sent += 1
+        self._spoke = now
+
+    def _hand_over(self, letter: Letter) -> None:
+        try:
+            self._heard(letter)
+        except Exception:
+            log.exception("a letter could not be acted on")
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            last = self._closing.wait(TURN)
+            try:
+                self.turn()
+            except StoreError as error:  # the next turn may fare better
+                log.warning("letters wait: %s", error)

@@ -1,0 +1,56 @@
+"""Executors that reach the driver but not one another, as on serverless compute: probes on real networks say so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.namespaces import Network, why_not
+from tests.spark.cluster import cluster_environment
+
+MISSING = why_not()
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
+
+PROBE = """
+import sys
+from spark_elastic.data.store import Store
+from spark_elastic.spark.preflight import Probe
+folder, driver = sys.argv[1:]
+probe = Probe(Store.open(folder), "t", driver=f"{driver}:9", together=2, towards=driver)
+assert "refused" in probe._reach_driver("h"), "packets reach the driver, where nobody listens"
+print(probe._meet("h"))
+"""
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_probes_say_whether_executors_reach_one_another(tmp_path: Path, isolated: bool) -> None:
+    with Network(3) as network:
+        for node in (1, 2):
+            if isolated:
+                network.isolate(node)
+        command = [sys.executable, "-c", PROBE, str(tmp_path), network.address(0)]
+        probes = [
+            subprocess.Popen(
+                network.within(node, *command),
+                env=os.environ | cluster_environment(),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for node in (1, 2)
+        ]
+        said = [probe.communicate(timeout=120)[0].strip() for probe in probes]
+    if isolated:
+        assert any(
+            "cannot reach 10.77.0." in text and "serverless compute does not allow" in text for text in said
+        )
+    else:
+        assert said == ["None", "None"]

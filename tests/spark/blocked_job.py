@@ -1,0 +1,93 @@
+"""Fits where users are kept from Spark's inner parts: `python -m tests.spark.blocked_job MASTER FOLDER`.
+
+First every call of them is refused at py4j's wire, as clusters in standard access mode do; then the SparkContext, too.
+A worker is killed each time. The last line is what was seen, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from py4j.clientserver import JavaClient
+from py4j.protocol import Py4JError
+
+from spark_elastic.testing import Blow, ClusterFaults
+from tests.spark import test_estimator
+
+EPOCHS = 6
+DENIED = ("schedulerBackend", "statusTracker", "queryExecution", "sessionState", "getCurrentUser")
+
+
+def deny() -> list[str]:
+    """From here on; the methods that were asked for."""
+    asked: list[str] = []
+    send = JavaClient.send_command
+
+    def checked(client: Any, command: str, *arguments: Any, **named: Any) -> Any:
+        kind, _, method, *_ = [*command.split("\n"), "", ""]
+        if kind == "c" and method in DENIED:
+            asked.append(method)
+            raise Py4JError(f"py4j.security.Py4JSecurityException: Method {method}() is not whitelisted")
+        return send(client, command, *arguments, **named)
+
+    JavaClient.send_command = checked
+    return asked
+
+
+def fitted(spark: Any, folder: Path, name: str) -> dict[str, Any]:
+    df = test_estimator.table(spark)
+    faults = ClusterFaults([Blow("kill worker", step=0, epoch=2, rank=1)], str(folder / f"blows-{name}"))
+    est = test_estimator.estimator(
+        folder / "store",
+        num_workers=2,
+        batch_size=test_estimator.ROWS // 2,
+        epochs=EPOCHS,
+        callbacks=[faults.callback()],
+    )
+    model = est.fit(df)
+    model.save(str(folder / f"model-{name}"))
+    return {
+        "exact": test_estimator.close_to(model, test_estimator.plain(df, EPOCHS, test_estimator.mse)),
+        "recoveries": len(model.summary.report.recoveries),
+        "struck": len(faults.struck()),
+        "shown": type(model).load(str(folder / f"model-{name}")).transform(df).count(),
+    }
+
+
+def main(master: str, folder: str) -> None:
+    from pyspark.sql import SparkSession
+
+    logging.basicConfig(level=logging.WARNING)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("spark_elastic")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    cloudpickle.register_pickle_by_value(test_estimator)
+    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
+    for side in ("host", "bindAddress"):
+        builder = builder.config(f"spark.driver.{side}", "127.0.0.1")
+    spark = builder.config("spark.executor.memory", "512m").getOrCreate()
+    context = type(spark).sparkContext
+    asked = deny()
+    seen = {"inner": fitted(spark, Path(folder), "inner")}
+    seen["told"] = [text for text in said if "hosts are known by" in text]
+
+    def refused(session: Any) -> None:
+        raise Py4JError("py4j.security.Py4JSecurityException: sparkContext is not supported")
+
+    type(spark).sparkContext = property(refused)
+    seen["context"] = fitted(spark, Path(folder), "context")
+    type(spark).sparkContext = context
+    spark.stop()
+    sys.stdout.write("\n" + json.dumps(seen | {"asked": sorted(set(asked))}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""The coordinator's launcher: orders out, ends in; a client that is silent for too long ends the job."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.driver.by_mail import MailLauncher
+from spark_elastic.driver.ports import Contact
+from spark_elastic.protocol.events import CancelRequested, SlotJobEnded, SlotsWanted
+from spark_elastic.state.mail import Box, Mail
+from spark_elastic.testing.clock import FakeClock
+
+
+def test_orders_go_out_and_ends_come_back() -> None:
+    store, clock = memory_store(), FakeClock()
+    orders: list[Any] = []
+    events: list[Any] = []
+    client = Mail(Box(store, "m", b"key", "client", "task"), orders.append, clock)
+    launcher = MailLauncher(Box(store, "m", b"key", "task", "client"), clock, 60.0)
+    launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), events.append)
+    launcher.launch(3, 0.5)
+    for letter in (
+        {"ended": 3, "reason": "lost", "cancelled": False},
+        {"wanted": "others"},
+        {"cancel": "stop"},
+    ):
+        client.post(letter)
+    client.turn()
+    assert launcher.close(20.0) == []  # returns once job 3 has ended
+    launcher.mail.close(10.0)
+    client.turn()
+    assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3, "delay": 0.5}]
+    assert events == [
+        SlotJobEnded(clock.now(), 3, "lost", False),
+        SlotsWanted(clock.now(), "others"),
+        CancelRequested(clock.now(), "stop"),
+    ]
+
+
+def test_a_client_that_is_gone_ends_the_job() -> None:
+    clock = FakeClock()
+    cancelled = threading.Event()
+    events: list[Any] = []
+
+    def post(event: Any) -> None:
+        events.append(event)
+        cancelled.set()
+
+    launcher = MailLauncher(Box(memory_store(), "m", b"key", "task", "client"), clock, 60.0)
+    launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), post)
+    clock.advance(61)
+    assert cancelled.wait(20)
+    launcher.close(5.0)
+    launcher.mail.close(10.0)
+    assert [type(event) for event in events] == [CancelRequested]
+    assert "has not been heard for 61 s" in events[0].reason

@@ -1,0 +1,60 @@
+"""Which slots ask for a GPU of their own, and what is said where the cluster cannot give one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.spark import gpu_slots
+from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS, profile_of, whole_gpu
+
+
+@pytest.mark.parametrize(
+    ("executor", "task", "asked"),
+    [(None, None, False), ("2", "1", False), ("2", "0.25", True), ("1", None, True), ("0", None, False)],
+)
+def test_a_slot_asks_where_spark_gives_it_none_or_a_part(
+    executor: str | None, task: str | None, asked: bool
+) -> None:
+    settings = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
+    assert whole_gpu({name: value for name, value in settings.items() if value is not None}) is asked
+
+
+def test_a_cluster_that_refuses_is_told_of_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Builder:
+        build = "profile"
+
+        def require(self, requests: Any) -> Builder:
+            assert requests.requests["gpu"].amount == 1
+            assert requests.requests["cpus"].amount == 2
+            return self
+
+    class Requests:
+        def __init__(self) -> None:
+            self.requests: dict[str, Any] = {}
+
+        def cpus(self, amount: int) -> Requests:
+            return self.resource("cpus", amount)
+
+        def resource(self, name: str, amount: int) -> Requests:
+            self.requests[name] = type("Request", (), {"amount": amount})
+            return self
+
+    monkeypatch.setattr(gpu_slots, "ResourceProfileBuilder", Builder)
+    monkeypatch.setattr(gpu_slots, "TaskResourceRequests", Requests)
+
+    def refuse(profile: Any) -> None:
+        raise RuntimeError(
+            "An error occurred\nSparkException: TaskResourceProfiles are only supported for X."
+        )
+
+    settings = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
+    assert profile_of(settings, refuse) is None
+    assert "no stage-level resources (SparkException: TaskResourceProfiles are only supported" in caplog.text
+    assert profile_of(settings, lambda profile: None) == "profile"  # type: ignore[comparison-overlap]
+    assert profile_of({}, refuse) is None

@@ -1,0 +1,53 @@
+"""Probes that dial each other through addresses in a store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.store import Store
+from spark_elastic.spark import meeting
+from spark_elastic.spark.meeting import Meeting
+from spark_elastic.testing.clock import FakeClock
+
+
+def held(store: Store, number: int) -> list[str | None]:
+    found: list[str | None] = []
+
+    def probe() -> None:
+        found.append(Meeting(store, "meeting", "127.0.0.1").hold(number, SystemClock()))
+
+    threads = [threading.Thread(target=probe) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_those_who_reach_one_another_say_nothing() -> None:
+    store = memory_store()
+    assert held(store, 3) == [None] * 3
+    assert all(name.endswith(".done") for name in store.list("meeting"))
+
+
+def test_one_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    said = held(memory_store(), 2)
+    assert any(address is not None and address.startswith("127.0.0.1:") for address in said)
+
+
+def test_one_that_comes_alone_has_nothing_to_say() -> None:
+    """Its time is over, and one that has gone by then is no fault."""
+    clock = FakeClock()
+    alone = Meeting(memory_store(), "meeting", "127.0.0.1")
+    assert alone.hold(2, clock) is None
+    assert clock.now() >= meeting.MEET_SECONDS

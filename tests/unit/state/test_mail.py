@@ -1,0 +1,102 @@
+"""Letters through a store: order, chunks, strangers, a store that fails, silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.errors import StoreError
+from spark_elastic.state.mail import SPEAK_EVERY, Box, Mail
+from spark_elastic.testing.clock import FakeClock
+
+
+class Pair:
+    """Both sides, whose turns are taken by hand."""
+
+    def __init__(self) -> None:
+        self.store, self.clock = memory_store(), FakeClock()
+        self.heard: dict[str, list[Any]] = {"a": [], "b": []}
+        self.a, self.b = self.side("a", "b", b"key"), self.side("b", "a", b"key")
+
+    def side(self, own: str, other: str, key: bytes) -> Mail:
+        return Mail(Box(self.store, "mail/1", key, own, other), self.heard[own].append, self.clock)
+
+
+def test_what_was_posted_between_two_turns_is_one_object_and_comes_in_order() -> None:
+    pair = Pair()
+    for number in range(3):
+        pair.a.post({"n": number})
+    pair.a.turn()
+    pair.a.post({"n": 3})
+    assert len(pair.store.list("mail/1")) == 1
+    pair.a.turn()
+    pair.b.turn()
+    assert pair.heard["b"] == [{"n": number} for number in range(4)]
+    assert pair.store.list("mail/1") == []
+
+
+def test_letters_without_the_key_are_thrown_away() -> None:
+    pair = Pair()
+    stranger = pair.side("a", "b", b"another key")
+    stranger.post({"cancel": "me"})
+    stranger.turn()
+    pair.a.post({"n": 0})
+    pair.a.turn()  # its first letter takes the place of the stranger's
+    pair.b.turn()
+    assert pair.heard["b"] == [{"n": 0}]
+    again = pair.side("a", "b", b"another key")
+    again._sent = 1
+    again.post({"cancel": "me"})
+    again.turn()
+    pair.b.turn()
+    assert pair.heard["b"] == [{"n": 0}]
+
+
+def test_a_letter_is_bound_to_its_place() -> None:
+    pair = Pair()
+    pair.a.post({"launch": 1})
+    pair.a.turn()
+    first = pair.store.read_bytes("mail/1/b-00000000")
+    pair.b.turn()
+    pair.store.write_bytes("mail/1/b-00000001", first)
+    pair.b.turn()
+    assert pair.heard["b"] == [{"launch": 1}]
+
+
+def test_a_store_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.a.post({"n": 0})
+
+    def fails(*arguments: Any) -> None:
+        raise StoreError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pair.store), "write_bytes", fails)
+        with pytest.raises(StoreError):
+            pair.a.turn()
+    pair.a.post({"n": 1})
+    pair.a.turn()
+    pair.b.turn()
+    assert pair.heard["b"] == [{"n": 0}, {"n": 1}]
+
+
+def test_silence_is_broken_now_and_then() -> None:
+    pair = Pair()
+    pair.a.turn()
+    assert pair.store.list("mail/1") == []
+    pair.clock.advance(SPEAK_EVERY)
+    pair.a.turn()
+    pair.b.turn()
+    assert pair.heard["b"] == []
+    assert pair.b.heard_at == pair.clock.now()
+
+
+def test_an_end_sends_what_waits() -> None:
+    pair = Pair()
+    pair.a.start()
+    pair.a.post({"n": 0})
+    pair.a.close(10)
+    pair.b.turn()
+    assert pair.heard["b"] == [{"n": 0}]

@@ -1,0 +1,63 @@
+"""What a coordinator in a task cannot have, and how its end reaches the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.coordinator import _result, checked
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, WorkerFailed
+from spark_elastic.launch import WorldSpan
+from spark_elastic.observe.report import JobReport
+from spark_elastic.platforms import MOST_IDLE, going_on
+
+
+@pytest.mark.parametrize(
+    "setting", [{"journal": "/tmp/j"}, {"tls_certificate": "c", "tls_key": "k"}, {"handle": object()}]
+)
+def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
+        checked(ElasticConfig(**setting))
+
+
+def test_the_clients_addresses_are_not_the_tasks() -> None:
+    config = checked(ElasticConfig(advertise_address="client", bind_address="0.0.0.0", lease=7.0))
+    assert (config.advertise_address, config.bind_address, config.lease) == (None, None, 7.0)
+
+
+def test_what_fails_there_is_raised_here() -> None:
+    with pytest.raises(WorkerFailed, match="no such luck"):
+        _result({"failed": "WorkerFailed", "text": "no such luck"})
+    with pytest.raises(JobFailed, match="of a later release"):
+        _result({"failed": "Unknown", "text": "of a later release"})
+
+
+def test_results_come_whole() -> None:
+    end = {"results": ["1", "2"], "worlds": [[0.5, 2, "start"]], "report": JobReport(3.0).to_json()}
+    found = _result(end)
+    assert (found.results, found.worlds) == (("1", "2"), (WorldSpan(0.5, 2, "start"),))
+    assert found.report.seconds == 3.0
+
+
+@pytest.mark.parametrize(("losses", "kept"), [(5, True), (MOST_IDLE - 1, False)])
+def test_a_run_goes_on_as_long_as_it_comes_further(losses: int, kept: bool) -> None:
+    tries: list[int] = []
+
+    def attempt() -> str:
+        tries.append(len(tries))
+        if len(tries) <= losses:
+            raise CoordinatorLost("gone")
+        return "done"
+
+    assert going_on(attempt, lambda: len(tries) if kept else 0) == "done"
+    assert len(tries) == losses + 1
+
+
+def test_a_run_that_stands_still_ends() -> None:
+    def attempt() -> None:
+        raise CoordinatorLost("gone")
+
+    with pytest.raises(CoordinatorLost):
+        going_on(attempt, lambda: 0)
