@@ -33,7 +33,8 @@ class OverwritingWriter(MLWriter):
         if has_context(self.sparkSession):
             super()._handleOverwrite(path)
         else:
-            Store.open(path).remove_tree("")
+            folder, _, name = path.rstrip("/").rpartition("/")
+            Store.open(folder or ".").remove_tree(name)
 
 
 def write(spark: SparkSession, path: str, parts: Mapping[str, bytes]) -> None:

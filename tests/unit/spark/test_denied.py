@@ -1,0 +1,59 @@
+"""Where py4j is refused Spark's inner parts, hosts are known by registration, and nothing is reused or counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from py4j.protocol import Py4JError
+
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.spark.executors import ExecutorWatch
+from spark_elastic.spark.fingerprint import _source
+from spark_elastic.spark.preflight import _live_executors
+from spark_elastic.spark.sides import probe_sides
+from spark_elastic.testing.clock import FakeClock
+
+
+class Denied:
+    """Any method of it is refused at its call."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refused(*arguments: Any) -> None:
+            raise Py4JError(f"\nPy4JSecurityException: Method {name}() is not whitelisted")
+
+        return refused
+
+
+def test_discovery_falls_back_to_registration_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "spark_elastic.spark")
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=Denied))
+    watch = ExecutorWatch(context, FakeClock())
+    watch.start(lambda event: None)
+    watch.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "schedulerBackend() is not whitelisted" in said
+    assert said.endswith("hosts are known by their slots' registrations alone")
+
+
+def test_as_many_probes_as_cores_where_executors_are_not_counted() -> None:
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=Denied), defaultParallelism=3)
+    assert _live_executors(context) == 3
+
+
+def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:
+    frame: Any = SimpleNamespace(_jdf=Denied())
+    assert _source(frame) != _source(frame)
+
+
+def test_the_first_write_tells_where_the_jvms_side_cannot_be_asked() -> None:
+    user = SimpleNamespace(UserGroupInformation=Denied())
+    hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
+    session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
+    store = memory_store()
+    probe_sides(session, store)
+    assert store.list("probes") == []
