@@ -224,7 +224,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     from spark_elastic.spark.preflight import admit, facts
     from spark_elastic.spark.settings import warn
     from spark_elastic.spark.shipping import ship
-    from spark_elastic.spark.slot_task import SlotTask
+    from spark_elastic.spark.slot_task import tasks_of
 
     sc = spark.sparkContext
     conf = sc.getConf()
@@ -243,22 +243,9 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         ship(sc)
     shipped = sc.broadcast(cloudpickle.dumps(program))
 
-    def make_task(contact: Contact) -> SlotTask:
-        return SlotTask(
-            contact,
-            shipped,
-            config.worker_port_range,
-            preload,
-            config.collective_timeout,
-            config.driver_timeout,
-            config.cpus_per_worker,
-            room,
-            config.spare_after,
-        )
-
     clock = SystemClock()
     profile = profile_of(settings, sc.emptyRDD().withResources)
-    launcher = SparkLauncher(sc, make_task, clock, profile)
+    launcher = SparkLauncher(sc, tasks_of(shipped, preload, config, room), clock, profile)
     # Kept by the SparkContext, whose jobs they are: the first one to come makes it.
     application = vars(sc).setdefault("_spark_elastic_application", Application())
     try:

@@ -19,7 +19,6 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Application, GatherTurn
-from spark_elastic.driver.ports import Contact
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch import (
     FIRST_ATTEMPT,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_elastic.spark.connect import ConnectLauncher
-    from spark_elastic.spark.slot_task import SlotTask
 
 T = TypeVar("T")
 
@@ -178,25 +176,14 @@ class Connect:
         from spark_elastic.spark.gpu_slots import profile_of
         from spark_elastic.spark.memory import room_of
         from spark_elastic.spark.settings import warn
-        from spark_elastic.spark.slot_task import SlotTask
+        from spark_elastic.spark.slot_task import tasks_of
 
         config, clock = self._config, SystemClock()
         settings = connect.settings_of(self._spark)
         warn(settings, self._spark)
         program, room = connect.carried(self._spark, cloudpickle.dumps(order.program)), room_of(settings)
 
-        def make_task(contact: Contact) -> SlotTask:
-            return SlotTask(
-                contact,
-                program,
-                config.worker_port_range,
-                order.preload,
-                config.collective_timeout,
-                config.driver_timeout,
-                config.cpus_per_worker,
-                room,
-            )
-
+        make_task = tasks_of(program, order.preload, config, room)
         profile = profile_of(settings, lambda profile: profile.id)
         launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
         application = vars(self._spark).setdefault("_spark_elastic_application", Application())

@@ -7,7 +7,7 @@ a task failure at Spark, and the driver alone decides what is launched again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.memory import Room
@@ -91,6 +92,27 @@ class SlotTask:
         to = self.contact
         with RendezvousClient(to.address, to.key, to.attempt, clock, certificate=to.certificate) as client:
             return SlotAgent(plan, client, clock).run()
+
+
+def tasks_of(
+    program: Broadcast[bytes] | Brought, preload: tuple[str, ...], config: ElasticConfig, room: Room
+) -> Callable[[Contact], SlotTask]:
+    """What a launch ships, once the contact is known."""
+
+    def make(contact: Contact) -> SlotTask:
+        return SlotTask(
+            contact,
+            program,
+            config.worker_port_range,
+            preload,
+            config.collective_timeout,
+            config.driver_timeout,
+            config.cpus_per_worker,
+            room,
+            config.spare_after,
+        )
+
+    return make
 
 
 def executor_id(proc: Path = Path("/proc")) -> str:

@@ -15,7 +15,7 @@ from spark_elastic.platforms import MOST_IDLE, going_on
 
 
 @pytest.mark.parametrize(
-    "setting", [{"journal": "/tmp/j"}, {"tls_certificate": "c", "tls_key": "k"}, {"handle": object()}]
+    "setting", [{"journal": "story.jsonl"}, {"tls_certificate": "c", "tls_key": "k"}, {"handle": object()}]
 )
 def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
