@@ -33,7 +33,7 @@ class OverwritingWriter(MLWriter):
         if has_context(self.sparkSession):
             super()._handleOverwrite(path)
         else:
-            folder, _, name = path.rstrip("/").rpartition("/")
+            folder, name = os.path.split(path.rstrip("/"))
             Store.open(folder or ".").remove_tree(name)
 
 

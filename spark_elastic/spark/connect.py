@@ -91,10 +91,11 @@ def driver_host(spark: SparkSession) -> str | None:
 
 def bind_of(spark: SparkSession, config: ElasticConfig) -> Bind:
     """Where the driver listens: on this machine's address on the way to the server, unless the configuration says."""
-    client: Any = getattr(
-        spark, "client", None
-    )  # a session without SparkContext is not always one of Spark Connect
-    server = spark.conf.get(DRIVER_HOST, LOOPBACK) or LOOPBACK if client is None else client.host
+    if hasattr(spark, "_jsparkSession"):  # a classic session, whose SparkContext is denied
+        server = driver_host(spark) or LOOPBACK
+    else:
+        client: Any = spark.client
+        server = client.host
     own = config.advertise_address or address_towards(server, 1)
     return Bind(config.bind_address or own, config.driver_port, own)
 

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from spark_elastic.data.store import Store
+from spark_elastic.spark import connect
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.testing import Blow, ClusterFaults
 from spark_elastic.torch.progress import progress
@@ -121,7 +122,11 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
 
 
 def afar(spark: Any, folder: Path) -> dict[str, Any]:
-    """The same with a client that executors cannot reach, whose coordinator's executor is killed."""
+    """The same with a client that executors cannot reach, whose coordinator's executor is killed.
+
+    Program and model travel as files of the session.
+    """
+    connect.MOST_CARRIED = 0
     df, store = test_estimator.table(spark), Store.open(str(folder / "store"))
     heard = Coordinators(store, "afar")
     logger = logging.getLogger("spark_elastic")
@@ -143,8 +148,9 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
         "told": heard.told,
         "coordinators": len(heard.addresses),
         "exact": test_estimator.close_to(model, test_estimator.plain(df, EPOCHS, test_estimator.mse)),
+        "shown": model.transform(df).where("prediction is not null").count(),
         "began": model.summary.worlds[0].reason,
-        "mail": store.list("mail"),
+        "mail": [found.name for found in store.find() if found.name.startswith("mail")],
     }
 
 

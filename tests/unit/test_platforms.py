@@ -1,0 +1,75 @@
+"""Which platform a session is, and where its driver will be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.driver.handle import JobHandle
+from spark_elastic.errors import InvalidInput, PreflightError
+from spark_elastic.launch import LaunchResult
+from spark_elastic.platforms import Classic, Connect, Order, platform_of
+from spark_elastic.protocol.types import Limits
+from spark_elastic.spark import connect
+
+UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
+
+
+def session() -> Any:
+    return SimpleNamespace(client=SimpleNamespace(host="127.0.0.1"), conf={}, addTag=lambda tag: None)
+
+
+def test_a_session_with_a_context_is_classic() -> None:
+    classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="yarn", defaultParallelism=7))
+    platform = platform_of(classic, ElasticConfig())
+    assert isinstance(platform, Classic)
+    assert (platform.master, platform.workers(None), platform.workers(2)) == ("yarn", 7, 2)
+    assert isinstance(platform_of(session(), ElasticConfig()), Connect)
+
+
+@pytest.mark.parametrize("unreached", [UNREACHED, None])
+def test_the_driver_is_in_a_task_where_the_client_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unreached: str | None
+) -> None:
+    monkeypatch.setattr(connect, "preflight", lambda *arguments: unreached)
+    ways: list[str] = []
+    monkeypatch.setattr("spark_elastic.platforms.supervise", lambda *arguments: ways.append("beside"))
+    monkeypatch.setattr(
+        "spark_elastic.coordinator.Client.follow", lambda self, carry, attempt: ways.append("in a task")
+    )
+    platform = Connect(session(), ElasticConfig())
+    platform.preflight(b"", memory_store(), (), 2, "it")
+    found: LaunchResult | None = platform.launch(Order("program", Limits(1, 1, 1), "job"))
+    assert found is None
+    assert ways == ["beside" if unreached is None else "in a task"]
+    assert ("the coordinator will run in a task: host h cannot reach" in caplog.text) is (
+        unreached is not None
+    )
+
+
+def test_what_a_coordinator_in_a_task_cannot_have_is_said_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
+    platform = Connect(session(), ElasticConfig(handle=JobHandle()))
+    with pytest.raises(InvalidInput, match="handle does not work where executors cannot reach the client"):
+        platform.preflight(b"", memory_store(), (), 2, "it")
+
+
+def test_without_a_store_a_client_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    report: Any = SimpleNamespace(unreached=UNREACHED)
+    monkeypatch.setattr(connect, "_collected", lambda *arguments: [{"answer": b""}])
+    monkeypatch.setattr(connect, "genuine", lambda answer: report)
+    monkeypatch.setattr(connect.pickle, "loads", lambda content: None)
+    monkeypatch.setattr(connect, "judge_all", lambda *arguments, **named: None)
+    spark: Any = session()
+    spark.range = lambda *numbers: SimpleNamespace(mapInArrow=lambda body, schema: None)
+    probing = connect.Probing(b"", None, (), connect.bind_of(spark, ElasticConfig()), "it")
+    with pytest.raises(PreflightError, match=r"open it; or give a store, and the driver runs in a task\."):
+        connect.preflight(spark, probing, 1, 1.0)
