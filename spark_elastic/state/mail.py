@@ -90,10 +90,10 @@ class Mail:
         while self._box.store.exists(name := self._box.name(self._box.own, self._read)):
             letters = self._box.opened(name, self._box.store.read_bytes(name))
             self._read += 1
-            self._box.store.delete(name)
             self.heard_at = self._clock.now()
             for letter in letters:
                 self._hand_over(letter)
+            self._box.store.delete(name)
 
     def _send(self) -> None:
         with self._lock:

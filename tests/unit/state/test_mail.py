@@ -82,6 +82,22 @@ def test_a_store_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert pair.heard["b"] == [{"n": 0}, {"n": 1}]
 
 
+def test_a_letter_that_cannot_be_deleted_is_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.a.post({"n": 0})
+    pair.a.turn()
+
+    def fails(*arguments: Any) -> None:
+        raise StoreError("gone for a moment")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pair.store), "delete", fails)
+        with pytest.raises(StoreError):
+            pair.b.turn()
+    pair.b.turn()
+    assert pair.heard["b"] == [{"n": 0}]
+
+
 def test_silence_is_broken_now_and_then() -> None:
     pair = Pair()
     pair.a.turn()
