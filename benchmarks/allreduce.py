@@ -2,10 +2,10 @@
 
     python benchmarks/allreduce.py --json benchmarks/results/allreduce.json
 
-Processes of one machine; float32, sum: through sockets alone, through shared memory, of arrays that lie in shared
-memory, and of tensors by name as hand-written loops do it, which puts all ranks' requests in one order first. All run
-in the same processes, in turns, round by round, in rotating order; the figure is the median over all rounds of the
-slowest rank's time. Beside the table: what one copy of the array takes while all ranks copy theirs.
+Processes of one machine; float32, sum: through sockets alone, in the clear and inside TLS, through shared memory, of
+arrays that lie in shared memory, and of tensors by name as hand-written loops do it, which puts all ranks' requests in
+one order first. All run in the same processes, in turns, round by round, in rotating order; the figure is the median
+over all rounds of the slowest rank's time. Beside the table: what one copy of the array takes while all copy theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +35,8 @@ SIZES = {"4 B": 4, "4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB
 KEY = b"a benchmark's key"
 
 
-WAYS = ("sockets", "shared memory", "in shared memory", "named", "one copy")  # and torch, the peer
+# And torch, the peer.
+WAYS = ("sockets", "sockets with TLS", "shared memory", "in shared memory", "named", "one copy")
 
 
 def _one_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) -> None:
@@ -48,13 +50,15 @@ def _one_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     with (
         Endpoint(KEY) as one,
+        Endpoint(KEY, encrypted=True) as closed,
         Endpoint(KEY) as other,
         connect(one, rank, size, (1, 1), exchange) as sockets,
+        connect(closed, rank, size, (1, 1), exchange) as secret,
         connect(other, rank, size, (1, 1), exchange, local_ranks=range(size)) as shared,
     ):
         _become(shared)
         for count in SIZES.values():
-            pipe.send(_times(_contenders(sockets, shared, count), shared.barrier, count, rounds))
+            pipe.send(_times(_contenders([sockets, secret], shared, count), shared.barrier, count, rounds))
     dist.destroy_process_group()
 
 
@@ -65,12 +69,12 @@ def _become(group: Group) -> None:
     context.set_current(Current(f"w{group.rank}", World(Fence(*group.fence), members, None, ""), group))
 
 
-def _contenders(sockets: Group, shared: Group, count: int) -> list[Callable[[], object]]:
+def _contenders(sockets: list[Group], shared: Group, count: int) -> list[Callable[[], object]]:
     plain, copy = np.zeros(count // 4, np.float32), np.zeros(count // 4, np.float32)
     placed = shared.buffer(count).view(np.float32)
     tensor, named = torch.from_numpy(np.zeros_like(plain)), torch.from_numpy(np.zeros_like(plain))
     return [
-        lambda: sockets.allreduce(plain),
+        *(partial(group.allreduce, plain) for group in sockets),
         lambda: shared.allreduce(plain),
         lambda: shared.allreduce(placed),
         lambda: hvd.allreduce_(named, name="gradient", op=hvd.Sum),
@@ -113,7 +117,7 @@ def measure(size: int, rounds: int) -> list[Row]:
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        for _ in range(2):
+        for _ in range(3):
             blobs = [pipe.recv() for pipe in pipes]
             for pipe in pipes:
                 pipe.send(blobs)

@@ -44,8 +44,9 @@ int listenOn(const std::string& host, int port) {
 
 }  // namespace
 
-Endpoint::Endpoint(std::string key, const std::string& host, int first, int last, const std::string& advertise)
-    : key_(std::move(key)) {
+Endpoint::Endpoint(std::string key, const std::string& host, int first, int last, const std::string& advertise,
+                   bool encrypted)
+    : key_(std::move(key)), tls_(encrypted ? std::make_shared<const TlsKey>(key_) : nullptr) {
   for (int port = first; port <= last && fd_ < 0; port++) fd_ = listenOn(host, port);
   if (fd_ < 0) {
     const std::string where =
@@ -68,32 +69,27 @@ void Endpoint::dismiss(int event) {
   events_.erase(std::remove(events_.begin(), events_.end(), event), events_.end());
 }
 
-void Endpoint::park(int fd, const Hello& hello) {
+void Endpoint::park(Connection connection, const Hello& hello) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
-  if (closed_ || parked_.size() >= kMostParked) {
-    ::close(fd);
-    return;
-  }
-  parked_.push_back({fd, hello, std::chrono::steady_clock::now()});
+  if (closed_ || parked_.size() >= kMostParked) return;
+  parked_.push_back({std::move(connection), hello, std::chrono::steady_clock::now()});
   const uint64_t one = 1;
   for (const int event : events_) {
     if (write(event, &one, sizeof one) < 0) continue;  // full: it is awake already
   }
 }
 
-std::vector<std::pair<int, Hello>> Endpoint::takeParked(const Fence& fence) {
+std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fence) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
-  std::vector<std::pair<int, Hello>> taken;
+  std::vector<std::pair<Connection, Hello>> taken;
   std::vector<Parked> kept;
   for (auto& parked : parked_) {
     if (parked.hello.fence == fence) {
-      taken.emplace_back(parked.fd, parked.hello);
-    } else if (parked.hello.fence < fence) {
-      ::close(parked.fd);
-    } else {
-      kept.push_back(parked);
+      taken.emplace_back(std::move(parked.connection), parked.hello);
+    } else if (!(parked.hello.fence < fence)) {
+      kept.push_back(std::move(parked));
     }
   }
   parked_ = std::move(kept);
@@ -102,11 +98,7 @@ std::vector<std::pair<int, Hello>> Endpoint::takeParked(const Fence& fence) {
 
 void Endpoint::leave(Incoming incoming) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || unproven_.size() >= kMostParked) {
-    ::close(incoming.fd);
-  } else {
-    unproven_.push_back(std::move(incoming));
-  }
+  if (!closed_ && unproven_.size() < kMostParked) unproven_.push_back(std::move(incoming));
 }
 
 std::vector<Incoming> Endpoint::takeUnproven() {
@@ -117,8 +109,6 @@ std::vector<Incoming> Endpoint::takeUnproven() {
 void Endpoint::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   closed_ = true;
-  for (auto& parked : parked_) ::close(parked.fd);
-  for (auto& incoming : unproven_) ::close(incoming.fd);
   parked_.clear();
   unproven_.clear();
   if (fd_ >= 0) ::close(fd_);
@@ -129,11 +119,7 @@ void Endpoint::dropExpired() {
   const auto now = std::chrono::steady_clock::now();
   std::vector<Parked> kept;
   for (auto& parked : parked_) {
-    if (now - parked.since > kParkedFor) {
-      ::close(parked.fd);
-    } else {
-      kept.push_back(parked);
-    }
+    if (now - parked.since <= kParkedFor) kept.push_back(std::move(parked));
   }
   parked_ = std::move(kept);
 }

@@ -225,8 +225,10 @@ void Mesh::acceptAll() {
       ::close(fd);
       continue;
     }
+    Connection connection(fd);
+    connection.secure(endpoint_->tls(), false);
     watch(fd, EPOLLIN, true);
-    incoming_.emplace(fd, Incoming{fd, {}, {}, false, {}, Clock::now() + kHandshakeWithin});
+    incoming_.emplace(fd, Incoming{std::move(connection), {}, {}, false, {}, Clock::now() + kHandshakeWithin});
   }
 }
 
@@ -242,65 +244,70 @@ void Mesh::acceptAgain() {
   watch(endpoint_->fd(), EPOLLIN, true);
 }
 
-// Reads what the stage of the handshake needs; a stranger that says anything else loses its connection, nothing more.
+// Deals with what a newcomer said; a stranger that says anything else than a handshake loses its connection, no more.
 void Mesh::proceed(Incoming& incoming) {
+  while (hear(incoming)) {
+  }
+}
+
+// One stage of a handshake. False: more has to come first, or `incoming` is gone.
+bool Mesh::hear(Incoming& incoming) {
   const size_t need = incoming.challenged ? sizeof(Proof) : sizeof(Hello);
   char bytes[sizeof(Hello)];
-  const ssize_t got = recv(incoming.fd, bytes, need - incoming.got.size(), MSG_DONTWAIT);
-  if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return forget(incoming.fd, true);
-  if (got < 0) return;
+  const ssize_t got = incoming.connection.recv(bytes, need - incoming.got.size());
+  if (got < 0 && errno == EAGAIN) return false;
+  if (got <= 0) return forget(incoming.connection.fd()), false;
   incoming.got.insert(incoming.got.end(), bytes, bytes + got);
-  if (incoming.got.size() < need) return;
-  if (incoming.challenged) return adopt(incoming);
+  if (incoming.got.size() < need) return true;
+  if (incoming.challenged) return adopt(incoming), false;
   std::memcpy(&incoming.hello, incoming.got.data(), sizeof(Hello));
   incoming.got.clear();
   const Hello& hello = incoming.hello;
-  if (hello.magic != kMagic || hello.fence < fence_) return forget(incoming.fd, true);
-  greet(incoming);
+  if (hello.magic == kMagic && !(hello.fence < fence_) && greet(incoming)) return true;
+  return forget(incoming.connection.fd()), false;
 }
 
-void Mesh::greet(Incoming& incoming) {
-  const Hello& hello = incoming.hello;
+bool Mesh::greet(Incoming& incoming) {
   incoming.nonce = freshNonce();
   incoming.challenged = true;
-  const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", hello, incoming.nonce)};
-  if (send(incoming.fd, &challenge, sizeof challenge, MSG_NOSIGNAL) != sizeof challenge) forget(incoming.fd, true);
+  const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", incoming.hello, incoming.nonce)};
+  return incoming.connection.say(&challenge, sizeof challenge);
 }
 
 void Mesh::adopt(Incoming& incoming) {
   Proof proof;
   std::memcpy(&proof, incoming.got.data(), sizeof proof);
-  const int fd = incoming.fd;
   const Hello hello = incoming.hello;
   const Digest expected = macOf(endpoint_->key(), "dial", hello, incoming.nonce);
-  if (!equalInConstantTime(proof.mac, expected)) return forget(fd, true);
-  forget(fd, false);
-  if (!(fence_ == hello.fence)) return endpoint_->park(fd, hello);
-  adoptProven(fd, hello);
+  const bool proven = equalInConstantTime(proof.mac, expected);
+  unwatch(incoming.connection.fd());
+  const int fd = incoming.connection.fd();
+  Connection connection = std::move(incoming.connection);
+  incoming_.erase(fd);
+  if (!proven) return;
+  if (!(fence_ == hello.fence)) return endpoint_->park(std::move(connection), hello);
+  adoptProven(std::move(connection), hello);
 }
 
-void Mesh::adoptProven(int fd, const Hello& hello) {
+void Mesh::adoptProven(Connection connection, const Hello& hello) {
   const bool expected = hello.to == static_cast<uint32_t>(rank) && hello.from < static_cast<uint32_t>(rank);
-  if (!expected || pair(static_cast<int>(hello.from)).opened()) {
-    ::close(fd);
-  } else {
-    pair(static_cast<int>(hello.from)).accept(fd);
-  }
+  if (!expected || pair(static_cast<int>(hello.from)).opened()) return;
+  pair(static_cast<int>(hello.from)).accept(std::move(connection));
 }
 
 // What meshes before this one accepted and could not use.
 void Mesh::adoptLeftOver() {
-  for (const auto& [fd, hello] : endpoint_->takeParked(fence_)) adoptProven(fd, hello);
+  for (auto& [connection, hello] : endpoint_->takeParked(fence_)) adoptProven(std::move(connection), hello);
   for (auto& incoming : endpoint_->takeUnproven()) {
-    watch(incoming.fd, EPOLLIN, true);
-    incoming_.emplace(incoming.fd, std::move(incoming));
+    const int fd = incoming.connection.fd();
+    watch(fd, EPOLLIN, true);
+    incoming_.emplace(fd, std::move(incoming));
   }
 }
 
-void Mesh::forget(int fd, bool close) {
-  incoming_.erase(fd);
+void Mesh::forget(int fd) {
   unwatch(fd);
-  if (close) ::close(fd);
+  incoming_.erase(fd);
 }
 
 void Mesh::dropExpired() {
@@ -308,7 +315,7 @@ void Mesh::dropExpired() {
   for (auto& [fd, incoming] : incoming_) {
     if (incoming.until < Clock::now()) expired.push_back(fd);
   }
-  for (int fd : expired) forget(fd, true);
+  for (int fd : expired) forget(fd);
 }
 
 void Mesh::watch(int fd, uint32_t events, bool add) {

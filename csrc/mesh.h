@@ -83,11 +83,12 @@ class Mesh : public gloo::transport::Context {
   void restFromAccepting();
   void acceptAgain();
   void proceed(Incoming& incoming);
-  void greet(Incoming& incoming);
+  bool hear(Incoming& incoming);
+  bool greet(Incoming& incoming);
   void adopt(Incoming& incoming);
-  void adoptProven(int fd, const Hello& hello);
+  void adoptProven(Connection connection, const Hello& hello);
   void adoptLeftOver();
-  void forget(int fd, bool close);
+  void forget(int fd);
   void dropExpired();
   void watch(int fd, uint32_t events, bool add);
   void unwatch(int fd);

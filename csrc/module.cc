@@ -122,9 +122,8 @@ PYBIND11_MODULE(_engine, module) {
 
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(module, "Endpoint")
       .def(py::init(
-          [](const py::bytes& key, const std::string& host, int first, int last, const std::string& advertise) {
-            return std::make_shared<Endpoint>(key, host, first, last, advertise);
-          }))
+          [](const py::bytes& key, const std::string& host, int first, int last, const std::string& advertise,
+             bool encrypted) { return std::make_shared<Endpoint>(key, host, first, last, advertise, encrypted); }))
       .def_property_readonly("address", &Endpoint::address)
       .def("close", &Endpoint::close);
 

@@ -5,7 +5,6 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/epoll.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -84,28 +83,29 @@ void Pair::open() {
   }
   if (state_ != State::kIdle || mesh_.rank > peer_) return;  // the lower rank dials, the higher accepts
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  fd_ = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd_ < 0) {
+  connection_ = Connection(socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!connection_.open()) {
     // Our own trouble: nothing is known against the peer.
     return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.me() + ": no socket: " + strerror(errno));
   }
-  mesh_.byFd_[fd_] = this;
+  mesh_.byFd_[connection_.fd()] = this;
   state_ = State::kDialing;
-  mesh_.watch(fd_, armed_ = EPOLLOUT, true);
-  const bool refused = ::connect(fd_, to.get(), to.length) != 0 && errno != EINPROGRESS;
+  mesh_.watch(connection_.fd(), armed_ = EPOLLOUT, true);
+  const bool refused = ::connect(connection_.fd(), to.get(), to.length) != 0 && errno != EINPROGRESS;
   if (refused) fail(std::string("connect: ") + strerror(errno));
 }
 
-void Pair::accept(int fd) {
-  fd_ = fd;
-  mesh_.byFd_[fd_] = this;
-  mesh_.watch(fd_, armed_ = EPOLLIN, true);
+void Pair::accept(Connection connection) {
+  connection_ = std::move(connection);
+  mesh_.byFd_[connection_.fd()] = this;
+  mesh_.watch(connection_.fd(), armed_ = EPOLLIN, true);
   up();
+  if (connection_.holds()) read();  // what came with the end of the handshake
 }
 
 void Pair::up() {
   const int one = 1;
-  setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  setsockopt(connection_.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   state_ = State::kUp;
   have_ = 0;
   heard_ = Mesh::Clock::now();
@@ -116,12 +116,13 @@ void Pair::onEvents(uint32_t events) {
   if (state_ == State::kDialing) {
     int error = 0;
     socklen_t length = sizeof error;
-    getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &length);
+    getsockopt(connection_.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) return fail(std::string("connect: ") + strerror(error));
+    connection_.secure(mesh_.endpoint_->tls(), true);
     hello_ = Hello{kMagic, mesh_.fence_, static_cast<uint32_t>(mesh_.rank), static_cast<uint32_t>(peer_), freshNonce()};
-    if (::send(fd_, &hello_, sizeof hello_, MSG_NOSIGNAL) != sizeof hello_) return fail("no room for a handshake");
+    if (!connection_.say(&hello_, sizeof hello_)) return fail("no room for a handshake");
     state_ = State::kProving;
-    mesh_.watch(fd_, armed_ = EPOLLIN, false);
+    mesh_.watch(connection_.fd(), armed_ = EPOLLIN, false);
     return;
   }
   if (state_ == State::kProving) return prove();
@@ -135,7 +136,7 @@ void Pair::prove() {
   const Digest expected = macOf(mesh_.endpoint_->key(), "accept", hello_, challenge_.nonce);
   if (!equalInConstantTime(challenge_.mac, expected)) return fail("it does not hold the job's key");
   const Proof proof{macOf(mesh_.endpoint_->key(), "dial", hello_, challenge_.nonce)};
-  if (::send(fd_, &proof, sizeof proof, MSG_NOSIGNAL) != sizeof proof) return fail("no room for a handshake");
+  if (!connection_.say(&proof, sizeof proof)) return fail("no room for a handshake");
   up();
 }
 
@@ -148,28 +149,26 @@ void Pair::flush() {
   arm();
 }
 
-// Hands the kernel what it takes of the first frame; false with errno when it takes nothing.
+// Hands the kernel what it takes of the first frame; false with errno when it takes nothing. A frame is sent once the
+// kernel has all of it: nobody need turn the event loop for what is under way.
 bool Pair::sendFront() {
   Send& next = sends_.front();
-  iovec parts[2];
-  size_t count = 0;
-  if (next.done < sizeof(FrameHeader)) {
-    parts[count++] = {reinterpret_cast<char*>(&next.header) + next.done, sizeof(FrameHeader) - next.done};
-    if (next.header.size > 0) parts[count++] = {const_cast<char*>(next.data), next.header.size};
-  } else {
-    const size_t sent = next.done - sizeof(FrameHeader);
-    parts[count++] = {const_cast<char*>(next.data) + sent, next.header.size - sent};
+  const size_t whole = sizeof(FrameHeader) + next.header.size;
+  if (next.done < whole) {
+    iovec parts[2];
+    size_t count = 0;
+    if (next.done < sizeof(FrameHeader)) {
+      parts[count++] = {reinterpret_cast<char*>(&next.header) + next.done, sizeof(FrameHeader) - next.done};
+      if (next.header.size > 0) parts[count++] = {const_cast<char*>(next.data), next.header.size};
+    } else {
+      parts[count++] = {const_cast<char*>(next.data) + (next.done - sizeof(FrameHeader)), whole - next.done};
+    }
+    const ssize_t sent = connection_.send(parts, count);
+    if (sent < 0) return false;
+    next.done += static_cast<size_t>(sent);
+    if (next.done < whole) return true;
   }
-  msghdr message{};
-  message.msg_iov = parts;
-  message.msg_iovlen = count;
-  ssize_t sent;
-  do {
-    sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return false;
-  next.done += static_cast<size_t>(sent);
-  if (next.done < sizeof(FrameHeader) + next.header.size) return true;
+  if (!connection_.flush()) return false;
   if (next.buffer != nullptr) {
     next.buffer->sent_.push_back(peer_);
     next.buffer->pending_--;
@@ -205,15 +204,15 @@ void Pair::sayGoodbye(const Failure& failure, Mesh::Clock::time_point until) {
     while (!sends_.empty()) {
       if (sendFront()) continue;
       const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Mesh::Clock::now());
-      pollfd writable{fd_, POLLOUT, 0};
+      pollfd writable{connection_.fd(), POLLOUT, 0};
       if (errno != EAGAIN || left.count() <= 0 || ::poll(&writable, 1, static_cast<int>(left.count())) == 0) break;
     }
     sends_.clear();
   }
-  if (fd_ >= 0) {
-    mesh_.unwatch(fd_);
+  if (connection_.open()) {
+    mesh_.unwatch(connection_.fd());
     // Not SHUT_RD: what the peer still sends would reset the connection, and our words with it.
-    ::shutdown(fd_, SHUT_WR);
+    ::shutdown(connection_.fd(), SHUT_WR);
   }
   if (why_.empty()) why_ = failure.what();
   state_ = State::kClosed;
@@ -262,12 +261,11 @@ void Pair::sought(int error) {
 void Pair::shut() {
   if (seeking_ >= 0) ::close(seeking_);
   seeking_ = -1;
-  if (fd_ >= 0) {
-    mesh_.unwatch(fd_);
-    mesh_.byFd_.erase(fd_);
-    ::close(fd_);
+  if (connection_.open()) {
+    mesh_.unwatch(connection_.fd());
+    mesh_.byFd_.erase(connection_.fd());
+    connection_.close();
   }
-  fd_ = -1;
   armed_ = 0;
   state_ = State::kClosed;
 }
@@ -275,15 +273,15 @@ void Pair::shut() {
 // Of a paused pair only the peer's end is of interest, which may have left a goodbye behind the frame that waits; and
 // not even that where the frame is too large to look behind: it would wake the leader without end.
 void Pair::arm() {
-  if (fd_ < 0 || state_ != State::kUp) return;
+  if (!connection_.open() || state_ != State::kUp) return;
   uint32_t wanted = sends_.empty() ? 0u : uint32_t{EPOLLOUT};
   if (!paused_) wanted |= EPOLLIN;
   if (paused_ && fitsAside()) wanted |= EPOLLRDHUP;
   if (wanted == armed_) return;
   if (wanted == 0) {
-    mesh_.unwatch(fd_);
+    mesh_.unwatch(connection_.fd());
   } else {
-    mesh_.watch(fd_, wanted, armed_ == 0);
+    mesh_.watch(connection_.fd(), wanted, armed_ == 0);
   }
   armed_ = wanted;
 }

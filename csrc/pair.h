@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "connection.h"
 #include "mesh.h"
 
 namespace elastic {
@@ -41,10 +42,10 @@ class Pair : public gloo::transport::Pair {
   void recv(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t nbytes) override;
 
   // What the mesh calls, with its mutex held.
-  bool opened() const { return fd_ >= 0 || state_ == State::kClosed; }
+  bool opened() const { return connection_.open() || state_ == State::kClosed; }
   bool busy() const { return posted_ > 0 || !sends_.empty() || inBody_; }
   bool silentSince(Mesh::Clock::time_point when) const { return heard_ < when; }
-  void accept(int fd);
+  void accept(Connection connection);
   void onEvents(uint32_t events);
   void lookBehind();
   void sayHere();
@@ -95,7 +96,7 @@ class Pair : public gloo::transport::Pair {
 
   Mesh& mesh_;
   const int peer_;
-  int fd_ = -1;
+  Connection connection_;
   State state_ = State::kIdle;
   uint32_t armed_ = 0;
   std::string why_;  // it is closed

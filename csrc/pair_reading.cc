@@ -1,6 +1,4 @@
 // The reading half of a pair: where the bodies of frames go, and what is done with frames that nobody asked for yet.
-#include <sys/socket.h>
-
 #include <cerrno>
 #include <cstring>
 
@@ -44,11 +42,14 @@ void Pair::read() {
 // True once all `size` bytes are there.
 bool Pair::readInto(char* data, size_t& have, size_t size) {
   while (have < size) {
-    const ssize_t got = ::recv(fd_, data + have, size - have, MSG_DONTWAIT);
-    if (got < 0 && errno == EINTR) continue;
+    const ssize_t got = connection_.recv(data + have, size - have);
     if (got < 0 && errno == EAGAIN) return false;
     if (got <= 0) {
-      fail(got == 0 ? "closed by peer" : strerror(errno));
+      const bool cipher = got < 0 && errno == EPROTO;
+      fail(got == 0  ? "closed by peer"
+           : !cipher ? strerror(errno)
+                     : state_ == State::kUp ? "what it sent was changed on the way, or was not its own"
+                                            : "it does not hold the job's key, by TLS");
       return false;
     }
     have += static_cast<size_t>(got);

@@ -22,7 +22,8 @@ class ElasticConfig:
     driver_port: port of the rendezvous server, 0 for any free one.
     advertise_address: host name or address that executors dial; default `spark.driver.host`.
     bind_address: what the server binds; default `spark.driver.bindAddress`.
-    tls: the server speaks TLS; None: where `spark.ssl.enabled` is set, or a certificate is given. See docs/security.md.
+    tls: the server and the mesh speak TLS; None: where `spark.ssl.enabled` is set, or a certificate is given. See
+        docs/security.md.
     tls_certificate, tls_key: files in PEM; None: made for the job. Workers take this one certificate and no other.
     worker_port_range: ports (first, last) that workers may listen on for each other; None for any free one.
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.

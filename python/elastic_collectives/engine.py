@@ -53,10 +53,12 @@ class Endpoint(Closing):
     """The one listening socket of a process, for all its groups.
 
     key: the job's secret; only its holders may connect. host: what to bind. port_range: ports to choose from, both
-    ends included; None: any. advertise: the host name or address that peers dial, default `host`.
+    ends included; None: any. advertise: the host name or address that peers dial, default `host`. encrypted: what goes
+    to peers goes inside TLS 1.3, by the key; all ranks alike. It takes the system's OpenSSL.
 
     Raises:
-        ValueError: an argument makes no sense. RuntimeError: nothing of `port_range` is free on `host`.
+        ValueError: an argument makes no sense. RuntimeError: nothing of `port_range` is free on `host`, or there is no
+            OpenSSL to encrypt with.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Endpoint(Closing):
         host: str = "127.0.0.1",
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
+        encrypted: bool = False,
     ) -> None:
         if not key:
             raise ValueError("key must not be empty: it is what keeps strangers out.")
@@ -75,7 +78,9 @@ class Endpoint(Closing):
         first, last = port_range or (0, 0)
         if port_range is not None and not 0 < first <= last <= 65535:
             raise ValueError(f"port_range must be (first, last) within 1 and 65535; got {port_range}.")
-        self.native = _engine.Endpoint(key, host, first, last, advertise or "")
+        if encrypted:
+            import ssl  # noqa: F401  # so that Python's own OpenSSL, where it is a library of its own, is the one found
+        self.native = _engine.Endpoint(key, host, first, last, advertise or "", encrypted)
 
     @property
     def address(self) -> str:

@@ -134,7 +134,9 @@ def _print_log(level: str | None) -> None:
 
 def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, sampler: Sampler) -> int:
     clock = SystemClock()
-    with Endpoint(bytes.fromhex(header.key), host=header.bind, port_range=header.port_range) as endpoint:
+    encrypted = header.certificate is not None
+    key = bytes.fromhex(header.key)
+    with Endpoint(key, host=header.bind, port_range=header.port_range, encrypted=encrypted) as endpoint:
         loop = WorkerLoop(me, program, driver, endpoint, clock, header.collective_timeout)
         loop.watched, loop.waiting = sampler.watched, sampler.waiting
         control = Control(me, loop, driver, clock, header.driver_timeout)

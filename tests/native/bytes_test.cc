@@ -110,32 +110,29 @@ TEST(bytes, an_endpoint_gives_parked_connections_to_their_world_alone) {
   mine.fence = {1, 2};
   newer.fence = {2, 1};
   const int old = descriptor(), own = descriptor(), next = descriptor();
-  endpoint.park(old, older);
-  endpoint.park(own, mine);
-  endpoint.park(next, newer);
+  endpoint.park(Connection(old), older);
+  endpoint.park(Connection(own), mine);
+  endpoint.park(Connection(next), newer);
   const auto taken = endpoint.takeParked({1, 2});
-  CHECK(taken.size() == 1 && taken[0].first == own);
+  CHECK(taken.size() == 1 && taken[0].first.fd() == own);
   CHECK(!isOpen(old) && isOpen(own) && isOpen(next));
-  close(own);
   Hello other = newer;
   other.fence.channel = 3;
   const int beside = descriptor();
-  endpoint.park(beside, other);
+  endpoint.park(Connection(beside), other);
   CHECK(endpoint.takeParked({2, 1, 4}).empty() && isOpen(next) && isOpen(beside));
   CHECK(endpoint.takeParked({2, 1, 3}).size() == 1);
-  close(beside);
+  CHECK(!isOpen(beside));
   endpoint.close();
   CHECK(!isOpen(next));
   const int late = descriptor();
-  endpoint.park(late, newer);
+  endpoint.park(Connection(late), newer);
   CHECK(!isOpen(late));
 }
 
 TEST(bytes, an_endpoint_parks_no_more_than_it_can_hold) {
   Endpoint endpoint("key", "127.0.0.1", 0, 0, "");
   Hello hello;
-  for (int i = 0; i < 300; i++) endpoint.park(descriptor(), hello);
-  const auto taken = endpoint.takeParked({0, 0});
-  CHECK(taken.size() == 256);
-  for (const auto& [fd, parked] : taken) close(fd);
+  for (int i = 0; i < 300; i++) endpoint.park(Connection(descriptor()), hello);
+  CHECK(endpoint.takeParked({0, 0}).size() == 256);
 }

@@ -11,10 +11,11 @@
 
 struct Ranks {
   // hosts[r]: the host that rank r takes itself to be on; empty: sockets alone.
-  explicit Ranks(int size, uint64_t generation = 1, int timeout = 20000, std::vector<int> hosts = {})
+  explicit Ranks(int size, uint64_t generation = 1, int timeout = 20000, std::vector<int> hosts = {},
+                 bool encrypted = false)
       : hosts(std::move(hosts)) {
     for (int r = 0; r < size; r++) {
-      endpoints.push_back(std::make_shared<elastic::Endpoint>("key", "127.0.0.1", 0, 0, ""));
+      endpoints.push_back(std::make_shared<elastic::Endpoint>("key", "127.0.0.1", 0, 0, "", encrypted));
     }
     build(generation, timeout);
   }
