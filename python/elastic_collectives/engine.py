@@ -81,6 +81,7 @@ class Endpoint(Closing):
         if encrypted:
             import ssl  # noqa: F401  # so that Python's own OpenSSL, where it is a library of its own, is the one found
         self.native = _engine.Endpoint(key, host, first, last, advertise or "", encrypted)
+        self.encrypted = encrypted
 
     @property
     def address(self) -> str:

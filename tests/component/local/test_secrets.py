@@ -40,11 +40,13 @@ def train(looked: str) -> None:
 
     from spark_elastic.state.elastic_loop import elastic
     from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.worker.context import current
     from spark_elastic.worker.seat import seat_of_process
 
     assert len(os.environ["TOKEN"]) == 17, "the worker has it"
 
     def loop(state: Any) -> None:
+        assert current().group._origin.endpoint.encrypted, "the mesh is inside TLS as well"
         while state.step < 10:
             state.step += 1
             state.commit()
