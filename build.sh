@@ -320,8 +320,10 @@ skipped = [package["name"] for package in found if "skip_reason" in package]
 for package in found:
     for flaw in package.get("vulns", ()):
         print(package["name"], package["version"], flaw["id"], "mended in", ", ".join(flaw["fix_versions"]) or "no version")
-print(f"{len(found) - len(skipped)} packages were audited; not known to the list: {', '.join(skipped) or 'none'}")
-sys.exit(len(skipped) == len(found) or any(package.get("vulns") for package in found))
+if len(skipped) == len(found):
+    sys.exit("PyPI answered for no package (a mirror, or a network that refuses), so nothing was audited.")
+print(f"{len(found) - len(skipped)} packages were audited; PyPI does not know: {', '.join(skipped) or 'none'}")
+sys.exit(any(package.get("vulns") for package in found))
 PY
 }
 
