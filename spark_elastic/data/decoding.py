@@ -121,7 +121,7 @@ def _numbers(values: Any) -> Array:
 
 def _elements(values: Any, length: int) -> Any:
     """Of all rows, one after the other; Arrow's own `flatten` imports a module that takes its time."""
-    first = values.offset * length if types.is_fixed_size_list(values.type) else values.offsets[0].as_py()
+    first = values.offset * length if types.is_fixed_size_list(values.type) else _numbers(values.offsets)[0]
     return values.values.slice(first, len(values) * length)
 
 

@@ -80,10 +80,12 @@ class Share:
 
 def together(groups: Int64s) -> list[tuple[int, Int64s]]:
     """Each row group that is named, with the places where it is, in ascending order."""
-    by_group = np.argsort(groups, kind="stable")
-    ordered = groups[by_group]
-    if not len(ordered):
+    if not len(groups):
         return []
+    # Numpy sorts numbers of 16 bits in linear time, and wider ones by comparing them.
+    short = int(groups.max()) < 1 << 16
+    by_group = np.argsort(groups.astype(np.uint16) if short else groups, kind="stable")
+    ordered = groups[by_group]
     cuts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
     return [(int(ordered[a]), by_group[a:b]) for a, b in pairwise(cuts)]
 

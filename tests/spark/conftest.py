@@ -124,6 +124,8 @@ def spark_cluster(
         for name, value in cluster_environment(cluster.scratch).items():
             patch.setenv(name, value)
         patch.delenv("SPARK_HOME", raising=False)
+        # Executors die here, and their spares with them.
+        patch.delenv("SPARK_ELASTIC_SPARE_AFTER", raising=False)
         cluster.start_workers(HOSTS)
         session_owned.processes.update(cluster.pids)
         yield cluster
