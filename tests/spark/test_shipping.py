@@ -96,7 +96,8 @@ def test_a_fit_and_its_predictions_where_only_the_driver_has_the_package(
 
 def fit_and_transform(spark: SparkSession, store: Path, **settings: Any) -> None:
     """The fit's workers and the executors that predict find what they need."""
-    cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
+    for module in (__name__, Net.__module__):  # executors have no tests folder
+        cloudpickle.register_pickle_by_value(sys.modules[module])
     df = table(spark)
     fitted = estimator(store, epochs=2, num_workers=2, batch_size=ROWS // 2, **settings).fit(df)
     assert close_to(fitted, plain(df, 2, mse))
