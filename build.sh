@@ -191,35 +191,39 @@ verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faul
 
 verb_notebooks() { run_tests -m "" tests/spark/test_notebooks.py "$@"; } # the notebooks of examples/, each on a Spark of its own
 
-verb_petastorm() { # the reader petastorm, in an environment of its own with old versions of pyarrow and numpy
-    local own=$PWD/build/petastorm
-    mkdir -p build
-    if [ ! -e "$own/.ready" ]; then
-        say "setting up build/petastorm (a few minutes, once)"
-        "$(find_python)" -m venv --clear "$own"
-        "$own/bin/python" -m pip install -qq --disable-pip-version-check "$TORCH"
-        # petastorm wants an older setuptools than torch says it does; both work with it.
-        "$own/bin/python" -m pip install -qq --disable-pip-version-check "petastorm>=0.13,<0.14" "pyarrow>=14,<15" \
-            "numpy>=1.26,<2" "setuptools<70" "pyspark>=3.5,<3.6" "pandas>=2,<3" fsspec cloudpickle starlette uvicorn \
-            httpx click pytest pytest-timeout psutil hypothesis
-        touch "$own/.ready"
+# build/NAME, an environment beside .venv: own_venv NAME PYTHON 'packages' ['further packages' ...]
+own_venv() {
+    local own=$PWD/build/$1 python=$2 group
+    shift 2
+    if [ "$(cat "$own/.ready" 2>/dev/null)" != "$*" ]; then
+        say "setting up $own (a few minutes, once)"
+        "$python" -m venv --clear "$own"
+        for group in "$@"; do
+            (set -f && "$own/bin/python" -m pip install -qq --disable-pip-version-check $group)
+        done
+        echo "$*" >"$own/.ready"
     fi
-    "$own/bin/python" -m pytest -m petastorm tests/component/data "$@"
+}
+
+verb_petastorm() { # the reader petastorm on Spark 3.5, in an environment of its own with old versions of pyarrow and numpy
+    setup
+    # petastorm wants an older setuptools than torch says it does; both work with it.
+    own_venv petastorm "$(find_python)" "$TORCH" "petastorm>=0.13,<0.14 pyarrow>=14,<15 numpy>=1.26,<2 setuptools<70 \
+        pyspark>=3.5,<3.6 pandas>=2,<3 fsspec cloudpickle starlette uvicorn httpx click pytest pytest-timeout psutil hypothesis"
+    build/petastorm/bin/python -m pytest -m petastorm tests/component/data tests/component/torch/test_column_kinds.py \
+        tests/spark/test_readers.py "$@"
+}
+
+verb_s3() { # stores on a real S3 API (moto's server), in an environment of its own
+    own_venv s3 "$(find_python)" "s3fs moto[server] pyarrow>=14 numpy>=1.26 cloudpickle pytest pytest-timeout psutil hypothesis"
+    build/s3/bin/python -m pytest tests/component/data/test_s3.py "$@"
 }
 
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
     local own=$PWD/build/pygloo python=${PYTHON310:-python3.10}
-    setup_venv
-    system_package g++ command -v c++
-    system_package libgloo-dev has_gloo
-    if [ ! -e "$own/.ready" ]; then
-        "$python" -c '' 2>/dev/null || fail "no Python 3.10 was found: install it, or set PYTHON310 to it."
-        say "setting up build/pygloo"
-        "$python" -m venv --clear "$own"
-        "$own/bin/python" -m pip install -qq --disable-pip-version-check "pygloo>=0.2,<0.3" "numpy>=1.26,<3" pybind11 pytest \
-            pytest-timeout psutil hypothesis
-        touch "$own/.ready"
-    fi
+    setup
+    "$python" -c '' 2>/dev/null || fail "no Python 3.10 was found: install it, or set PYTHON310 to it."
+    own_venv pygloo "$python" "pygloo>=0.2,<0.3 numpy>=1.26,<3 pybind11 pytest pytest-timeout psutil hypothesis"
     cmake -S . -B "$own/native" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$own/bin/python" \
         -Dpybind11_DIR="$("$own/bin/python" -m pybind11 --cmakedir)" >/dev/null
     cmake --build "$own/native" -j "$(nproc)"

@@ -68,7 +68,7 @@ class PetastormReader:
             constants = partition_values(name)
             rows = entry.of or entry.rows
             every = {column.name: _array(found, column, rows, constants) for column in self.columns}
-        except StoreError:
+        except (StoreError, InvalidInput):
             raise
         except Exception as error:  # petastorm's own, pyarrow's, pandas': whatever reading raises
             reason = f"{type(error).__name__}: {error}"
@@ -98,6 +98,11 @@ class PetastormReader:
 
 
 def _array(found: dict[str, Any], column: Column, rows: int, constants: dict[str, str]) -> Any:
+    if column.name not in found and column.name not in constants:
+        raise InvalidInput(
+            f"petastorm leaves out column {column.name!r}, as it does structs such as Spark's vectors: use the reader "
+            "'arrow', or a column of arrays."
+        )
     values = found[column.name] if column.name in found else np.full(rows, constants[column.name])
     array = np.asarray(values).astype(column.dtype, copy=False)
     if array.shape != (rows, *column.shape):

@@ -1,8 +1,10 @@
-"""P1 and P2 under a kill on files that somebody else wrote: every kind of column at once, in a model of five inputs."""
+"""P1, P2 and P7 under kills on files that somebody else wrote: all kinds of columns, in a model of five inputs."""
 
 from __future__ import annotations
 
-import copy
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,17 @@ from spark_elastic.data.arrow_reader import ArrowReader
 from spark_elastic.data.foreign import describe
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.readers import open_reader
 from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch.train_spec import Brought
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.training.spec import TrainSpec
 from tests.component.torch.job import (
+    RUN,
     Follower,
     Job,
     Paced,
@@ -31,6 +38,7 @@ from tests.component.torch.job import (
     ledger_of,
     train_elastic,
 )
+from tests.component.torch.test_resume import by_attempt
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -50,8 +58,11 @@ READERS = [
 ]
 
 
-def write(path: Path) -> None:
-    """Dense and sparse vectors in turns, arrays, whole numbers, pictures as bytes, days; small and large row groups."""
+def write(path: Path, reader: str) -> None:
+    """Vectors, arrays, whole numbers, pictures as bytes, days; small and large row groups.
+
+    Vectors are dense and sparse in turns, structs as Spark's; for petastorm, which leaves structs out, they are arrays.
+    """
     rng = np.random.default_rng(3)
     vectors = [
         {"type": 1, "size": None, "indices": None, "values": rng.normal(size=4).tolist()}
@@ -69,7 +80,9 @@ def write(path: Path) -> None:
     )
     table = pa.table(
         {
-            "v": pa.array(vectors, kind),
+            "v": pa.array(vectors, kind)
+            if reader == "arrow"
+            else pa.array([dense(each) for each in vectors], pa.list_(pa.float64())),
             "a": pa.array(rng.normal(size=(ROWS, 3)).tolist(), pa.list_(pa.float64())),
             "n": pa.array(rng.integers(0, 7, ROWS), pa.int16()),
             "image": pa.array([rng.bytes(5) for _ in range(ROWS)], pa.binary()),
@@ -80,6 +93,15 @@ def write(path: Path) -> None:
     )
     pq.write_table(table.slice(0, 40), path / "small.parquet", row_group_size=7)
     pq.write_table(table.slice(40), path / "large.parquet")
+
+
+def dense(vector: dict[str, Any]) -> list[float]:
+    if vector["type"] == 1:
+        return list(vector["values"])
+    values = [0.0] * vector["size"]
+    for place, value in zip(vector["indices"], vector["values"], strict=True):
+        values[place] = value
+    return values
 
 
 def numbers(columns: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +145,7 @@ class Kinds(Job):
             clipping=self.clipping,
             ledger=ledger,
             reader=self.reader,
+            checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
         brought = Brought(self.model, self.optimizer, (self.loss,), transformation=numbers)
         return TorchTrainTask(spec, brought)
@@ -152,15 +175,23 @@ def plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPl
     return model.state_dict()
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
-    write(tmp_path)
-    store = Store.open(str(tmp_path))
+def data_in(folder: Path) -> tuple[Store, Manifest]:
+    store = Store.open(str(folder))
     manifest = describe(store, [*FEATURES, "y"], transformed=True, piece_bytes=2000)
     assert max(manifest.group_rows) < ROWS / 2, "the large row group comes in pieces"
+    return store, manifest
+
+
+def make_job(reader: str, epochs: int = 1, checkpoint_steps: int | None = None) -> Kinds:
     torch.manual_seed(1)
-    net = Paced(Net()).double()
-    job = Kinds(copy.deepcopy(net), sgd, torch.nn.CrossEntropyLoss(), reader=reader, epochs=1, workers=2)
+    net, loss = Paced(Net()).double(), torch.nn.CrossEntropyLoss()
+    return Kinds(net, sgd, loss, reader=reader, epochs=epochs, workers=2, checkpoint_steps=checkpoint_steps)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
+    write(tmp_path, reader)
+    (store, manifest), job = data_in(tmp_path), make_job(reader)
     made: list[ProcessLauncher] = []
     killed: list[int] = []
 
@@ -178,4 +209,53 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)
     assert seen == {(0, row): 1 for row in range(ROWS)}
-    assert difference(ours, plain(net, store, manifest, job.plan(manifest), 1)) < 1e-9
+    assert difference(ours, plain(make_job(reader).model, store, manifest, job.plan(manifest), 1)) < 1e-9
+
+
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.held_run import HeldRun
+from tests.component.torch import test_column_kinds as here
+
+folder, reader = Path(sys.argv[1]), sys.argv[2]
+store, manifest = here.data_in(folder)
+
+def die(epoch, step):
+    if Checkpoints(store, here.RUN).published():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run = HeldRun.take(store, here.RUN)
+here.train_elastic(
+    here.make_job(reader, 2, 3), store, manifest, str(folder / "ledger"), here.Follower(die),
+    lambda task: here.launcher(task, room=2), run=run,
+)
+"""
+
+
+@pytest.mark.faults  # of the kinds of columns; each build has P7 itself in test_resume.py
+@pytest.mark.parametrize("reader", READERS)
+def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path: Path) -> None:
+    write(tmp_path, reader)
+    (store, manifest), job = data_in(tmp_path), make_job(reader, 2, 3)
+    first = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), reader], timeout=120, check=False)
+    assert first.returncode == -signal.SIGKILL
+    ledger, run = tmp_path / "ledger", HeldRun.take(store, RUN)
+    ours, result = train_elastic(
+        job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
+    )
+    assert "goes on from checkpoint" in result.worlds[0].reason
+    assert ledger_of(by_attempt(ledger)) == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
+    assert difference(ours, plain(make_job(reader).model, store, manifest, job.plan(manifest), 2)) < 1e-9
+
+
+@pytest.mark.parametrize("reader", READERS[1:])
+def test_petastorm_says_that_it_reads_no_vectors(reader: str, tmp_path: Path) -> None:
+    write(tmp_path, "arrow")
+    store, manifest = data_in(tmp_path)
+    with (
+        open_reader(reader, store, manifest, ["v", "y"]) as opened,
+        pytest.raises(InvalidInput, match="petastorm leaves out column 'v', as it does structs"),
+    ):
+        opened.fetch(0)

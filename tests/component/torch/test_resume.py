@@ -152,12 +152,18 @@ def read_data(folder: Path) -> tuple[Store, Manifest]:
 
 
 def every_row_once_by_attempt(folder: Path, epochs: int) -> None:
-    """Generations begin anew with each driver: what the later one did stands."""
+    """What the later driver did stands."""
+    every_row_once(by_attempt(folder), epochs)
+
+
+def by_attempt(folder: Path) -> Path:
+    """A folder with the same ledger, in which generations grow from driver to driver: they begin anew with each."""
     lines = [
         json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
     ]
     for line in lines:
         line["generation"] += 1_000_000 * line["attempt"]
-    folder.joinpath("merged").mkdir()
-    folder.joinpath("merged", "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    every_row_once(folder / "merged", epochs)
+    merged = folder / "merged"
+    merged.mkdir()
+    merged.joinpath("all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return merged
