@@ -19,7 +19,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
-from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers
 from spark_elastic.launch import LaunchResult, Narrator, Site, WorldSpan, supervise
 from spark_elastic.observe.report import JobReport
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
@@ -110,17 +110,21 @@ class Client:
         self._launcher = launcher
         self._turn = turn
         self._narrate = narrate
+        self._clock = clock
         self._mail = Mail(box, self._heard, clock)
+        self._begun = False
         self._end: Letter | None = None
         self._ended = threading.Event()
 
-    def follow(self, carry: Callable[[], str], attempt: int) -> LaunchResult:
-        """See the job to its end. attempt: the run's, which workers prove in each request.
+    def follow(self, carry: Callable[[], str], attempt: int, start_timeout: float) -> LaunchResult:
+        """See the job to its end. attempt: the run's, which workers prove in each request. start_timeout: seconds.
 
         Raises:
-            CoordinatorLost: its task ended without a word. As `launch.supervise`.
+            CoordinatorLost: its task ended without a word. NotEnoughWorkers: no executor took that. As
+            `launch.supervise`.
         """
         self._attempt = attempt
+        deadline = self._clock.now() + start_timeout
         gone: list[str] = []
         carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
         carrier.start()
@@ -128,7 +132,11 @@ class Client:
         self._turn.start(self._forward)
         try:
             while not self._ended.wait(LOOK_EVERY) and carrier.is_alive():
-                pass
+                if not self._begun and self._clock.now() > deadline:
+                    raise NotEnoughWorkers(
+                        f"no executor took the coordinator of {self._name} within {start_timeout:g} s (start_timeout): "
+                        "it needs a core beside those of the workers."
+                    )
         except BaseException:
             self._mail.post({"cancel": "the caller was interrupted"})
             raise
@@ -153,6 +161,7 @@ class Client:
     def _heard(self, letter: Letter) -> None:
         match letter:
             case {"contact": str(address), "certificate": certificate}:
+                self._begun = True
                 log.info("the coordinator of %s runs in a task, at %s", self._name, address)
                 contact = Contact(address, self._box.key, self._attempt, self._name, certificate)
                 self._launcher.start(contact, self._forward)

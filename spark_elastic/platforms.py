@@ -233,9 +233,8 @@ class Connect:
             Box(store, folder, key, own, other), order.name, launcher, turn, narrate, SystemClock()
         )
         try:
-            return client.follow(
-                lambda: launcher.conduct(task), FIRST_ATTEMPT if run is None else run.attempt
-            )
+            attempt = FIRST_ATTEMPT if run is None else run.attempt
+            return client.follow(lambda: launcher.conduct(task), attempt, self._config.start_timeout)
         finally:
             store.remove_tree(folder)
 

@@ -66,7 +66,7 @@ def follow(
         return "executor 3 was lost" if conducting.is_alive() else "it has ended"
 
     try:
-        return client.follow(carry, 1)
+        return client.follow(carry, 1, 60.0)
     finally:
         conducting.join(60)
 

@@ -65,6 +65,21 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int]:
     return state.step, sizes, len(os.environ["TOKEN"])
 
 
+def fitted(spark: Any, folder: str) -> dict[str, Any]:
+    """A fit of two steps, and its model's predictions."""
+    import cloudpickle
+
+    from tests.spark import test_estimator
+
+    cloudpickle.register_pickle_by_value(test_estimator)
+    df, half = test_estimator.table(spark), test_estimator.ROWS // 2
+    model = test_estimator.estimator(Path(folder, "store"), num_workers=2, batch_size=half, epochs=2).fit(df)
+    return {
+        "exact": test_estimator.close_to(model, test_estimator.plain(df, 2, test_estimator.mse)),
+        "shown": model.transform(df).where("prediction is not null").count() == test_estimator.ROWS,
+    }
+
+
 def sentence(call: Any) -> str:
     from spark_elastic.errors import ElasticError
 
@@ -107,6 +122,7 @@ def main(master: str, folder: str) -> None:
         train, args=(folder, whom), num_workers=2, env={"TOKEN": SECRET}, stdout=lines, lease=3.0
     )
     seen["told"] = lines.getvalue()
+    seen["fit"] = fitted(spark, folder)
     spark.stop()
     sys.stdout.write("\n" + json.dumps(seen | {"keys": keys}) + "\n")
 

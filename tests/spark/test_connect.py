@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.ma
 )
 def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
     """Of a worker; on a cluster of executors, of one of them. The event log has none of the job's secrets."""
-    seen = client(connect_job.__file__, master, tmp_path)
+    seen = client("tests.spark.connect_job", master, tmp_path)
     assert seen["number"] == "over Spark Connect the number of workers cannot be looked up: give num_workers."
     assert seen["ship"].startswith("ship=True does not work over Spark Connect")
     assert [result[0] for result in seen["results"]] == [connect_job.STEPS] * 2
     assert [result[2] for result in seen["results"]] == [len(connect_job.SECRET)] * 2
+    assert seen["fit"] == {"exact": True, "shown": True}
     survivor = seen["results"][0][1]
     assert len(survivor) >= 2, "it saw the world before the kill and one after it"
     assert (survivor[0], survivor[-1]) == (2, 2)
@@ -38,9 +39,10 @@ def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(800)
 def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tmp_path: Path) -> None:
     """Of a worker, and of the executor that the coordinator runs in."""
-    seen = client("tests.spark.connect_fit_job", "local-cluster[3,1,512]", tmp_path)
+    seen = client("tests.spark.connect_fit_job", "local-cluster[3,1,512]", tmp_path, 780)
     beside, afar = seen["beside"], seen["afar"]
     assert (beside["struck"], beside["exact"], beside["once"], beside["same"]) == (1, True, True, True)
     assert beside["recoveries"] >= 1
@@ -54,17 +56,16 @@ def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tm
     assert seen["keras"][-1] < seen["keras"][0]
 
 
-def client(script: str, master: str, folder: Path) -> Any:
-    """What a client says with its last line. script: a file, or the name of a module."""
+def client(script: str, master: str, folder: Path, seconds: float = 400) -> Any:
+    """What a client says with its last line. script: the name of a module."""
     ephemeral = {"SPARK_TESTING": "1"}  # the server's port, which is a fixed one otherwise
-    named = [script] if script.endswith(".py") else ["-m", script]
     done = subprocess.run(
-        [sys.executable, *named, master, str(folder)],
+        [sys.executable, "-m", script, master, str(folder)],
         env=os.environ | cluster_environment(folder) | ephemeral,
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.coordinator import _result, checked
-from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, WorkerFailed
-from spark_elastic.launch import WorldSpan
+from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, _result, checked
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.driver.discovery import Together
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
+from spark_elastic.launch import Silent, WorldSpan
 from spark_elastic.observe.report import JobReport
 from spark_elastic.platforms import MOST_IDLE, going_on
+from spark_elastic.state.mail import Box
+from spark_elastic.testing.clock import FakeClock
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,29 @@ def test_what_fails_there_is_raised_here() -> None:
         _result({"failed": "WorkerFailed", "text": "no such luck"})
     with pytest.raises(JobFailed, match="of a later release"):
         _result({"failed": "Unknown", "text": "of a later release"})
+
+
+def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
+    clock, taken = FakeClock(), threading.Event()
+    store = memory_store()
+
+    class Launcher:
+        def close(self, timeout: float) -> list[str]:
+            taken.set()
+            return []
+
+    launcher: Any = Launcher()
+    client = Client(
+        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, Together(), Silent(), clock
+    )
+
+    def carry() -> str:
+        clock.advance(61)
+        taken.wait(20)
+        return "cancelled"
+
+    with pytest.raises(NotEnoughWorkers, match="no executor took the coordinator of job within 60 s"):
+        client.follow(carry, 1, 60.0)
 
 
 def test_results_come_whole() -> None:

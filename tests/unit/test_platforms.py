@@ -41,7 +41,7 @@ def test_the_driver_is_in_a_task_where_the_client_is_out_of_reach(
     ways: list[str] = []
     monkeypatch.setattr("spark_elastic.platforms.supervise", lambda *arguments: ways.append("beside"))
     monkeypatch.setattr(
-        "spark_elastic.coordinator.Client.follow", lambda self, carry, attempt: ways.append("in a task")
+        "spark_elastic.coordinator.Client.follow", lambda self, *arguments: ways.append("in a task")
     )
     platform = Connect(session(), ElasticConfig())
     platform.preflight(b"", memory_store(), (), 2, "it")
