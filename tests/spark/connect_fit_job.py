@@ -139,6 +139,7 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
         model=Gated(folder / "gate"),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         advertise_address=NOBODY,
+        bind_address="127.0.0.1",
         driver_timeout=20.0,
     )
     striking = threading.Thread(target=heard.strike, args=(folder / "gate",), daemon=True)
