@@ -36,7 +36,7 @@ LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
 
 @dataclass(frozen=True)
 class Coordinator:
-    """What is shipped to the task. host: what its server binds and executors dial. run: id, attempt, checkpoints."""
+    """What is shipped to the task. run: id, attempt and checkpoints of a `HeldRun`."""
 
     box: Box = field(repr=False)
     limits: Limits
@@ -47,7 +47,7 @@ class Coordinator:
     run: tuple[str, int, tuple[Checkpoint, ...]] | None
 
     def conduct(self, host: str) -> None:
-        """Drive the job to its end, and tell the client of it. Blocks."""
+        """Drive the job to its end, and tell the client of it. host: where its server listens. Blocks."""
         clock = SystemClock()
         launcher = MailLauncher(self.box, clock, max(self.config.driver_timeout, 4 * SPEAK_EVERY))
         run = None if self.run is None else HeldRun(self.box.store, *self.run)

@@ -80,8 +80,10 @@ class Mail:
             self._waiting.append(letter)
 
     def close(self, timeout: float) -> None:
-        """Send what waits, and read what is there."""
+        """Send what waits, and read what is there; also where it was not started."""
         self._closing.set()
+        if self._thread.ident is None:
+            self._thread.start()
         self._thread.join(timeout)
 
     def turn(self) -> None:

@@ -109,9 +109,11 @@ def test_silence_is_broken_now_and_then() -> None:
     assert pair.b.heard_at == pair.clock.now()
 
 
-def test_an_end_sends_what_waits() -> None:
+@pytest.mark.parametrize("started", [True, False])
+def test_an_end_sends_what_waits(started: bool) -> None:
     pair = Pair()
-    pair.a.start()
+    if started:
+        pair.a.start()
     pair.a.post({"n": 0})
     pair.a.close(10)
     pair.b.turn()
