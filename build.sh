@@ -138,7 +138,7 @@ run_tests() {
 
 # ---- the verbs ------------------------------------------------------------------------------------------------
 
-verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z]+)\(\).*[{}] # /  \1\t/p' "$0"; }
+verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z0-9]+)\(\).*[{}] # /  \1\t/p' "$0"; }
 
 verb_demo() { # train on real digits while an executor is killed
     setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.pages import blocks
-from tests.sources import ROOT
+from tests.sources import ROOT, modules
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -73,13 +73,14 @@ def test_quoted_benchmarks_have_their_results() -> None:
 
 
 @cache
-def trees(folder: Path) -> tuple[ast.Module, ...]:
-    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py")))
+def tests() -> tuple[ast.Module, ...]:
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in paths)
 
 
-def texts(folder: Path) -> str:
-    """All string constants of the programs below, as Python pieces them together; of patterns, what they match."""
-    nodes = (node for tree in trees(folder) for node in ast.walk(tree))
+def texts(trees: Iterable[ast.Module]) -> str:
+    """All string constants of programs, as Python pieces them together; of patterns, what they match."""
+    nodes = (node for tree in trees for node in ast.walk(tree))
     constants = (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
     return re.sub(r"\\(.)", r"\1", "\n".join(constants))
 
@@ -88,15 +89,15 @@ def test_each_message_of_the_page_of_errors_is_there_and_provoked() -> None:
     page = (DOCS / "errors.md").read_text()
     messages = re.findall(r"^\| `(.*?)` \|", page.split("## By message")[1], re.MULTILINE)
     assert len(messages) >= 25
-    sources, tests = texts(ROOT / "spark_elastic"), texts(ROOT / "tests")
-    assert [message for message in messages if message not in sources] == [], "no error says this"
-    assert [message for message in messages if message not in tests] == [], "no test provokes this"
+    said, provoked = texts(module.tree for module in modules()), texts(tests())
+    assert [message for message in messages if message not in said] == [], "no error says this"
+    assert [message for message in messages if message not in provoked] == [], "no test provokes this"
 
 
 def test_each_error_of_the_page_is_expected_by_a_test() -> None:
     page = (DOCS / "errors.md").read_text()
     errors = set(re.findall(r"^\| `(\w+)` \|", page.split("## By message")[0], re.MULTILINE))
-    nodes = (node for tree in trees(ROOT / "tests") for node in ast.walk(tree))
+    nodes = (node for tree in tests() for node in ast.walk(tree))
     calls = (node for node in nodes if isinstance(node, ast.Call) and node.args)
     raises = (ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "pytest.raises")
     expected = set(re.findall(r"\w+", " ".join(raises)))
