@@ -202,7 +202,8 @@ def test_failing_workers_come_back_after_their_cooldown(
     story = Story((20, 3, order(1)), (60, 3, order(0)), (110, 3, order(1)))
     program = Ordered(tmp_path, 260)
     limits = Limits(3, 1, 3, cooldown_range=(0.2, 0.4))
-    result = launch(spark, program, limits, ElasticConfig(), "failing", (), story)
+    config = ElasticConfig(spare_after=0.0)  # these crash in their first seconds
+    result = launch(spark, program, limits, config, "failing", (), story)
     assert story.told
     assert story.sizes.count(2) >= 3
     assert story.sizes[-1] == 3
