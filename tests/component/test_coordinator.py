@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from spark_elastic.clock import SystemClock
@@ -23,6 +26,7 @@ from spark_elastic.testing import CountingProgram, ProcessLauncher
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
 KEY = b"k" * 32
+PROGRAM = "import cloudpickle, sys; cloudpickle.load(open(sys.argv[1], 'rb')).conduct('127.0.0.1')"
 
 
 class Watcher(Silent):
@@ -40,42 +44,43 @@ class Watcher(Silent):
         self.sizes.append(size)
 
 
-def follow(
-    folder: Path, launcher: ProcessLauncher, narrate: Silent, lost: threading.Event | None = None
-) -> LaunchResult:
-    """lost: when set, the coordinator's task is reported as lost, and says nothing more."""
-    store = Store.open(str(folder))
-    task = Coordinator(
-        Box(store, "mail/1", KEY, COORDINATOR, CLIENT),
-        Limits(2, 1, 2, gather_timeout=60.0),
-        ElasticConfig(status_page=False, driver_timeout=10.0),
-        "test",
-        encrypted=False,
-        admit=lambda facts: None,
-        run=None,
-    )
-    client = Client(
-        Box(store, "mail/1", KEY, CLIENT, COORDINATOR), "test", launcher, Together(), narrate, SystemClock()
-    )
-    conducting = threading.Thread(target=task.conduct, args=("127.0.0.1",), name="conducting")
+class Task:
+    """A coordinator in a process of its own, as it is in a task."""
 
-    def carry() -> str:
-        conducting.start()
-        while conducting.is_alive() and not (lost is not None and lost.is_set()):
-            conducting.join(0.05)
-        return "executor 3 was lost" if conducting.is_alive() else "it has ended"
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(str(folder))
+        self.process: subprocess.Popen[bytes] | None = None
+        coordinator = Coordinator(
+            Box(self.store, "mail/1", KEY, COORDINATOR, CLIENT),
+            Limits(2, 1, 2, gather_timeout=60.0),
+            ElasticConfig(status_page=False),
+            "test",
+            encrypted=False,
+            admit=lambda facts: None,
+            run=None,
+        )
+        self.file = folder / "coordinator"
+        self.file.write_bytes(cloudpickle.dumps(coordinator))
 
-    try:
-        return client.follow(carry, 1, 60.0)
-    finally:
-        conducting.join(60)
+    def carry(self) -> str:
+        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(self.file)])
+        return f"exit {self.process.wait()}"
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+
+    def follow(self, launcher: ProcessLauncher, narrate: Silent) -> LaunchResult:
+        box = Box(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
+        client = Client(box, "test", launcher, Together(), narrate, SystemClock())
+        return client.follow(self.carry, 1, 60.0)
 
 
 def test_a_job_by_mail_lives_through_the_loss_of_a_slot(tmp_path: Path) -> None:
     program = CountingProgram(steps=60, seconds=0.03)
     cluster = ProcessLauncher(program, SystemClock(), room=3)
     watcher = Watcher(10, lambda: cluster.kill(max(cluster.slots())))
-    result = follow(tmp_path, cluster, watcher)
+    result = Task(tmp_path).follow(cluster, watcher)
     assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected()}
     assert [world.size for world in result.worlds] == watcher.sizes
     assert watcher.sizes[0] == 2
@@ -84,10 +89,9 @@ def test_a_job_by_mail_lives_through_the_loss_of_a_slot(tmp_path: Path) -> None:
     assert Store.open(str(tmp_path)).list("mail/1") == []
 
 
-@pytest.mark.faults  # until it takes its client for gone, ten seconds
-def test_a_coordinator_that_is_lost_is_named(tmp_path: Path) -> None:
-    program = CountingProgram(steps=200, seconds=0.02)
-    cluster = ProcessLauncher(program, SystemClock(), room=2)
-    lost = threading.Event()
-    with pytest.raises(CoordinatorLost, match="which ran in a task, was lost: executor 3"):
-        follow(tmp_path, cluster, Watcher(5, lost.set), lost)
+@pytest.mark.faults
+def test_a_coordinator_that_is_killed_is_named(tmp_path: Path) -> None:
+    cluster = ProcessLauncher(CountingProgram(steps=2000, seconds=0.02), SystemClock(), room=2)
+    task = Task(tmp_path)
+    with pytest.raises(CoordinatorLost, match="which ran in a task, was lost: exit -9"):
+        task.follow(cluster, Watcher(5, task.kill))
