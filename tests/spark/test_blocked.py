@@ -1,0 +1,27 @@
+"""A fit where py4j is refused Spark's inner parts, and then the SparkContext."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.spark.test_connect import client
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.spark,
+    pytest.mark.native,
+    pytest.mark.slow,
+    pytest.mark.timeout(800),
+]
+
+
+def test_fits_live_through_a_kill_where_users_are_kept_out(tmp_path: Path) -> None:
+    seen = client("tests.spark.blocked_job", "local-cluster[2,1,512]", tmp_path, 780)
+    for name in ("inner", "context"):
+        assert (seen[name]["exact"], seen[name]["struck"]) == (True, 1)
+        assert seen[name]["recoveries"] >= 1
+        assert seen[name]["shown"] == 48
+    assert {"schedulerBackend", "statusTracker"} <= set(seen["asked"])
+    assert len(seen["told"]) == 1
