@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.decoding import decoded
 from spark_elastic.data.footers import partition_values
-from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.group_reader import GroupReader
+from spark_elastic.data.manifest import Manifest, RowGroup
 from spark_elastic.data.pieces import Pieces
 from spark_elastic.data.reader import Decoded
 from spark_elastic.data.store import Store
@@ -26,8 +26,8 @@ from spark_elastic.errors import StoreError
 OPEN_FILES = 128
 
 
-class ArrowReader:
-    """Reads `columns` (all, if none are named) of a data set that a manifest describes."""
+class ArrowReader(GroupReader):
+    """Arrays are views of Arrow's memory where that is possible."""
 
     def __init__(
         self,
@@ -36,31 +36,11 @@ class ArrowReader:
         columns: Sequence[str] | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self._store = store
-        self._manifest = manifest
-        names = [column.name for column in manifest.columns] if columns is None else columns
-        self.columns: tuple[Column, ...] = tuple(manifest.column(name) for name in dict.fromkeys(names))
-        self._groups = DecodedGroups(cache_bytes)
+        super().__init__(store, manifest, columns, cache_bytes)
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
         self._pieces: dict[tuple[int, int], Pieces] = {}
         self._lengths: dict[tuple[int, int], int] = {}
         self._names: dict[int, list[str]] = {}  # the columns that are in each file
-
-    def __enter__(self) -> ArrowReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def fetch(self, group: int) -> Decoded:
-        """Column -> read-only array (rows, *shape) of a row group; a view of Arrow's memory where that is possible."""
-        return self._groups.fetch(group, self._decode)
-
-    def close(self) -> None:
-        """Close the files and forget the decoded row groups; waits for a decoding thread."""
-        self._groups.close(self._let_go)
 
     def _let_go(self) -> None:
         while self._files:

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from petastorm import make_batch_reader
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
+from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.footers import partition_values, read_footer
+from spark_elastic.data.group_reader import GroupReader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reader import Decoded
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
 
-class PetastormReader:
-    """Reads `columns` (all, if none are named) of a data set that a manifest describes."""
+class PetastormReader(GroupReader):
+    """A reader of petastorm's for each row group; no nested arrays and no structs."""
 
     def __init__(
         self,
@@ -32,33 +32,16 @@ class PetastormReader:
         columns: Sequence[str] | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self._store = store
-        self._manifest = manifest
-        names = [column.name for column in manifest.columns] if columns is None else columns
-        self.columns: tuple[Column, ...] = tuple(manifest.column(name) for name in dict.fromkeys(names))
+        super().__init__(store, manifest, columns, cache_bytes)
         for column in self.columns:
             if len(column.shape) > 1:
                 raise InvalidInput(
                     f"petastorm reads no nested arrays such as column {column.name!r}: use the reader 'arrow'."
                 )
-        self._groups = DecodedGroups(cache_bytes)
         self._sizes: dict[int, int] = {}
 
-    def __enter__(self) -> PetastormReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def fetch(self, group: int) -> Decoded:
-        """Column -> read-only array (rows, *shape) of a row group."""
-        return self._groups.fetch(group, self._decode)
-
-    def close(self) -> None:
-        """Forget the decoded row groups; waits for a reading thread."""
-        self._groups.close(self._sizes.clear)
+    def _let_go(self) -> None:
+        self._sizes.clear()
 
     def _decode(self, group: int) -> Decoded:
         entry = self._manifest.row_groups[group]
