@@ -25,7 +25,7 @@ from tests.spark.test_spark_scenarios import Story, exact, ranks_in_order
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NARROW = {
     "spark.task.maxFailures": "1",
