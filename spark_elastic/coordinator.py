@@ -49,7 +49,7 @@ class Coordinator:
     def conduct(self, host: str) -> None:
         """Drive the job to its end, and tell the client of it. host: where its server listens. Blocks."""
         clock = SystemClock()
-        launcher = MailLauncher(self.box, clock, max(self.config.driver_timeout, 4 * SPEAK_EVERY))
+        launcher = MailLauncher(self.box, clock, patience(self.config))
         run = None if self.run is None else HeldRun(self.box.store, *self.run)
         site = Site(bind=host, encrypted=self.encrypted, admit=self.admit, run=run, key=self.box.key)
         try:
@@ -99,6 +99,11 @@ def checked(config: ElasticConfig) -> ElasticConfig:
     return dataclasses.replace(config, advertise_address=None, bind_address=None)
 
 
+def patience(config: ElasticConfig) -> float:
+    """Seconds of silence after which either side takes the other for gone."""
+    return max(config.driver_timeout, 4 * SPEAK_EVERY)
+
+
 class Client:
     """Launches slots for a coordinator, and hears it out. carry: runs its task; returns why that ended."""
 
@@ -116,15 +121,15 @@ class Client:
         self._end: Letter | None = None
         self._ended = threading.Event()
 
-    def follow(self, carry: Callable[[], str], attempt: int, start_timeout: float) -> LaunchResult:
-        """See the job to its end. attempt: the run's, which workers prove in each request. start_timeout: seconds.
+    def follow(self, carry: Callable[[], str], attempt: int, config: ElasticConfig) -> LaunchResult:
+        """See the job to its end. attempt: the run's, which workers prove in each request.
 
         Raises:
             CoordinatorLost: its task ended without a word. NotEnoughWorkers: no executor took that. As
             `launch.supervise`.
         """
         self._attempt = attempt
-        deadline = self._clock.now() + start_timeout
+        deadline, patient = self._clock.now() + config.start_timeout, patience(config)
         gone: list[str] = []
         carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
         carrier.start()
@@ -134,9 +139,12 @@ class Client:
             while not self._ended.wait(LOOK_EVERY) and carrier.is_alive():
                 if not self._begun and self._clock.now() > deadline:
                     raise NotEnoughWorkers(
-                        f"no executor took the coordinator of {self._name} within {start_timeout:g} s (start_timeout): "
-                        "it needs a core beside those of the workers."
+                        f"no executor took the coordinator of {self._name} within {config.start_timeout:g} s "
+                        "(start_timeout): it needs a core beside those of the workers."
                     )
+                if self._begun and self._clock.now() - self._mail.heard_at > patient:
+                    gone.append(f"it has not been heard for {patient:g} s")
+                    break
         except BaseException:
             self._mail.post({"cancel": "the caller was interrupted"})
             raise

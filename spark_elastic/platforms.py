@@ -234,7 +234,7 @@ class Connect:
         )
         try:
             attempt = FIRST_ATTEMPT if run is None else run.attempt
-            return client.follow(lambda: launcher.conduct(task), attempt, self._config.start_timeout)
+            return client.follow(lambda: launcher.conduct(task), attempt, self._config)
         finally:
             store.remove_tree(folder)
 

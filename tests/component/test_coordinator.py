@@ -73,7 +73,7 @@ class Task:
     def follow(self, launcher: ProcessLauncher, narrate: Silent) -> LaunchResult:
         box = Box(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
         client = Client(box, "test", launcher, Together(), narrate, SystemClock())
-        return client.follow(self.carry, 1, 60.0)
+        return client.follow(self.carry, 1, ElasticConfig())
 
 
 def test_a_job_by_mail_lives_through_the_loss_of_a_slot(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEn
 from spark_elastic.launch import Silent, WorldSpan
 from spark_elastic.observe.report import JobReport
 from spark_elastic.platforms import MOST_IDLE, going_on
-from spark_elastic.state.mail import Box
+from spark_elastic.state.mail import Box, Mail
 from spark_elastic.testing.clock import FakeClock
 
 
@@ -59,7 +59,39 @@ def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
         return "cancelled"
 
     with pytest.raises(NotEnoughWorkers, match="no executor took the coordinator of job within 60 s"):
-        client.follow(carry, 1, 60.0)
+        client.follow(carry, 1, ElasticConfig(start_timeout=60.0))
+
+
+def test_a_coordinator_that_falls_silent_is_lost() -> None:
+    """Its executor is gone, and Spark has nowhere to run its task again."""
+    clock, taken = FakeClock(), threading.Event()
+    store = memory_store()
+    began = threading.Event()
+
+    class Launcher:
+        def start(self, contact: Any, post: Any) -> None:
+            began.set()
+
+        def close(self, timeout: float) -> list[str]:
+            taken.set()
+            return []
+
+    launcher: Any = Launcher()
+    client = Client(
+        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, Together(), Silent(), clock
+    )
+    task = Mail(Box(store, "m", b"key", COORDINATOR, CLIENT), lambda letter: None, clock)
+
+    def carry() -> str:
+        task.post({"contact": "10.0.0.1:7", "certificate": None})
+        task.turn()
+        began.wait(20)
+        clock.advance(61)
+        taken.wait(20)
+        return "interrupted"
+
+    with pytest.raises(CoordinatorLost, match="was lost: it has not been heard for 60 s"):
+        client.follow(carry, 1, ElasticConfig(driver_timeout=60.0))
 
 
 def test_results_come_whole() -> None:
