@@ -17,6 +17,7 @@ from spark_elastic.spark.missing import counted, has_nan, has_null, quoted
 from spark_elastic.spark.schema import ColumnType
 
 _NAMED_SCALARS = 4  # so many scalar columns say which row it is
+_PLACE = "__spark_elastic_place"
 
 
 def prepared(
@@ -48,7 +49,9 @@ class Scan:
     def watched(self, df: DataFrame) -> DataFrame:
         """`df` (as `prepared` gives it) with the counters; to be written once."""
         # The id is the row's partition and place, hence its file and place: the digest knows the order of rows.
-        placed = F.xxhash64(F.monotonically_increasing_id(), *(quoted(name) for name in self._types))
+        # A column of its own, since Spark 3.5 lets no counter compute it.
+        df = df.withColumn(_PLACE, F.monotonically_increasing_id())
+        placed = F.xxhash64(_PLACE, *(quoted(name) for name in self._types))
         counters = [F.count(F.lit(1)).alias("rows"), F.bit_xor(placed).alias("content")]
         for number, (name, kind) in enumerate(self._types.items()):
             column = quoted(name)
@@ -58,7 +61,7 @@ class Scan:
             for level, sizes in enumerate(_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
-        return df.observe(self._observation, *counters)
+        return df.observe(self._observation, *counters).drop(_PLACE)
 
     def content(self) -> str:
         """A digest of every value and its place, once they were written: 16 hex digits, for equality, not for trust."""
