@@ -21,7 +21,7 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, Stru
 from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.transformer import Predicts
 from spark_elastic.spark.active_session import has_context
-from spark_elastic.spark.connect import carried
+from spark_elastic.spark.carrying import carried
 from spark_elastic.spark.preflight import Brought
 
 

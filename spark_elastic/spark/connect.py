@@ -6,19 +6,16 @@ so that hosts are known by their slots' registrations alone. The driver stands b
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pickle
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pyarrow as pa
-from pyspark import SparkFiles, TaskContext
+from pyspark import TaskContext
 from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock
@@ -28,11 +25,12 @@ from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.spark.carrying import carried
 from spark_elastic.spark.driver_address import LOOPBACK
 from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS
 from spark_elastic.spark.launcher import classify, join_all
 from spark_elastic.spark.own_address import address_towards, own_address
-from spark_elastic.spark.preflight import Carried, admit, facts, genuine, judge_all, task_of
+from spark_elastic.spark.preflight import admit, facts, genuine, judge_all, task_of
 from spark_elastic.spark.preflight import probing as prepared
 from spark_elastic.spark.slot_task import SlotTask
 
@@ -43,7 +41,6 @@ log = logging.getLogger("spark_elastic.spark")
 
 Body: TypeAlias = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
-MOST_CARRIED = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
 RETRIED = "Spark ran the coordinator's task again"
 END_WAIT = 5.0  # seconds for a job that was interrupted
 INTERRUPT_EVERY = 0.5  # seconds between two interrupts of what still runs at the end
@@ -113,29 +110,6 @@ def check(config: ElasticConfig, number: int | None) -> int:
             "ship=True does not work over Spark Connect: install spark_elastic on the executors."
         )
     return number
-
-
-@dataclass(frozen=True)
-class Attached:
-    """Bytes that an executor fetches once, as a file of the session."""
-
-    name: str
-
-    @property
-    def value(self) -> bytes:
-        return Path(SparkFiles.get(self.name)).read_bytes()
-
-
-def carried(spark: SparkSession, content: bytes) -> Carried | Attached:
-    """Bytes for tasks: inside the plan of each job where they are few, else as a file of the session."""
-    if len(content) <= MOST_CARRIED:
-        return Carried(content)
-    name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-        path = Path(folder, name)
-        path.write_bytes(content)
-        spark.addArtifacts(str(path), file=True)
-    return Attached(name)
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,6 @@ class Brought(Protocol):
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What a task brings along itself, where there are no broadcasts."""
-
-    value: bytes
-
-
-@dataclass(frozen=True)
 class Probe:
     """The body of a probing task. It returns what went wrong; raising would only make Spark try again.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +26,7 @@ class Session:
         self.tags: list[str] = []
         self.interrupted = threading.Event()
         self.rows = rows
-        self.files: list[bytes] = []
         self.conf: dict[str, str] = {}
-
-    def addArtifacts(self, path: str, file: bool) -> None:
-        self.files.append(Path(path).read_bytes())
 
     def addTag(self, tag: str) -> None:
         self.tags.append(tag)
@@ -64,15 +59,6 @@ def test_what_cannot_work_is_a_sentence(config: ElasticConfig, number: int | Non
     with pytest.raises(InvalidInput, match=sentence):
         connect.check(config, number)
     assert connect.check(ElasticConfig(), 2) == 2
-
-
-def test_many_bytes_travel_as_a_file_of_the_session() -> None:
-    session: Any = Session()
-    assert connect.carried(session, b"few").value == b"few"
-    assert session.files == []
-    many = bytes(connect.MOST_CARRIED + 1)
-    assert isinstance(connect.carried(session, many), connect.Attached)
-    assert session.files == [many]
 
 
 def test_the_driver_listens_on_the_way_to_the_server() -> None:

@@ -1,0 +1,49 @@
+"""Bytes for tasks where there are no broadcasts: inside the plan of a job, or as a file of the session.
+
+Also for transform, which imports neither engine nor trainer. Any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyspark import SparkFiles
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MOST_CARRIED = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a task brings along itself."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Attached:
+    """Bytes that an executor fetches once, as a file of the session."""
+
+    name: str
+
+    @property
+    def value(self) -> bytes:
+        return Path(SparkFiles.get(self.name)).read_bytes()
+
+
+def carried(spark: SparkSession, content: bytes) -> Carried | Attached:
+    """By a file of the session where they are many."""
+    if len(content) <= MOST_CARRIED:
+        return Carried(content)
+    name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
+        path = Path(folder, name)
+        path.write_bytes(content)
+        spark.addArtifacts(str(path), file=True)
+    return Attached(name)
