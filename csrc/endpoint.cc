@@ -74,10 +74,19 @@ void Endpoint::park(Connection connection, const Hello& hello) {
   dropExpired();
   if (closed_ || parked_.size() >= kMostParked) return;
   parked_.push_back({std::move(connection), hello, std::chrono::steady_clock::now()});
+  ring();
+}
+
+void Endpoint::ring() {
   const uint64_t one = 1;
   for (const int event : events_) {
     if (write(event, &one, sizeof one) < 0) continue;  // full: it is awake already
   }
+}
+
+bool Endpoint::shared() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return events_.size() > 1;
 }
 
 std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fence) {
@@ -98,7 +107,9 @@ std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fenc
 
 void Endpoint::leave(Incoming incoming) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!closed_ && unproven_.size() < kMostParked) unproven_.push_back(std::move(incoming));
+  if (closed_ || unproven_.size() >= kMostParked) return;
+  unproven_.push_back(std::move(incoming));
+  ring();
 }
 
 std::vector<Incoming> Endpoint::takeUnproven() {

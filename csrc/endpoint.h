@@ -45,7 +45,9 @@ class Endpoint {
   void park(Connection connection, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<Connection, Hello>> takeParked(const Fence& fence);
-  // A handshake that a closing mesh could not end; the next one goes on with it.
+  // Whether several meshes are enrolled.
+  bool shared();
+  // A handshake that a mesh which nobody waits in, or which closes, could not end; another one goes on with it.
   void leave(Incoming incoming);
   std::vector<Incoming> takeUnproven();
   void close();
@@ -57,6 +59,7 @@ class Endpoint {
     std::chrono::steady_clock::time_point since;
   };
   void dropExpired();
+  void ring();
 
   const std::string key_;
   const std::shared_ptr<const TlsKey> tls_;

@@ -132,6 +132,7 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, std::chrono::mill
       lead(lock, slice, timeout.count() != 0 && now - begin >= timeout / 2);
     }
   }
+  passOn();
 }
 
 // Ends the group naming the peers that keep us waiting and are silent. One that waits itself, for somebody else, says
@@ -303,6 +304,16 @@ void Mesh::adoptLeftOver() {
     watch(fd, EPOLLIN, true);
     incoming_.emplace(fd, std::move(incoming));
   }
+}
+
+// A handshake under way may be of another group of this process, whose callers wait while nobody turns this event loop.
+void Mesh::passOn() {
+  if (incoming_.empty() || !endpoint_->shared()) return;
+  for (auto& [fd, incoming] : incoming_) {
+    unwatch(fd);
+    endpoint_->leave(std::move(incoming));
+  }
+  incoming_.clear();
 }
 
 void Mesh::forget(int fd) {

@@ -88,6 +88,7 @@ class Mesh : public gloo::transport::Context {
   void adopt(Incoming& incoming);
   void adoptProven(Connection connection, const Hello& hello);
   void adoptLeftOver();
+  void passOn();
   void forget(int fd);
   void dropExpired();
   void watch(int fd, uint32_t events, bool add);

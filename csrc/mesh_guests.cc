@@ -37,6 +37,7 @@ void Mesh::attend(bool idle, bool late) {
     askForSignals(lock);
   }
   checkLocked();
+  passOn();
 }
 
 bool Mesh::await(const std::function<bool()>& done, Clock::time_point until) {
@@ -51,6 +52,7 @@ bool Mesh::await(const std::function<bool()>& done, Clock::time_point until) {
       lead(lock, std::min(kSlice, left), false);
     }
   }
+  passOn();
   return true;
 }
 

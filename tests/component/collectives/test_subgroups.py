@@ -56,6 +56,17 @@ def test_groups_of_one_world_work_side_by_side_in_threads_of_their_own(worlds: W
     assert [third for _, _, third in results] == [expected(2), None, expected(2)]
 
 
+def test_a_connection_that_another_group_began_to_accept(worlds: Worlds) -> None:
+    """Rank 0 dials the one while rank 1 may still be turning the other's event loop, for the last time."""
+
+    def work(group: Group) -> bool:
+        group.subgroup(1).barrier()
+        group.barrier()
+        return True
+
+    assert all(worlds(2, work) == [True, True] for _ in range(ROUNDS))
+
+
 @pytest.mark.parametrize("end", ["abort", "close"])
 def test_the_end_of_a_group_is_that_of_its_subgroups(worlds: Worlds, end: str) -> None:
     def work(group: Group) -> str:
