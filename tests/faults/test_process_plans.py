@@ -40,7 +40,7 @@ from tests.component.torch.job import (
     train_plain,
 )
 
-PLANS, IN_EVERY_BUILD = 100, 3
+PLANS, IN_EVERY_BUILD = 100, 2
 LEASE = 1.0  # seconds
 
 

@@ -140,6 +140,7 @@ def test_p8_dynamic_allocation(
     run_and_lose_an_executor(spark, standalone, fault, workers=2)
 
 
+@pytest.mark.faults
 def test_p8_two_cores_a_task(
     spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
 ) -> None:

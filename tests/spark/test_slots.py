@@ -55,7 +55,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("max_failures", ["1", "4"])
+@pytest.mark.parametrize("max_failures", ["1", pytest.param("4", marks=pytest.mark.faults)])
 def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
     max_failures: str,
     spark_with: Callable[[Mapping[str, str]], SparkSession],

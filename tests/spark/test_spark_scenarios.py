@@ -137,7 +137,8 @@ def test_hosts_are_added_and_removed(spark: SparkSession, fault: Fault) -> None:
         (80, 2, only(b, c)), (130, 2, only(c, a)), (180, 2, only(a)),
     )  # fmt: skip
     program = CountingProgram(260, PACE)
-    config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0)
+    # Hosts that come back find a spare, as in a job that lasts.
+    config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0, spare_after=0.0)
     result = launch(spark, program, Limits(1, 1, 3, gather_timeout=1.0), config, "hosts", (), story)
     assert story.told
     assert story.sizes[:4] == [1, 2, 3, 2]
