@@ -95,6 +95,7 @@ def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession,
         "epochs": STEPS,
         "run_id": "mine",
         "checkpoint_steps": 100_000,
+        "checkpoint_seconds": 1000.0,
     }
     with pytest.raises(TimeLimitReached, match=r"had its 90 s \(max_runtime\)"):
         estimator(tmp_path, max_runtime=90.0, **given).fit(df)
