@@ -309,6 +309,7 @@ void Mesh::adoptLeftOver() {
 // A handshake under way may be of another group of this process, whose callers wait while nobody turns this event loop.
 void Mesh::passOn() {
   if (incoming_.empty() || !endpoint_->shared()) return;
+  dropExpired();  // a stranger that says nothing is not passed on without end
   for (auto& [fd, incoming] : incoming_) {
     unwatch(fd);
     endpoint_->leave(std::move(incoming));
