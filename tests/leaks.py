@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 20.0  # a leak stays for ever
 
 
 @dataclass

@@ -45,7 +45,8 @@ def main() -> None:
         (chosen, *_) = [cell for cell in notebook.cells if cell.source.startswith("STORE = ")]
         chosen.source = f"STORE = {options.store!r}"
     folder = READ_ONLY if options.read_only else options.folder
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+    place = {"metadata": {"path": folder}}
+    NotebookClient(notebook, timeout=600, startup_timeout=300, resources=place).execute()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from spark_elastic.state.checkpoint import Checkpoints
 from tests.component.torch import hand_written
 from tests.component.torch.test_hand_written import assert_exact
 from tests.scenarios import Fault
-from tests.spark import test_estimator, test_resume
+from tests.spark import test_estimator
 from tests.spark.cluster import LOOPBACK, REPOSITORY, cluster_environment
+from tests.spark.fits import Dawdling
+from tests.spark.test_resume import EPOCHS
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(800)]
 
@@ -47,22 +49,24 @@ def session() -> Iterator[SparkSession]:
 
 def fits(store: str) -> None:
     """A driver's whole life; says how the first world began and whether the weights are the plain loop's."""
-    for module in (test_estimator, test_resume):
+    for module in (test_estimator, sys.modules[Dawdling.__module__]):
         cloudpickle.register_pickle_by_value(module)
     with session() as spark:
-        df, net = test_estimator.table(spark), test_resume.Slow()
+        df, net = test_estimator.table(spark), Dawdling(Path(store, "gate"))
         fit = test_estimator.estimator(
             Path(store),
             model=net,
             optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-            epochs=test_resume.EPOCHS,
+            epochs=EPOCHS,
+            num_workers=2,
+            batch_size=test_estimator.ROWS // 2,
             run_id=RUN,
             checkpoint_steps=4,
         )
         model = fit.fit(df)
-        plain = test_estimator.plain(df, test_resume.EPOCHS, test_estimator.mse)
+        plain = test_estimator.plain(df, EPOCHS, test_estimator.mse)
     assert test_estimator.close_to(model, plain)
-    assert len(model.history) == test_resume.EPOCHS
+    assert len(model.history) == EPOCHS
     sys.stdout.write(f"ended: {model.summary.worlds[0].reason}\n")
 
 
@@ -112,6 +116,7 @@ def test_p7_a_killed_driver_of_spark_leaves_a_run_that_goes_on(
             assert first.poll() is None, "it ended before its first checkpoint"
             time.sleep(0.02)
         fault(first.kill)
+        (tmp_path / "gate").touch()
         first.communicate(timeout=120)
     assert first.returncode == -signal.SIGKILL
     with _driver(program, tmp_path) as second:

@@ -9,7 +9,7 @@ from spark_elastic.testing.simulation import simulate
 from spark_elastic.testing.storm import storm
 
 
-@pytest.mark.parametrize("hosts", [20, 100])
+@pytest.mark.parametrize("hosts", [20, pytest.param(100, marks=pytest.mark.timeout(300))])
 def test_a_storm_costs_no_step_and_ends_well(hosts: int) -> None:
     weather(hosts)
 

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 # Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -207,13 +207,14 @@ class StandaloneCluster:
 
 
 def await_line(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> str:
-    """The first group of `pattern` in a daemon's log; its end or a minute of silence is an error with the log."""
+    """The first group of `pattern` in a daemon's log; its end or long silence is an error with the log."""
     found: list[str] = []
 
     def look() -> bool:
+        ended = process.poll() is not None  # before the text: its last line may be the one
         text = log.read_text(errors="replace")
         found.extend(re.findall(pattern, text))
-        if not found and process.poll() is not None:
+        if not found and ended:
             raise RuntimeError(f"a Spark daemon ended with {process.returncode}:\n{text[-4000:]}")
         return bool(found)
 

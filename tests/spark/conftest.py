@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 # The first test of a session starts five JVMs, on a busy machine too.
-TIMEOUT = 240
+TIMEOUT = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -162,11 +162,13 @@ def free_cluster(sessions: Sessions, standalone: StandaloneCluster) -> Standalon
 
 @pytest.fixture
 def spark(sessions: Sessions, spark_cluster: StandaloneCluster) -> SparkSession:
-    """A session with the default settings on three registered executors."""
+    """A session with the default settings on three executors that take tasks."""
     session = sessions.open({})
-    tracker = session.sparkContext._jsc.sc().statusTracker()
-    # The driver is in the list too.
+    context = session.sparkContext._jsc.sc()
+    tracker = context.statusTracker()
+    # The driver is in both lists. Executors are told of when they register, and have their memory a moment later.
     await_true(lambda: len(tracker.getExecutorInfos()) == HOSTS + 1, f"{HOSTS} registered executors")
+    await_true(lambda: context.getExecutorMemoryStatus().size() == HOSTS + 1, f"{HOSTS} ready executors")
     return session
 
 

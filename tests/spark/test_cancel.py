@@ -62,7 +62,7 @@ class Job:
         self._running = Running()
         self._thread = InheritableThread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._running.begun.wait(60), "training did not begin"
+        assert self._running.begun.wait(200), "training did not begin"
 
     def cancelled_by(self, cancel: Callable[[], object]) -> float:
         """Seconds from the cancel to the end of `launch`."""
@@ -123,7 +123,7 @@ def test_an_interrupted_cell_ends_the_job(spark: SparkSession, spark_cluster: St
     narrator = Running()
 
     def interrupt() -> None:
-        if narrator.begun.wait(60):
+        if narrator.begun.wait(200):
             os.kill(os.getpid(), signal.SIGINT)
 
     helper = threading.Thread(target=interrupt)

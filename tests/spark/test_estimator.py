@@ -70,6 +70,7 @@ def estimator(store: Path, **changes: Any) -> ElasticTorchEstimator:
         "batch_size": ROWS // WORKERS,
         "epochs": 4,
         "num_workers": WORKERS,
+        "gather_timeout": 60.0,  # the first world is whole on a busy machine, too
         "store": str(store),
         "verbose": 0,
     }

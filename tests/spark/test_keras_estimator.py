@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.keras.train_archive import Archive
 from tests.scenarios import Fault
+from tests.spark.fits import LosesOne
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -66,10 +67,15 @@ def make_model() -> Any:
 
 
 class Paces(keras.callbacks.Callback):
-    """Takes its time, so that the training is met in mid-run."""
+    """Its steps take their time as long as the file `gate` is not there, so that the training is met in mid-run."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self._gate = gate
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        time.sleep(0.05)
+        if not self._gate.exists():
+            time.sleep(0.5)
 
 
 @pytest.fixture
@@ -86,13 +92,8 @@ def test_an_executor_is_lost_and_what_was_trained_is_saved_and_loaded(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     keras.utils.set_random_seed(3)
     model, df = make_model(), table(spark)
-    killed: list[int] = []
+    gate = tmp_path / "gate"
     first = [w.copy() for w in model.get_weights()]
-
-    def follow(numbers: Mapping[str, Any]) -> None:
-        if numbers["epoch"] >= 10 and not killed:
-            killed.append(standalone.executor_pids()[0])
-            fault(standalone.kill_executor, killed[0])
 
     estimator = ElasticKerasEstimator(
         model=model,
@@ -100,18 +101,21 @@ def test_an_executor_is_lost_and_what_was_trained_is_saved_and_loaded(
         label_cols="y",
         sample_weight_col="w",
         probability_col="probability",
-        callbacks=[Paces(), keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"), monitor="loss")],
+        callbacks=[
+            Paces(gate),
+            keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"), monitor="loss"),
+        ],
         batch_size=ROWS // WORKERS,
         epochs=EPOCHS,
         num_workers=WORKERS,
         store=str(tmp_path / "store"),
         verbose=0,
-        on_progress=follow,
+        on_progress=LosesOne(standalone, fault, WORKERS, gate, again=False),
+        gather_timeout=60.0,
     )
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="x")
     fitted = Pipeline(stages=[assembler, estimator]).fit(df)
     ours = fitted.stages[1]
-    assert killed
     assert len(ours.summary.worlds) > 1, "nobody was lost"
     for before, after in zip(first, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after, "fit changed the user's model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ import torch
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
 from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.torch import progress
 from tests.scenarios import Fault
 from tests.spark.fits import EPOCHS as STEPS
 from tests.spark.fits import Dawdling
@@ -27,30 +25,24 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
-EPOCHS = 60  # of one step each
-
-
-class Slow(Net):
-    """Takes its time in a worker, so that it is met in mid-run."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if progress() is not None:
-            time.sleep(0.03)
-        return super().forward(x)
+EPOCHS = 120  # of one step each
 
 
 @pytest.mark.scenario("G18")
 def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
-    for module in (Slow.__module__, Net.__module__):
+    for module in (Dawdling.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
-    df, net, cancelled = table(spark), Slow(), threading.Event()
+    gate, df, cancelled = tmp_path / "gate", table(spark), threading.Event()
+    net, checkpoints = Dawdling(gate), Checkpoints(Store.open(str(tmp_path)), "mine")
 
     def follow(numbers: Mapping[str, Any]) -> None:
-        if numbers["epoch"] >= 10 and not cancelled.is_set():
+        if not cancelled.is_set() and numbers["epoch"] >= 6 and checkpoints.published():
             cancelled.set()
             threading.Thread(target=lambda: fault(spark.sparkContext.cancelAllJobs)).start()
+        if not fault.on:
+            gate.touch()
 
     est = estimator(
         tmp_path,
@@ -63,6 +55,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     )
     with pytest.raises(JobCancelled):
         est.fit(df)
+    gate.touch()
     assert list((tmp_path / "runs" / "mine" / "rows").rglob("*.parquet")), "the run's rows are gone"
     with pytest.raises(InvalidInput, match="was begun with batch_size=16 and this fit has 8"):
         est.copy({est.batch_size: 8}).fit(df)
@@ -77,7 +70,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     again = est.fit(df)
     assert again.summary.worlds == (), "a finished run was trained again"
     assert again.summary.digest == model.summary.digest
-    with pytest.raises(InvalidInput, match="ended after 60 epochs and this fit wants 61"):
+    with pytest.raises(InvalidInput, match=f"ended after {EPOCHS} epochs and this fit wants {EPOCHS + 1}"):
         est.copy({est.epochs: EPOCHS + 1}).fit(df)
 
 

@@ -50,7 +50,8 @@ def who(greeting: str) -> tuple[str, str, dict[str, Any], str]:
 
 
 def test_results_in_rank_order_on_as_many_workers_as_spark_has_room_for(spark: SparkSession) -> None:
-    results = spark_elastic.run(who, args=("hello",), stdout=io.StringIO())  # on the active session
+    # On the active session.
+    results = spark_elastic.run(who, args=("hello",), stdout=io.StringIO(), gather_timeout=60.0)
     assert results == [("hello", str(rank), {}, "3") for rank in range(3)]
 
 

@@ -57,7 +57,7 @@ def test_spark_keeps_no_secret(
             "spark.eventLog.compress": "false",
         }
     )
-    given = {"env": {"TOKEN": SECRET}, "tls": True}
+    given = {"env": {"TOKEN": SECRET}, "tls": True, "min_workers": 2}
     assert spark_elastic.run(token, num_workers=2, stdout=io.StringIO(), **given) == [17, 17]
     spark.stop()  # which completes the event log
     assert keys

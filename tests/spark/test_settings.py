@@ -20,7 +20,7 @@ from spark_elastic.testing.counting import CountingProgram
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.test_spark_scenarios import Story, exact, ranks_in_order
+from tests.spark.test_spark_scenarios import Held, Story, exact, ranks_in_order
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -62,21 +62,21 @@ class Heavy(CountingProgram):
 
 
 def run_and_lose_an_executor(
-    spark: SparkSession, cluster: StandaloneCluster, fault: Fault, workers: int
-) -> Story:
-    """A job of 240 steps whose world is whole again after the loss."""
+    spark: SparkSession, cluster: StandaloneCluster, fault: Fault, folder: Path, workers: int
+) -> None:
+    """A job that ends once its world is whole again after the loss."""
 
     def kill() -> None:
         busy = [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
         fault(cluster.kill_executor, busy[-1])
 
-    story = Story((30, workers, kill))
-    program = CountingProgram(240, 0.05)
+    program = Held(folder, fault.on)
+    story = Story((5, workers, kill), over=(program.over, workers))
     result = launch(spark, program, Limits(workers, 1, workers), ElasticConfig(), "settings", (), story)
     assert exact(result, program)
     assert ranks_in_order(result)
-    assert workers - 1 in story.sizes, "no executor was lost"
-    return story
+    assert workers - 1 in story.sizes[story.sizes.index(workers) :], "no executor was lost"
+    assert story.sizes[-1] == workers
 
 
 @pytest.mark.scenario("G14")
@@ -87,7 +87,7 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
     tmp_path: Path,
 ) -> None:
     spark = spark_with(NARROW)
-    run_and_lose_an_executor(spark, standalone, fault, workers=3)
+    run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
     program = Heavy(5, 0.0)
     result = launch(spark, program, Limits(2, 2, 2), ElasticConfig(), "heavy", ())
     assert exact(result, program)
@@ -111,9 +111,12 @@ def test_p8_speculation_exclusion_and_fair_pools(
 
 @pytest.mark.scenario("G15")
 def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
 ) -> None:
-    spark = spark_with(SPECULATIVE)
+    spark, program = spark_with(SPECULATIVE), Held(tmp_path, fault.on)
     left: list[bool] = []
 
     def decommission() -> None:
@@ -121,8 +124,9 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
         fault(os.kill, busy[-1], signal.SIGPWR)
         await_true(lambda: not standalone.training_children(busy[-1]), "the worker to leave")
         left.append(True)
+        program.over.touch()
 
-    story, program = Story((30, 2, decommission)), CountingProgram(240, 0.05)
+    story = Story((5, 2, decommission))
     result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "decommission", (), story)
     assert left
     assert len(story.sizes) > 1, "nobody left"
@@ -133,18 +137,24 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
 
 @pytest.mark.scenario("G13")
 def test_p8_dynamic_allocation(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
 ) -> None:
     """No executor is there at first: queued slots bring them."""
     spark = spark_with(DYNAMIC)
-    run_and_lose_an_executor(spark, standalone, fault, workers=2)
+    run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)
 
 
 @pytest.mark.faults
 def test_p8_two_cores_a_task(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, fault: Fault
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    fault: Fault,
+    tmp_path: Path,
 ) -> None:
     for _ in range(2):
         standalone.start_worker(cores=2)
     spark = spark_with({"spark.task.cpus": "2", "spark.executor.cores": "2"})
-    run_and_lose_an_executor(spark, standalone, fault, workers=2)
+    run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -21,6 +23,7 @@ from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
 from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.test_spark_scenarios import Held
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,14 +32,13 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
 class Striker:
-    """A narrator that strikes at given steps, once each, and keeps what workers print."""
+    """A narrator that strikes at given steps, once each."""
 
     def __init__(self, strikes: dict[int, Callable[[], None]] | None = None) -> None:
         self._strikes = dict(strikes or {})
-        self.lines: list[tuple[int | None, str]] = []
 
     def log(self, rank: int | None, line: str) -> None:
-        self.lines.append((rank, line))
+        """Nothing."""
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
         for step in [step for step in self._strikes if numbers["step"] >= step]:
@@ -50,9 +52,12 @@ class Striker:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the kernel hands out, so that nobody else gets it by chance."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError("no port from 20000 to 32000 is free")
 
 
 @pytest.mark.parametrize("max_failures", ["1", pytest.param("4", marks=pytest.mark.faults)])
@@ -73,7 +78,8 @@ def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
         standalone.kill_executor(busy[-1])
 
     striker = Striker({30: kill_slot_task, 200: kill_executor})
-    result = launch(spark, program, Limits(3, 1, 3), ElasticConfig(), "strikes", (), striker)
+    limits = Limits(3, 1, 3, gather_timeout=60.0)
+    result = launch(spark, program, limits, ElasticConfig(), "strikes", (), striker)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
     assert sums == {program.expected()}
     sizes = [world.size for world in result.worlds]
@@ -82,32 +88,46 @@ def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
     assert max(sizes) == 3  # Spark's own retry makes no fourth worker
 
 
-class Talkative(CountingProgram):
-    """Prints its rank and the port it listens on."""
+class Talkative(Held):
+    """Prints its rank."""
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:
         sys.stdout.write(f"I am {group.rank}\n")
         return super().run(world, group, session)
 
 
-def test_output_and_ports(spark: SparkSession) -> None:
+class Listener(Striker):
+    """Makes a file once two ranks have said who they are."""
+
+    def __init__(self, heard: Path) -> None:
+        super().__init__()
+        self._heard = heard
+        self.said: set[tuple[int | None, str]] = set()
+
+    def log(self, rank: int | None, line: str) -> None:
+        if line.startswith("I am"):
+            self.said.add((rank, line))
+        if len(self.said) == 2:
+            self._heard.touch()
+
+
+def test_output_and_ports(spark: SparkSession, tmp_path: Path) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[Talkative.__module__])
     port, first = free_port(), free_port()
     config = ElasticConfig(
         driver_port=port, worker_port_range=(first, first + 20), advertise_address="localhost"
     )
-    striker = Striker()
-    program = Talkative(steps=5)
-    result = launch(spark, program, Limits(2, 1, 2), config, "ports", (), striker)
+    program = Talkative(tmp_path)
+    listener = Listener(program.over)
+    result = launch(spark, program, Limits(2, 1, 2, gather_timeout=60.0), config, "ports", (), listener)
     assert json.loads(result.results[0])["sum"] == program.expected()
-    said = {(rank, line) for rank, line in striker.lines if line.startswith("I am")}
-    assert said == {(0, "I am 0"), (1, "I am 1")}
+    assert listener.said == {(0, "I am 0"), (1, "I am 1")}
 
 
 def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_executor(
-    spark: SparkSession, standalone: StandaloneCluster
+    spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path
 ) -> None:
-    sc = spark.sparkContext
+    sc, program = spark.sparkContext, Held(tmp_path)
     children: list[psutil.Process] = []
     said: dict[str, set[str]] = {}
 
@@ -123,13 +143,14 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
         busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
         children.extend(standalone.training_children(busy[0]))
         standalone.kill_executor(busy[0])
+        program.over.touch()
 
     sc.setJobGroup("mine", "described")
     sc.addJobTag("theirs")
     sc.setLocalProperty("spark.scheduler.pool", "lane")
     try:
-        striker = Striker({20: look_and_kill})
-        launch(spark, CountingProgram(120, 0.05), Limits(2, 1, 2), ElasticConfig(), "carried", (), striker)
+        striker = Striker({5: look_and_kill})
+        launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "carried", (), striker)
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):
             sc.setLocalProperty(name, None)

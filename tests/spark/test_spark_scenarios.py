@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -29,22 +30,35 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 
-PACE = 0.05  # seconds of a step
 NEVER_AGAIN = (float("inf"), float("inf"))
+WHOLE = 60.0  # seconds that the first world may take to become whole
 
 
-class Ordered(CountingProgram):
-    """Raises, where a file `order.RANK` or `order.all` says so; each exception is another one."""
+class Held(CountingProgram):
+    """Its steps take their time, two minutes in all, as long as the file `over` is not there."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        super().__init__(steps, PACE)
-        self._folder = str(folder)
+    def __init__(self, folder: Path, patient: bool = True) -> None:
+        """patient: False where nothing will happen (`Fault.on`): seconds are enough."""
+        super().__init__(600)
+        self._pause = 0.2 if patient else 0.01
+        self.folder = folder
+        self.over = folder / "over"
 
     def _share(self, step: int, rank: int, size: int) -> np.ndarray:
-        if Path(self._folder, "order.all").exists():
+        if not self.over.exists():
+            time.sleep(self._pause)
+        return super()._share(step, rank, size)
+
+
+class Ordered(Held):
+    """Raises, where a file `order.RANK` or `order.all` says so; each exception is another one."""
+
+    def _share(self, step: int, rank: int, size: int) -> np.ndarray:
+        if (self.folder / "order.all").exists():
             raise RuntimeError(f"ordered of all, {uuid.uuid4().hex}")
-        order = Path(self._folder, f"order.{rank}")
+        order = self.folder / f"order.{rank}"
         if order.exists():
             order.unlink()
             raise RuntimeError(f"ordered of rank {rank}, {uuid.uuid4().hex}")
@@ -54,23 +68,32 @@ class Ordered(CountingProgram):
 class Story:
     """A narrator that does what a scenario says: each act once its turn has come, by steps and by the world."""
 
-    def __init__(self, *acts: tuple[int, int | None, Callable[[], object]]) -> None:
-        """acts: (step that must be over, size that the world must have, what happens)."""
+    def __init__(
+        self, *acts: tuple[int, int | None, Callable[[], object]], over: tuple[Path, int] | None = None
+    ) -> None:
+        """acts: (step that must be over, size that the world must have, what happens), each in a later world than the
+        one before. over: a file, made once all that is done and a new world of that size is there."""
         self._acts = list(acts)
+        self._over = over
+        self._worlds = 0  # so many when the last act came
         self.sizes: list[int] = []
 
     def log(self, rank: int | None, line: str) -> None:
         """Nothing."""
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
-        if self._acts:
+        if self._acts and len(self.sizes) > self._worlds:
             step, size, act = self._acts[0]
-            if numbers["step"] >= step and size in (None, numbers["world"]):
+            now = self.sizes[-1]  # a world that is no more may still be heard of
+            if numbers["step"] >= step and numbers["world"] == now and size in (None, now):
                 self._acts.pop(0)
+                self._worlds = len(self.sizes)
                 Thread(target=act, name="act").start()
 
     def world(self, size: int, reason: str) -> None:
         self.sizes.append(size)
+        if self._over is not None and not self._acts and size == self._over[1]:
+            self._over[0].touch()
 
     def tell(self, text: str) -> None:
         """Nothing."""
@@ -78,15 +101,6 @@ class Story:
     @property
     def told(self) -> bool:
         return not self._acts
-
-
-@pytest.fixture(autouse=True)
-def shipped_by_value() -> Iterator[None]:
-    """Executors have no tests folder."""
-    module = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(module)
-    yield
-    cloudpickle.unregister_pickle_by_value(module)
 
 
 def executors(spark: SparkSession) -> list[str]:
@@ -111,15 +125,16 @@ def exact(result: LaunchResult, program: CountingProgram) -> bool:
 @pytest.mark.scenario("S1")
 def test_a_happy_run(spark: SparkSession) -> None:
     all_executors(spark)
-    program, story = CountingProgram(40, PACE), Story()
-    result = launch(spark, program, Limits(3, 1, 3), ElasticConfig(), "happy", (), story)
+    program, story = CountingProgram(40, 0.05), Story()
+    limits = Limits(3, 1, 3, gather_timeout=WHOLE)
+    result = launch(spark, program, limits, ElasticConfig(), "happy", (), story)
     assert story.sizes == [3]
     assert ranks_in_order(result)
     assert exact(result, program)
 
 
 @pytest.mark.scenario("S2", "S8", "S9")
-def test_hosts_are_added_and_removed(spark: SparkSession, fault: Fault) -> None:
+def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     """1 to 3 hosts and back, then one for another; the first leads as long as it is there."""
     a, b, c = all_executors(spark)
     listed: dict[str, int] = {a: 1}
@@ -132,11 +147,11 @@ def test_hosts_are_added_and_removed(spark: SparkSession, fault: Fault) -> None:
 
         return lambda: fault(act)
 
+    program = Held(tmp_path, fault.on)
     story = Story(
-        (10, 1, only(a, b)), (30, 2, only(a, b, c)), (60, 3, only(a, b)),
-        (80, 2, only(b, c)), (130, 2, only(c, a)), (180, 2, only(a)),
+        (5, 1, only(a, b)), (10, 2, only(a, b, c)), (15, 3, only(a, b)),
+        (20, 2, only(b, c)), (25, 2, only(c, a)), (30, 2, only(a)), over=(program.over, 1),
     )  # fmt: skip
-    program = CountingProgram(260, PACE)
     # Hosts that come back find a spare, as in a job that lasts.
     config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0, spare_after=0.0)
     result = launch(spark, program, Limits(1, 1, 3, gather_timeout=1.0), config, "hosts", (), story)
@@ -150,12 +165,12 @@ def test_hosts_are_added_and_removed(spark: SparkSession, fault: Fault) -> None:
 
 @pytest.mark.scenario("S3")
 def test_hosts_that_nobody_needs_come_and_go_unnoticed(
-    spark: SparkSession, standalone: StandaloneCluster, fault: Fault
+    spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
+    program, ended = Held(tmp_path, fault.on), Event()
     lost: list[Worker] = []
     brought: list[Worker] = []
-    over = Event()
 
     def lose_one_and_bring_one() -> None:
         idle = [
@@ -165,19 +180,21 @@ def test_hosts_that_nobody_needs_come_and_go_unnoticed(
         ]
         lost.append(idle[0])
         standalone.kill_worker(idle[0])
+        all_executors(spark, 2)
         brought.append(standalone.start_worker())
-        over.wait(60.0)  # a worker dies with the thread that started it
+        all_executors(spark, 3)
+        program.over.touch()
+        ended.wait(120.0)  # a worker dies with the thread that started it
 
-    story = Story((20, None, lambda: fault(lose_one_and_bring_one)))
-    program = CountingProgram(300, PACE)
+    story = Story((5, 2, lambda: fault(lose_one_and_bring_one)))
+    limits = Limits(2, 1, 2, gather_timeout=WHOLE)
     try:
-        result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "unused", (), story)
-        await_true(lambda: not lost or bool(brought), "the new host")
+        result = launch(spark, program, limits, ElasticConfig(), "unused", (), story)
     finally:
         for worker in brought:
             standalone.kill_worker(worker)
-        over.set()
-    assert lost, "no host was idle"
+        ended.set()
+    assert brought, "no host was idle, or none came in time"
     assert story.sizes == [2]
     assert exact(result, program)
 
@@ -200,9 +217,9 @@ def test_failing_workers_come_back_after_their_cooldown(
     def order(rank: int) -> Callable[[], object]:
         return lambda: fault((tmp_path / f"order.{rank}").touch)
 
-    story = Story((20, 3, order(1)), (60, 3, order(0)), (110, 3, order(1)))
-    program = Ordered(tmp_path, 260)
-    limits = Limits(3, 1, 3, cooldown_range=(0.2, 0.4))
+    program = Ordered(tmp_path, fault.on)
+    story = Story((5, 3, order(1)), (10, 3, order(0)), (15, 3, order(1)), over=(program.over, 3))
+    limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=(1.0, 1.0))
     config = ElasticConfig(spare_after=0.0)  # these crash in their first seconds
     result = launch(spark, program, limits, config, "failing", (), story)
     assert story.told
@@ -217,12 +234,13 @@ def test_failing_slots_that_never_return_leave_a_smaller_world(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
+    program = Ordered(tmp_path, fault.on)
     story = Story(
-        (10, 3, lambda: fault((tmp_path / "order.0").touch)),
-        (30, 2, lambda: fault((tmp_path / "order.1").touch)),
+        (5, 3, lambda: fault((tmp_path / "order.0").touch)),
+        (10, 2, lambda: fault((tmp_path / "order.1").touch)),
+        over=(program.over, 1),
     )
-    program = Ordered(tmp_path, 100)
-    limits = Limits(3, 1, 3, cooldown_range=NEVER_AGAIN)
+    limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
     result = launch(spark, program, limits, ElasticConfig(), "shrinking", (), story)
     assert story.sizes == [3, 2, 1]
     assert exact(result, program)
@@ -233,10 +251,10 @@ def test_no_capacity_is_left_and_the_job_ends_with_the_reason(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
-    story = Story((10, 3, lambda: fault((tmp_path / "order.0").touch)))
+    story = Story((5, 3, lambda: fault((tmp_path / "order.0").touch)))
     limits = Limits(3, 3, 3, start_timeout=20.0, cooldown_range=NEVER_AGAIN)
     with pytest.raises(NotEnoughWorkers, match="2 workers came within 20 s and 3 are needed"):
-        launch(spark, Ordered(tmp_path, 100), limits, ElasticConfig(), "excluded", (), story)
+        launch(spark, Ordered(tmp_path, fault.on), limits, ElasticConfig(), "excluded", (), story)
 
 
 @pytest.mark.scenario("S7")
@@ -244,9 +262,10 @@ def test_an_exception_of_all_ranks_ends_the_job_at_once(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
-    story = Story((10, 3, lambda: fault((tmp_path / "order.all").touch)))
+    story = Story((5, 3, lambda: fault((tmp_path / "order.all").touch)))
+    limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     with pytest.raises((WorkerFailed, FailureBudgetExceeded), match="ordered of all"):
-        launch(spark, Ordered(tmp_path, 100), Limits(3, 1, 3), ElasticConfig(), "all raise", (), story)
+        launch(spark, Ordered(tmp_path, fault.on), limits, ElasticConfig(), "all raise", (), story)
 
 
 @pytest.mark.scenario("S14")
@@ -255,9 +274,9 @@ def test_more_failures_than_the_budget_bears_end_the_job_at_once(
 ) -> None:
     all_executors(spark)
     story = Story(
-        (10, 3, lambda: fault((tmp_path / "order.2").touch)),
-        (20, None, lambda: fault((tmp_path / "order.1").touch)),
+        (5, 3, lambda: fault((tmp_path / "order.2").touch)),
+        (10, None, lambda: fault((tmp_path / "order.1").touch)),
     )
-    limits = Limits(3, 1, 3, failure_budget=1, cooldown_range=(0.2, 0.4))
+    limits = Limits(3, 1, 3, gather_timeout=WHOLE, failure_budget=1, cooldown_range=(0.2, 0.4))
     with pytest.raises(FailureBudgetExceeded, match=r"workers failed 2 times .*\(failure_budget\)"):
-        launch(spark, Ordered(tmp_path, 400), limits, ElasticConfig(), "over budget", (), story)
+        launch(spark, Ordered(tmp_path, fault.on), limits, ElasticConfig(), "over budget", (), story)

@@ -149,6 +149,7 @@ def test_losses_validation_metrics_schedules_and_callbacks(spark: SparkSession, 
         ],
         epochs=5,
         terminate_on_nan=True,
+        gather_timeout=60.0,
     ).fit(assembled(table(spark)))
     history = model.history
     assert len(history) == 2, "the first epoch is the best one for EarlyStopping, the second ends it"

@@ -14,6 +14,18 @@ BEAT = SlotBeat(1.0, "1-0", "", "")
 CANCEL = CancelRequested(2.0, "enough")
 
 
+class Bell(threading.Event):
+    """Says whether somebody has come to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.awaited.set()
+        return super().wait(timeout)
+
+
 def test_events_keep_their_order() -> None:
     inbox = Inbox()
     for event in (BEAT, CANCEL, BEAT, None):
@@ -25,8 +37,8 @@ def test_events_keep_their_order() -> None:
 
 @pytest.mark.parametrize(("event", "woken"), [(BEAT, False), (CANCEL, True), (None, True)])
 def test_a_beat_wakes_nobody(event: SlotBeat | CancelRequested | None, woken: bool) -> None:
-    inbox = Inbox()
-    taken = threading.Event()
+    inbox, bell, taken = Inbox(), Bell(), threading.Event()
+    inbox._bell = bell
 
     def take() -> None:
         inbox.get(30.0)
@@ -34,15 +46,14 @@ def test_a_beat_wakes_nobody(event: SlotBeat | CancelRequested | None, woken: bo
 
     reader = threading.Thread(target=take)
     reader.start()
+    assert bell.awaited.wait(10.0)
     inbox.put(event)
     assert taken.wait(0.2 if not woken else 10.0) is woken
     inbox.put(CANCEL)
     reader.join()
 
 
-def test_a_beat_is_taken_when_patience_ends() -> None:
+def test_a_beat_is_taken_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox()
-    reader = threading.Timer(0.05, inbox.put, (BEAT,))
-    reader.start()
+    monkeypatch.setattr(inbox._bell, "wait", lambda seconds: inbox.put(BEAT))
     assert inbox.get(0.5) is BEAT
-    reader.join()
