@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from spark_elastic.launch import LaunchResult, Silent
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box
 from spark_elastic.testing import CountingProgram, ProcessLauncher
+from tests.component.worker.moments import Held
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -30,10 +32,11 @@ PROGRAM = "import cloudpickle, sys; cloudpickle.load(open(sys.argv[1], 'rb')).co
 
 
 class Watcher(Silent):
-    """at: a step, at which `strike` is called once, in another thread."""
+    """at: a step, at which `strike` is called once, in another thread. lost: called in each world but the first."""
 
-    def __init__(self, at: int, strike: Any) -> None:
-        self.at, self.strike, self.sizes = at, strike, []
+    def __init__(self, at: int, strike: Any, lost: Callable[[], None] = lambda: None) -> None:
+        self.at, self.strike, self.lost = at, strike, lost
+        self.sizes: list[int] = []
 
     def progress(self, numbers: Any) -> None:
         if numbers["step"] >= self.at and self.strike is not None:
@@ -42,6 +45,8 @@ class Watcher(Silent):
 
     def world(self, size: int, reason: str) -> None:
         self.sizes.append(size)
+        if len(self.sizes) > 1:
+            self.lost()
 
 
 class Task:
@@ -77,9 +82,9 @@ class Task:
 
 
 def test_a_job_by_mail_lives_through_the_loss_of_a_slot(tmp_path: Path) -> None:
-    program = CountingProgram(steps=60, seconds=0.03)
+    program = Held(steps=30, seconds=0.03)
     cluster = ProcessLauncher(program, SystemClock(), room=3)
-    watcher = Watcher(10, lambda: cluster.kill(max(cluster.slots())))
+    watcher = Watcher(10, lambda: cluster.kill(max(cluster.slots())), program.release)
     result = Task(tmp_path).follow(cluster, watcher)
     assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected()}
     assert [world.size for world in result.worlds] == watcher.sizes

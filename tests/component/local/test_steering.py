@@ -25,7 +25,9 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.testing.counting import CountingProgram
 from tests.component.local.watched import watched
+from tests.component.worker.moments import Held
 from tests.scenarios import Fault
+from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -33,16 +35,23 @@ CLOCK = SystemClock()
 
 
 class AtStep(Silent):
-    """A narrator that does something at a step, in a thread of its own."""
+    """A narrator that does something at a step, in a thread of its own. then: called in each world but the first."""
 
-    def __init__(self, step: int, act: Callable[[], object]) -> None:
+    def __init__(self, step: int, act: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:
         self._step = step
         self._act: Callable[[], object] | None = act
+        self._then = then
+        self._worlds = 0
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
         if self._act is not None and numbers["step"] >= self._step:
             act, self._act = self._act, None
             threading.Thread(target=act, name="act").start()
+
+    def world(self, size: int, reason: str) -> None:
+        self._worlds += 1
+        if self._worlds > 1:
+            self._then()
 
 
 def _run(
@@ -57,17 +66,16 @@ def _run(
 
 
 def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
-    program, handle = CountingProgram(150, 0.03), JobHandle()
+    program, handle = Held(30, 0.03), JobHandle()
     launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
     left: list[int] = []
 
     def drain() -> None:
         slots = [psutil.Process(pid) for pid in launcher.slots().values()]
         handle.drain(rank=1, reason="its core is wanted elsewhere")
-        deadline = CLOCK.now() + 20.0
-        while sum(slot.is_running() for slot in slots) > 1 and CLOCK.now() < deadline:
-            CLOCK.sleep(0.02)
+        until(lambda: sum(slot.is_running() for slot in slots) == 1)
         left.append(len(launcher.slots()))
+        program.release()
 
     result = _run(program, launcher, AtStep(10, drain), handle=handle)
     assert [world.size for world in result.worlds] == [2, 1]
@@ -77,10 +85,11 @@ def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
 
 
 def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:
-    program = CountingProgram(120, 0.03)
+    program = Held(30, 0.03)
     launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
     listed = {"a": 1, "b": 1}
-    result = _run(program, launcher, AtStep(10, lambda: listed.pop("a")), host_discovery=lambda: dict(listed))
+    narrator = AtStep(10, lambda: listed.pop("a"), then=program.release)
+    result = _run(program, launcher, narrator, host_discovery=lambda: dict(listed))
     assert [world.size for world in result.worlds] == [2, 1]
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.commands import Abort, End, Publish
 from spark_elastic.testing import replay
-from spark_elastic.testing.counting import CountingProgram
 from tests.component.worker.losses import Job
+from tests.component.worker.moments import Held
 
 
 def test_a_real_job_with_a_loss_decides_again_as_it_had(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    job = Job(CountingProgram(steps=25, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
+    job = Job(Held(steps=15, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
     job.at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
     result = job.run()
     again = replay(path)

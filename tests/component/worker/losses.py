@@ -1,6 +1,7 @@
 """A counting job on plain processes, and acts that befall it at chosen moments.
 
-An act waits for its moment in the job's story (a step of rank 0, a world), then runs in a thread of its own.
+An act waits for its moment in the job's story (a step of rank 0, a world), then runs in a thread of its own. A `Held`
+program takes its last step once all acts are over and what the test waits for has come.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from spark_elastic.launch import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.testing.processes import ProcessLauncher
+from tests.component.worker.moments import Held
 
 
 @dataclass
@@ -50,7 +52,11 @@ class Cluster(ProcessLauncher):
 
 @dataclass
 class Job:
-    """`size` workers on `room` slots (default: as many). `post` reaches the driver as discovery does."""
+    """`size` workers on `room` slots (default: as many). `post` reaches the driver as discovery does.
+
+    until: what must have come, besides the end of all acts, before a `Held` program takes its last step. faults: where
+    they are off nothing is waited for.
+    """
 
     program: CountingProgram
     size: int = 3
@@ -58,6 +64,8 @@ class Job:
     slots_per_host: int = 1
     config: ElasticConfig = field(default_factory=ElasticConfig)
     collective_timeout: float = 20.0
+    until: Callable[[Moment], bool] = lambda now: True
+    faults: bool = True
 
     def __post_init__(self) -> None:
         self.cluster = Cluster(
@@ -70,15 +78,17 @@ class Job:
         self.moment = Moment()
         self.post: Post = lambda event: None
         self._acts: list[Act] = []
+        self._playing = 0
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._failed: list[BaseException] = []
 
-    def at_step(self, step: int, act: Callable[[], object]) -> None:
-        self._acts.append((lambda now: now.step >= step, act))
+    def at_step(self, step: int, act: Callable[[], object], world: int = 1) -> None:
+        """Once rank 0 has reported that step, and the world of that number is published (1: the first)."""
+        self._acts.append((lambda now: now.step >= step and len(now.sizes) >= world, act))
 
     def at_world(self, number: int, act: Callable[[], object]) -> None:
-        """As soon as the world of that number is published (1: the first)."""
+        """As soon as the world of that number is published."""
         self._acts.append((lambda now: len(now.sizes) >= number, act))
 
     def at_line(self, text: str, act: Callable[[], object]) -> None:
@@ -97,10 +107,12 @@ class Job:
             }
         )
         try:
+            self._release(not self.faults)
             result = supervise(self.cluster, self, Site(), bounds, self.config, "test", self)
         finally:
             for thread in self._threads:
                 thread.join()
+            self._release(True)
         assert not self._failed, self._failed
         sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
         assert sums == {self.program.expected()}, "a step was lost, doubled or torn"
@@ -140,15 +152,29 @@ class Job:
             self.moment = moment = change(self.moment)
             due = [act for when, act in self._acts if when(moment)]
             self._acts = [(when, act) for when, act in self._acts if not when(moment)]
+            self._playing += len(due)
             for act in due:
                 self._threads.append(threading.Thread(target=self._play, args=(act,), name="act"))
                 self._threads[-1].start()
+            self._release(self._over())
 
     def _play(self, act: Callable[[], object]) -> None:
         try:
             act()
         except BaseException as error:
             self._failed.append(error)
+        with self._lock:
+            self._playing -= 1
+            self._release(self._over())
+
+    def _over(self) -> bool:
+        """Nothing will come any more, or an act failed."""
+        played = not self._acts and not self._playing
+        return bool(self._failed) or (played and self.until(self.moment))
+
+    def _release(self, free: bool) -> None:
+        if free and isinstance(self.program, Held):
+            self.program.release()
 
 
 def sizes(result: LaunchResult) -> list[int]:

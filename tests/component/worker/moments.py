@@ -1,15 +1,25 @@
-"""Counting programs that make a short moment of the protocol long, so that a loss meets it."""
+"""Counting programs that wait for a test, or make a short moment of the protocol long, so that a loss meets it."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Position, World
 from spark_elastic.testing.counting import CountingProgram
-from spark_elastic.worker.program import Outcome, Session
+from spark_elastic.worker.program import CHANGE, Completed, Outcome, Session, Stopped
 
 LONG = 1.5  # seconds
+LOOK_EVERY = 0.03  # seconds
+HELD_AT_MOST = 60.0  # seconds in one world; then it goes on, and the test sees what is missing
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def say(text: str) -> None:
@@ -17,21 +27,42 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class Patient(CountingProgram):
-    """Takes its time until a world of that generation or a later one has so many members, then is quick."""
+class Held(CountingProgram):
+    """Its last step waits until the test calls `release`, so that no blow comes after the end."""
 
-    def __init__(self, steps: int, generation: int, size: int) -> None:
-        super().__init__(steps)
-        self._generation = generation
-        self._size = size
+    def __init__(self, steps: int, seconds: float = 0.0) -> None:
+        super().__init__(steps, seconds)
+        hold, self._hold = tempfile.mkstemp(prefix="held-")
+        os.close(hold)
+
+    def release(self) -> None:
+        Path(self._hold).unlink(missing_ok=True)
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:
-        there = world.fence.generation >= self._generation and world.size >= self._size
-        self._seconds = 0.01 if there else 0.2
-        return super().run(world, group, session)
+        self._steps -= 1
+        try:
+            outcome = super().run(world, group, session)
+        finally:
+            self._steps += 1
+        if isinstance(outcome, Completed):
+            outcome = self._stand(world, group, session) or super().run(world, group, session)
+        return outcome
+
+    def _stand(self, world: World, group: Group, session: Session) -> Stopped | None:
+        """Until it is released or, as after any step, the membership changes; the same on all ranks."""
+        deadline = self._clock.now() + HELD_AT_MOST
+        while True:
+            self._clock.sleep(LOOK_EVERY)
+            session.report({"step": self._step, "world": group.size})  # again: one may have been lost
+            free = not os.path.exists(self._hold) or self._clock.now() > deadline
+            told = group.allgather(np.array([session.membership_version(), free], dtype=np.int64))
+            if told[:, 0].max() > world.version:
+                return Stopped(CHANGE)
+            if told[:, 1].any():
+                return None
 
 
-class SlowSync(Patient):
+class SlowSync(Held):
     """Before it takes or hands over the state of a survivor, every rank tells and dwells."""
 
     def sync(self, world: World, group: Group) -> Position:
@@ -41,7 +72,7 @@ class SlowSync(Patient):
         return super().sync(world, group)
 
 
-class SlowReturn(Patient):
+class SlowReturn(Held):
     """The survivors of the first world take their time to come back from it."""
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:

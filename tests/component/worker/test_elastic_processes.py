@@ -10,8 +10,7 @@ import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
@@ -23,16 +22,17 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch import LaunchResult, Site, supervise
+from spark_elastic.launch import LaunchResult, Silent, Site, supervise
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.worker.program import Outcome, Session
+from tests.component.worker.losses import Job, sizes
+from tests.component.worker.moments import Held
+from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
-
-STEPS = 120
 
 
 class NoDiscovery:
@@ -43,32 +43,18 @@ class NoDiscovery:
         """Nothing."""
 
 
-class Watcher:
-    """A narrator that strikes once, at a step."""
+class Watcher(Silent):
+    """A narrator that keeps the lines."""
 
-    def __init__(self, strike: Callable[[], None] | None = None, at: int = 10) -> None:
-        self._strike = strike
-        self._at = at
+    def __init__(self) -> None:
         self.lines: list[tuple[int | None, str]] = []
 
     def log(self, rank: int | None, line: str) -> None:
         self.lines.append((rank, line))
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        if self._strike is not None and numbers["step"] >= self._at:
-            strike, self._strike = self._strike, None
-            # Elsewhere: this is the server's thread, which must go on serving.
-            threading.Thread(target=strike, name="strike").start()
 
-    def world(self, size: int, reason: str) -> None:
-        """Nothing."""
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
-
-
-def run(launcher: ProcessLauncher, workers: int, watcher: Watcher, **limits: Any) -> LaunchResult:
-    bounds = Limits(workers, 1, workers, gather_timeout=60.0, **limits)
+def run(launcher: ProcessLauncher, workers: int, watcher: Watcher) -> LaunchResult:
+    bounds = Limits(workers, 1, workers, gather_timeout=60.0)
     return supervise(launcher, NoDiscovery(), Site(), bounds, ElasticConfig(), "test", watcher)
 
 
@@ -81,14 +67,9 @@ def assert_exact(result: LaunchResult, program: CountingProgram) -> None:
     assert sums == {program.expected()}
 
 
-def workers(cluster: ProcessLauncher) -> list[psutil.Process]:
-    """The active training process of each slot, the oldest child; spares are younger."""
-    slots = [psutil.Process(pid) for _, pid in sorted(cluster.slots().items())]
-    return [min(slot.children(), key=lambda child: child.create_time()) for slot in slots if slot.children()]
-
-
-def sizes(result: LaunchResult) -> list[int]:
-    return [world.size for world in result.worlds]
+def held_job(**named: Any) -> Job:
+    """It ends in its second world or a later one."""
+    return Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, **named)
 
 
 def test_results_come_in_rank_order() -> None:
@@ -99,97 +80,82 @@ def test_results_come_in_rank_order() -> None:
 
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
-    program = CountingProgram(STEPS, 0.03)
-    cluster = launcher(program)
-    result = run(cluster, 3, Watcher(lambda: cluster.kill(max(cluster.slots()))))
-    assert_exact(result, program)
-    assert sizes(result)[:2] == [3, 2]
+    job = held_job()
+    job.at_step(10, lambda: job.cluster.kill(max(job.cluster.slots())))
+    assert sizes(job.run())[:2] == [3, 2]
 
 
 def test_a_killed_child_is_followed_by_its_warm_spare() -> None:
-    program = CountingProgram(STEPS, 0.05)
-    cluster = launcher(program, room=2)
+    job = Job(Held(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2 == now.sizes[-1])
 
     def strike() -> None:
-        workers(cluster)[0].kill()
+        slot = psutil.Process(job.cluster.slots()[min(job.cluster.slots())])
+        until(lambda: len(slot.children()) == 2)
+        worker, spare = sorted(slot.children(), key=lambda child: child.create_time())
+        worker.kill()
+        until(lambda: spare in job.workers())
 
-    result = run(cluster, 2, Watcher(strike, at=40))
-    assert_exact(result, program)
-    assert sizes(result)[0] == 2
-    assert sizes(result)[-1] == 2
-    assert len(sizes(result)) >= 2
+    job.at_step(10, strike)
+    seen = sizes(job.run())
+    assert seen[0] == 2
+    assert seen[-1] == 2
+    assert len(seen) >= 2
 
 
 def test_a_stopped_child_is_given_up_after_the_lease() -> None:
-    program = CountingProgram(STEPS, 0.03)
-    cluster = launcher(program)
+    job = held_job()
     stopped: list[psutil.Process] = []
 
     def strike() -> None:
-        stopped.append(workers(cluster)[0])
+        stopped.append(job.workers()[0])
         stopped[0].send_signal(signal.SIGSTOP)
 
-    result = run(cluster, 3, Watcher(strike), lease=2.0)
-    assert_exact(result, program)
+    job.at_step(10, strike)
+    result = job.run(lease=6.0)
     assert any("its process has not run for" in line for line in result.story)
     assert not stopped[0].is_running()
 
 
 def test_two_die_at_once() -> None:
-    program = CountingProgram(STEPS, 0.03)
-    cluster = launcher(program)
+    job = held_job()
 
     def strike() -> None:
-        for job in sorted(cluster.slots())[:2]:
-            cluster.kill(job)
+        for number in sorted(job.cluster.slots())[:2]:
+            job.cluster.kill(number)
 
-    result = run(cluster, 3, Watcher(strike))
-    assert_exact(result, program)
+    job.at_step(10, strike)
+    result = job.run()
     assert 1 in sizes(result) or 2 in sizes(result)
 
 
 def test_all_die_at_once_and_the_job_starts_again() -> None:
-    program = CountingProgram(40, 0.03)
-    cluster = launcher(program, room=2)
+    job = held_job(size=2)
 
     def strike() -> None:
-        for worker in workers(cluster):
+        for worker in job.workers():
             worker.kill()
 
-    result = run(cluster, 2, Watcher(strike))
-    assert_exact(result, program)
-    assert len(result.worlds) >= 2
-
-
-class Drainer(NoDiscovery):
-    """A discovery that drains a host when told to."""
-
-    def start(self, post: Post) -> None:
-        self._post = post
-
-    def drain(self, host: str) -> None:
-        self._post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=host))
+    job.at_step(10, strike)
+    assert len(job.run().worlds) >= 2
 
 
 def test_a_drained_host_leaves_at_a_step_boundary() -> None:
-    program = CountingProgram(STEPS, 0.03)
-    cluster, drainer = launcher(program), Drainer()
-    watcher = Watcher(lambda: drainer.drain(f"host-{max(cluster.slots())}"))
-    bounds = Limits(3, 1, 3, gather_timeout=60.0)
-    result = supervise(cluster, drainer, Site(), bounds, ElasticConfig(), "test", watcher)
-    assert_exact(result, program)
+    job = held_job()
+
+    def drain() -> None:
+        host = f"host-{max(job.cluster.slots())}"
+        job.post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=host))
+
+    job.at_step(10, drain)
+    result = job.run()
     assert sizes(result)[:2] == [3, 2]
     assert not any("GroupBroke" in line or "broke" in line for line in result.story)
 
 
 def test_newcomers_join_while_the_others_train() -> None:
-    program = CountingProgram(STEPS, 0.05)
-    cluster = launcher(program, room=1)
-    bounds = Limits(2, 1, 2, gather_timeout=0.5)
-    watcher = Watcher(lambda: cluster.add_room(1))
-    result = supervise(cluster, NoDiscovery(), Site(), bounds, ElasticConfig(), "test", watcher)
-    assert_exact(result, program)
-    assert sizes(result) == [1, 2]
+    job = held_job(size=2, room=1)
+    job.at_step(10, lambda: job.cluster.add_room(1))
+    assert sizes(job.run(gather_timeout=0.5)) == [1, 2]
 
 
 class Broken(CountingProgram):
@@ -235,9 +201,6 @@ class Mumbler(Watcher):
 
     def world(self, size: int, reason: str) -> None:
         raise OSError("the terminal is gone")
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
 
 
 def test_a_narrator_that_fails_harms_no_job(caplog: pytest.LogCaptureFixture) -> None:

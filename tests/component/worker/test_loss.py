@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 
-import cloudpickle
 import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.testing.counting import CountingProgram
-from tests.component.worker import moments
 from tests.component.worker.losses import Job, sizes
+from tests.component.worker.moments import Held, SlowReturn, SlowSync
 from tests.scenarios import Fault
 from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
-
-cloudpickle.register_pickle_by_value(moments)
 
 
 def kill_worker(job: Job, place: int) -> None:
@@ -27,7 +24,7 @@ def kill_worker(job: Job, place: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
-    job = Job(CountingProgram(60, 0.02))
+    job = Job(Held(30, 0.02), until=lambda now: len(now.sizes) > world)
     job.at_step(10, lambda: kill_worker(job, 2))
     job.at_world(world, lambda: fault(kill_worker, job, 0))
     result = job.run()
@@ -38,7 +35,7 @@ def test_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
 @pytest.mark.parametrize("role", ["source", "receiver"])
 def test_a_loss_during_sync(role: str, fault: Fault) -> None:
     """The source dies while it hands over its state, or the newcomer while it takes it."""
-    job = Job(moments.SlowSync(100, 3, 2), size=3, room=2)
+    job = Job(SlowSync(20, 0.02), size=3, room=2)
     job.at_step(1, lambda: job.cluster.add_room(1))
     job.at_line("syncs as rank 2 of world 2", lambda: fault(kill_worker, job, 0 if role == "source" else 2))
     result = job.run(num_workers=2)
@@ -48,7 +45,7 @@ def test_a_loss_during_sync(role: str, fault: Fault) -> None:
 
 
 def test_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
-    job = Job(moments.SlowReturn(70, 2, 1), size=4)
+    job = Job(SlowReturn(20, 0.02), size=4)
     job.at_step(3, lambda: kill_worker(job, 0))
     job.at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
     result = job.run()
@@ -59,7 +56,7 @@ def test_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
 
 @pytest.mark.scenario("G7")
 def test_a_newcomer_during_a_reset(fault: Fault) -> None:
-    job = Job(moments.SlowReturn(100, 2, 4), size=4, room=3)
+    job = Job(SlowReturn(20, 0.02), size=4, room=3, until=lambda now: now.sizes[-1] == 4, faults=fault.on)
     job.at_step(3, lambda: kill_worker(job, 0))
     job.at_line("comes back slowly", lambda: fault(job.cluster.add_room, 1))
     result = job.run(num_workers=3)
@@ -70,7 +67,7 @@ def test_a_newcomer_during_a_reset(fault: Fault) -> None:
 @pytest.mark.scenario("G7")
 def test_two_events_within_a_second(fault: Fault) -> None:
     """One host leaves as planned and another dies; two slots are free again afterwards."""
-    job = Job(moments.Patient(100, 2, 3), size=3)
+    job = Job(Held(20, 0.02), until=lambda now: now.sizes[-1] == 3 > min(now.sizes), faults=fault.on)
 
     def strike() -> None:
         first, second, _ = sorted(job.cluster.slots())
@@ -87,7 +84,7 @@ def test_two_events_within_a_second(fault: Fault) -> None:
 @pytest.mark.scenario("G7")
 def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
     """The host that comes is drained before its worker is warm; what stops for a newcomer is for the next host's."""
-    job = Job(CountingProgram(80, 0.05), size=3, room=2)
+    job = Job(Held(20, 0.02), size=3, room=2, faults=fault.on)
     came: set[int] = set()
 
     def come_and_go() -> None:
@@ -95,6 +92,7 @@ def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
         job.cluster.add_room(1)
         came.update(until(lambda: job.cluster.slots().keys() - there))
         job.post(DrainRequested(SystemClock().now(), "it is not wanted after all", host=f"host-{min(came)}"))
+        until(lambda: min(came) not in job.cluster.slots())
 
     job.at_step(5, lambda: fault(come_and_go))
     result = job.run(num_workers=2)
@@ -104,7 +102,7 @@ def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
 
 
 def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
-    job = Job(CountingProgram(60, 0.03), size=3)
+    job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2)
 
     def strike() -> None:
         for number in sorted(job.cluster.slots())[1:]:
@@ -118,13 +116,13 @@ def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
 
 @pytest.mark.scenario("G8")
 def test_fewer_than_min_workers_wait_for_another_and_go_on(fault: Fault) -> None:
-    job = Job(CountingProgram(60, 0.03), size=3)
+    job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
 
     def strike() -> None:
         for number in sorted(job.cluster.slots())[1:]:
             fault(job.cluster.kill, number)
 
-    job.at_step(20, strike)
+    job.at_step(10, strike)
     result = job.run(min_workers=3)
     assert sizes(result) == [3, 3]
     assert "goes on from epoch 0, train, step" in result.worlds[1].reason
@@ -132,9 +130,9 @@ def test_fewer_than_min_workers_wait_for_another_and_go_on(fault: Fault) -> None
 
 @pytest.mark.scenario("G9")
 def test_many_resets_inside_one_epoch(fault: Fault) -> None:
-    job = Job(CountingProgram(120, 0.03), size=3)
-    for number, step in enumerate((10, 35, 60, 85)):
-        job.at_step(step, lambda place=number: fault(kill_worker, job, place % 2))  # type: ignore[misc]
+    job = Job(Held(50, 0.03), until=lambda now: len(now.sizes) >= 5, faults=fault.on)
+    for number, step in enumerate((10, 20, 30, 40)):
+        job.at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
     result = job.run()
     assert sum("WorkerExited" in line for line in result.story) == 4
     assert len(sizes(result)) >= 5
@@ -143,7 +141,7 @@ def test_many_resets_inside_one_epoch(fault: Fault) -> None:
 @pytest.mark.scenario("G4")
 def test_a_silent_host_is_given_up_and_fenced_when_it_wakes(fault: Fault) -> None:
     """Slot and worker stop, no connection breaks; when they go on, the old worker is no part of anything."""
-    job = Job(moments.Patient(100, 3, 3), size=3)
+    job = Job(Held(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on)
     frozen: list[psutil.Process] = []
 
     def freeze() -> None:
@@ -158,7 +156,7 @@ def test_a_silent_host_is_given_up_and_fenced_when_it_wakes(fault: Fault) -> Non
 
     job.at_step(3, freeze)
     job.at_world(2, thaw)
-    result = job.run(lease=3.0)
+    result = job.run(lease=6.0)
     assert sizes(result)[:2] == [3, 2]
     assert 3 in sizes(result)[2:], "its slot brings another worker"
     assert any("its slot was silent for" in line for line in result.story)

@@ -18,9 +18,9 @@ import pytest
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.gate import GateLimits
 from spark_elastic.rendezvous.messages import VERSION, Exited, WatchSlot
-from spark_elastic.testing.counting import CountingProgram
 from tests.component.rendezvous.test_door import Stranger
 from tests.component.worker.losses import Job, sizes
+from tests.component.worker.moments import Held
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -45,7 +45,7 @@ def break_server(job: Job) -> None:
 
 
 def test_r12_the_server_dies_together_with_a_worker(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(CountingProgram(100, 0.03))
+    job = Job(Held(30, 0.03))
 
     def strike() -> None:
         fault(break_server, job)
@@ -77,17 +77,18 @@ class HeldUp(Job):
 
 
 def test_r12_a_server_that_is_held_up_for_longer_than_a_lease_loses_nobody(fault: Fault) -> None:
-    job = HeldUp(CountingProgram(300, 0.03))  # goes on for long enough after it to be heard again
-    job.at_step(10, lambda: fault(job.hold_up, 4.0))
-    result = job.run(lease=2.0)
+    last = 150
+    job = HeldUp(Held(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last)
+    job.at_step(10, lambda: fault(job.hold_up, 5.0))
+    result = job.run(lease=3.0)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
-    assert leap > 40, "steps went on while nobody served"
+    assert leap > 20, "steps went on while nobody served"
 
 
 @pytest.mark.scenario("G12")
 def test_p6_whoever_lacks_the_key_gets_nothing_and_the_job_goes_on(fault: Fault) -> None:
-    job = Job(CountingProgram(60, 0.03), size=2)
+    job = Job(Held(30, 0.03), size=2, faults=fault.on)
     answers: dict[str, int] = {}
 
     def attack() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import cloudpickle
 import pytest
 
+from spark_elastic.config import ElasticConfig
 from spark_elastic.launch import LaunchResult
-from spark_elastic.testing.counting import CountingProgram
 from tests.component.worker import stuck
 from tests.component.worker.losses import Job, sizes
+from tests.component.worker.moments import Held
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -33,13 +35,12 @@ def entry(result: LaunchResult, text: str) -> str:
 def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_it_is_given_up(
     caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
-    job = Job(CountingProgram(120, 0.03))
+    job = Job(Held(60, 0.03), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
     # Stopped long enough after its begin for a sample of its stack to be there.
     job.at_step(45, lambda: fault(job.workers()[1].send_signal, signal.SIGSTOP))
-    result = job.run(lease=6.0)
+    result = job.run(lease=10.0)
     sentence = next(said for said in named(caplog) if "is stopped (T), last seen in " in said)
-    assert "run (" in sentence
-    assert "testing/counting.py:" in sentence
+    assert re.search(r"run \((testing/counting|worker/moments)\.py:", sentence)
     lost = entry(result, "is lost: its process has not run for")
     assert sentence in lost, "what it was doing is part of its story"
     assert sizes(result)[:2] == [3, 2]
@@ -49,7 +50,8 @@ def test_p5_a_worker_that_hangs_is_named_and_the_error_of_who_waited_says_what_i
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot beats."""
-    job = Job(stuck.NeverReturns(20, 0.03), size=2, collective_timeout=5.0)
+    slow_to_name = ElasticConfig(stall_after=5.0)  # its stack is known three seconds after it hangs
+    job = Job(stuck.NeverReturns(20, 0.03), size=2, collective_timeout=10.0, config=slow_to_name)
     result = job.run(regroup_timeout=2.0)
     sentence = next(said for said in named(caplog) if said.startswith("rank 1 (worker "))
     assert "last seen in call_c_code (worker/stuck.py:" in sentence

@@ -8,7 +8,7 @@ from typing import TypeVar
 from spark_elastic.clock import SystemClock
 
 T = TypeVar("T")
-SECONDS = 20.0
+SECONDS = 40.0
 
 
 def until(look: Callable[[], T]) -> T:
