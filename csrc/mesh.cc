@@ -1,6 +1,7 @@
 #include "mesh.h"
 
 #include <gloo/common/error.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -10,6 +11,7 @@
 #include <cstring>
 
 #include "buffer.h"
+#include "goodbye.h"
 #include "pair.h"
 
 namespace elastic {
@@ -19,7 +21,8 @@ constexpr std::chrono::seconds kHandshakeWithin{10};
 constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks for Ctrl-C and expired strangers
 constexpr std::chrono::seconds kSilent{1};        // a peer that has waited for long says so far more often than this
 constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
-constexpr std::chrono::milliseconds kGoodbyeWithin{50};
+constexpr std::chrono::milliseconds kNobodyHears{250};  // peers that take nothing of a goodbye for so long are stopped
+constexpr std::chrono::seconds kGoodbyeWithin{1};
 constexpr std::chrono::milliseconds kAcceptRest{100};
 constexpr size_t kMostIncoming = 1024;
 
@@ -104,10 +107,27 @@ void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& r
   failure_ = std::make_unique<Failure>(cause, std::move(ranks), reason);
   wake();
   if (onFailure_) onFailure_(*failure_);
-  const auto until = Clock::now() + kGoodbyeWithin;
+  sayGoodbye();
+}
+
+// To all at once, so that one that is stopped takes nobody's time but ours.
+void Mesh::sayGoodbye() {
+  const std::vector<char> body = encodeGoodbye(*failure_);
+  std::vector<Pair*> all;
   for (auto& pair : pairs_) {
-    if (pair) static_cast<Pair*>(pair.get())->sayGoodbye(*failure_, until);
+    if (pair) all.push_back(static_cast<Pair*>(pair.get()));
   }
+  for (Pair* pair : all) pair->beginGoodbye(body);
+  std::vector<pollfd> hearing;
+  const auto until = Clock::now() + kGoodbyeWithin;
+  do {
+    hearing.clear();
+    for (Pair* pair : all) {
+      if (pair->goOnWithGoodbye()) hearing.push_back({pair->fd(), POLLIN | POLLOUT, 0});
+    }
+  } while (!hearing.empty() && Clock::now() < until &&
+           ::poll(hearing.data(), hearing.size(), static_cast<int>(kNobodyHears.count())) != 0);
+  for (Pair* pair : all) pair->endGoodbye(*failure_);
 }
 
 void Mesh::wake() {

@@ -71,6 +71,7 @@ class Mesh : public gloo::transport::Context {
   Pair& pair(int rank);
   void checkLocked() const;
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
+  void sayGoodbye();
   // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
   void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
   void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);

@@ -3,7 +3,6 @@
 #include <gloo/common/error.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -195,20 +194,28 @@ void Pair::sayHere() {
 }
 
 // A frame that is half sent is ended first (its memory lives while we hold the mutex): a peer that found the stream cut
-// would have to take us for dead. A stopped peer takes nothing, hence the deadline.
-void Pair::sayGoodbye(const Failure& failure, Mesh::Clock::time_point until) {
-  if (state_ == State::kUp) {
-    const std::vector<char> body = encodeGoodbye(failure);
-    while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
-    sends_.push_back({nullptr, {kGoodbyeSlot, body.size(), {}}, body.data()});
-    while (!sends_.empty()) {
-      if (sendFront()) continue;
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Mesh::Clock::now());
-      pollfd writable{connection_.fd(), POLLOUT, 0};
-      if (errno != EAGAIN || left.count() <= 0 || ::poll(&writable, 1, static_cast<int>(left.count())) == 0) break;
-    }
-    sends_.clear();
+// would have to take us for dead. `body` must live until the end of the goodbye.
+void Pair::beginGoodbye(const std::vector<char>& body) {
+  if (state_ != State::kUp) return;
+  while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
+  sends_.push_back({nullptr, {kGoodbyeSlot, body.size(), {}}, body.data()});
+}
+
+// Whether there is more to say, once the peer takes it. What it says meanwhile is void and thrown away: it may be
+// ending a frame itself, with nobody to read it. One that has ended, or is gone, need not be told.
+bool Pair::goOnWithGoodbye() {
+  if (state_ != State::kUp) return false;
+  char void_[1 << 14];
+  const ssize_t got = ::recv(connection_.fd(), void_, sizeof void_, MSG_DONTWAIT);
+  if (got == 0 || (got < 0 && errno != EAGAIN)) return false;
+  while (!sends_.empty()) {
+    if (!sendFront()) return errno == EAGAIN;
   }
+  return false;
+}
+
+void Pair::endGoodbye(const Failure& failure) {
+  if (state_ == State::kUp) sends_.clear();
   if (connection_.open()) {
     mesh_.unwatch(connection_.fd());
     // Not SHUT_RD: what the peer still sends would reset the connection, and our words with it.

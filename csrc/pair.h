@@ -42,6 +42,7 @@ class Pair : public gloo::transport::Pair {
   void recv(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t nbytes) override;
 
   // What the mesh calls, with its mutex held.
+  int fd() const { return connection_.fd(); }
   bool opened() const { return connection_.open() || state_ == State::kClosed; }
   bool busy() const { return posted_ > 0 || !sends_.empty() || inBody_; }
   bool silentSince(Mesh::Clock::time_point when) const { return heard_ < when; }
@@ -50,7 +51,9 @@ class Pair : public gloo::transport::Pair {
   void lookBehind();
   void sayHere();
   void seek();
-  void sayGoodbye(const Failure& failure, Mesh::Clock::time_point until);
+  void beginGoodbye(const std::vector<char>& body);
+  bool goOnWithGoodbye();
+  void endGoodbye(const Failure& failure);
   void drop();
   void shut();
 

@@ -168,6 +168,23 @@ TEST(group, an_abort_is_heard_from_behind_a_frame_that_nobody_asked_for) {
   }
 }
 
+TEST(group, an_abort_ends_its_frame_for_a_peer_that_reads_late) {
+  Ranks ranks(2);
+  CHECK(ranks.each([](Group& group) { group.barrier(); }) == nothing(2));
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    ranks.groups[0]->abort("enough");
+  });
+  const auto thrown = ranks.each([](Group& group) {
+    std::vector<char> data(size_t{64} << 20);
+    if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(130));
+    group.broadcast(data.data(), data.size(), 0, 0);
+    group.barrier();
+  });
+  other.join();
+  CHECK(thrown == std::vector<std::string>(2, "enough"));
+}
+
 TEST(group, closing_under_a_running_collective_is_safe) {
   for (uint64_t turn = 1; turn <= 20; turn++) {
     Ranks ranks(2);
