@@ -60,7 +60,7 @@ std::shared_ptr<Endpoint> encrypted(const std::string& key = kKey) {
 std::pair<std::string, std::string> meet(std::shared_ptr<Endpoint> first, std::shared_ptr<Endpoint> second) {
   const std::vector<std::string> peers{first->address(), second->address()};
   GroupOptions options;
-  options.timeout = std::chrono::milliseconds(3000);
+  options.timeout = std::chrono::milliseconds(20000);
   Group one(first, 0, peers, Fence{1, 1}, options), two(second, 1, peers, Fence{1, 1}, options);
   std::string thrown;
   std::thread other([&] { thrown = thrownBy([&] { two.barrier(); }); });

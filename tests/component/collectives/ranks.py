@@ -56,6 +56,9 @@ def serve(descriptor: int) -> None:
     """The life of a rank's process: ends with the test's end of the pipe."""
     pipe = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # Ctrl-C is for calls: it waits for the next one
     tasks: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
     member = Member(Endpoint(KEY))
     pipe.send(member.endpoint.address)
@@ -63,11 +66,13 @@ def serve(descriptor: int) -> None:
     while True:
         function, arguments = tasks.get()
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             answer = function(member, *arguments)
         except CollectiveError as error:
             answer = Failed(type(error).__name__, error.ranks, error.reason)
         except (Exception, KeyboardInterrupt) as error:
             answer = Failed(type(error).__name__, (), str(error))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pipe.send(answer)
 
 

@@ -79,6 +79,14 @@ SLOW_BUT_SOCKETS = pytest.mark.parametrize(
     ],
 )
 
+IN_CI = (
+    "ring",
+    "broadcast",
+    "alltoall",
+    "barrier",
+)  # where the machine itself pauses for a second, others are named
+STOPPED = [pytest.param(work, marks=() if work in IN_CI else pytest.mark.faults) for work in calls.WORK]
+
 
 @ALL_LAYOUTS
 @pytest.mark.parametrize("work", calls.WORK)
@@ -91,7 +99,7 @@ def test_a_kill_ends_every_collective(pool: Pool, work: str, hosts: tuple[int, .
 
 
 @SLOW_BUT_SOCKETS
-@pytest.mark.parametrize("work", calls.WORK)
+@pytest.mark.parametrize("work", STOPPED)
 def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
     pool.world(ranks, timeout=1.2, hosts=hosts)
@@ -154,7 +162,7 @@ def test_ctrl_c_ends_a_blocked_collective_and_the_peers_wait(pool: Pool) -> None
     pool.world(ranks, timeout=60)
     for rank in ranks[:2]:
         rank.call(calls.barrier)
-    time.sleep(0.3)  # for both to be blocked; an interrupt that comes sooner is raised just the same
+    time.sleep(0.3)  # for both to be blocked; sooner is just as right
     ranks[0].signal(signal.SIGINT)
     assert ranks[0].answer().kind == "KeyboardInterrupt"
     end = ranks[1].answer()

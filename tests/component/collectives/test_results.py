@@ -38,6 +38,7 @@ def test_every_other_collective_is_right(pool: Pool, size: int) -> None:
     assert each(ranks, calls.everything_else) == [[]] * size
 
 
+@pytest.mark.timeout(300)
 def test_a_thousand_generations_on_one_endpoint_leak_nothing(pool: Pool) -> None:
     ranks = pool.take(3)
     first = max(next(pool.generations) for _ in range(1000)) - 999

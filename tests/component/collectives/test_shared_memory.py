@@ -103,7 +103,7 @@ def test_ctrl_c_ends_a_blocked_collective_and_the_peers_wait(pool: Pool) -> None
     pool.world(ranks, timeout=60, hosts=(3,))
     for rank in ranks[:2]:
         rank.call(calls.barrier)
-    time.sleep(0.5)  # for both to be blocked; an interrupt that comes sooner is raised just the same
+    time.sleep(0.5)  # for both to be blocked; sooner is just as right
     ranks[0].signal(signal.SIGINT)
     assert ranks[0].answer().kind == "KeyboardInterrupt"
     end = ranks[1].answer()
@@ -145,9 +145,9 @@ def test_r11_memory_outlives_its_group_and_belongs_to_it_alone(pool: Pool) -> No
     assert each(ranks, shared.segments) == [1, 1]
 
 
+@pytest.mark.timeout(300)
 def test_nothing_has_a_name_and_a_thousand_rebuilds_leak_nothing(pool: Pool) -> None:
     ranks = pool.take(2)
-    before = set(os.listdir("/dev/shm"))
     first = max(next(pool.generations) for _ in range(1000)) - 999
     everybody = [rank.address for rank in ranks]
     for number, rank in enumerate(ranks):
@@ -157,4 +157,4 @@ def test_nothing_has_a_name_and_a_thousand_rebuilds_leak_nothing(pool: Pool) -> 
         assert late["threads"] == early["threads"]
         assert late["mappings"] <= early["mappings"] + 4
         assert late["bytes"] < early["bytes"] + (4 << 20)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert [name for name in os.listdir("/dev/shm") if "elastic" in name] == []

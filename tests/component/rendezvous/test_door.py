@@ -233,19 +233,28 @@ class _Quick(Connection):
     head_seconds = 0.1
 
 
-@pytest.fixture
-def impatient() -> Iterator[int]:
-    """The port of a server that gives heads and bodies a tenth of a second."""
+def serving_in_haste(connection: type[Connection]) -> Iterator[int]:
+    """The port of a server that gives bodies a tenth of a second, and heads what `connection` gives them."""
 
     async def beat(call: Call) -> object:
         return Acknowledged()
 
     gate = Gate(KEY, ATTEMPT, {Beat: beat}, GateLimits(body_seconds=0.1))
     listener = listen(Bind())
-    serving = Serving(gate, listener, _Quick)
+    serving = Serving(gate, listener, connection)
     serving.start()
     yield listener.getsockname()[1]
     serving.close()
+
+
+@pytest.fixture
+def impatient() -> Iterator[int]:
+    yield from serving_in_haste(_Quick)
+
+
+@pytest.fixture
+def impatient_with_bodies() -> Iterator[int]:
+    yield from serving_in_haste(Connection)
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/slot/be", b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\n"])
@@ -260,8 +269,8 @@ def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(impati
         assert _parse(read_all(connection))[0] == 401
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(impatient: int) -> None:
-    stranger = Stranger(impatient)
+def test_a_body_that_does_not_come_is_not_waited_for(impatient_with_bodies: int) -> None:
+    stranger = Stranger(impatient_with_bodies)
     header = stranger.signed(Beat.path, b"")
     status, _ = stranger.request(Beat.path, b"{", header, more={"content-length": "100"})
     assert status == 408

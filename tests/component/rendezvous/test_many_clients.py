@@ -68,6 +68,7 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
     return worlds
 
 
+@pytest.mark.timeout(300)
 def test_many_clients_come_into_one_world_again_and_again(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

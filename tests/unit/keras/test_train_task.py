@@ -50,7 +50,7 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
         task.close()
         return outcome
 
-    outcomes = in_a_world(2, work, timeout=60.0)  # TensorFlow traces for seconds, in both threads
+    outcomes = in_a_world(2, work, timeout=150.0)  # TensorFlow traces for seconds, in both threads
     keras.config.set_floatx("float32")
     results = [json.loads(outcome.result) for outcome in outcomes]
     assert len({result["digest"] for result in results}) == 1
