@@ -216,27 +216,27 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     Raises:
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
+    from spark_elastic.spark.admission import admit, facts
     from spark_elastic.spark.driver_address import bind_of
     from spark_elastic.spark.executors import ExecutorWatch
     from spark_elastic.spark.gpu_slots import profile_of
     from spark_elastic.spark.launcher import SparkLauncher
     from spark_elastic.spark.memory import room_of
-    from spark_elastic.spark.preflight import admit, facts
-    from spark_elastic.spark.settings import warn
+    from spark_elastic.spark.settings import ssl_enabled, warn
     from spark_elastic.spark.shipping import ship
     from spark_elastic.spark.slot_task import tasks_of
 
     sc = spark.sparkContext
     conf = sc.getConf()
+    settings = dict(conf.getAll())
     bind = bind_of(conf, config)
     site = Site(
         bind=bind.host,
         advertise=bind.advertise,
-        encrypted=conf.get("spark.ssl.enabled", "false") == "true",
+        encrypted=ssl_enabled(settings),
         admit=admit(facts(), needs=tuple(name for name in preload if "." not in name)),
         run=run,
     )
-    settings = dict(conf.getAll())
     warn(settings, sc)
     room = room_of(settings)
     if config.ship:

@@ -31,6 +31,7 @@ from spark_elastic.launch import (
     supervise,
 )
 from spark_elastic.protocol.types import Limits
+from spark_elastic.rendezvous import tls
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import Box
 
@@ -113,13 +114,17 @@ class Classic:
     ) -> None:
         from spark_elastic.spark.driver_address import bind_of
         from spark_elastic.spark.preflight import preflight
+        from spark_elastic.spark.probe import Probing
+        from spark_elastic.spark.settings import ssl_enabled
         from spark_elastic.spark.shipping import ship
 
         sc = self.spark.sparkContext
         if self.config.ship:
             ship(sc)
-        place = bind_of(sc.getConf(), self.config)
-        preflight(sc, payload, store, needs, self.config.start_timeout, place, what)
+        conf = sc.getConf()
+        encrypted = tls.wanted(self.config, ssl_enabled(dict(conf.getAll())))
+        probing = Probing(payload, store, needs, bind_of(conf, self.config), what, encrypted)
+        preflight(sc, probing, self.config.start_timeout)
 
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
         return launch(
@@ -161,10 +166,13 @@ class Connect:
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
         from spark_elastic.spark import connect
+        from spark_elastic.spark.probe import Probing
+        from spark_elastic.spark.settings import ssl_enabled
 
         connect.check(self._config, number)
         place = connect.bind_of(self._spark, self._config)
-        probing = connect.Probing(payload, store, needs, place, what)
+        encrypted = tls.wanted(self._config, ssl_enabled(connect.settings_of(self._spark)))
+        probing = Probing(payload, store, needs, place, what, encrypted)
         unreached = connect.preflight(self._spark, probing, number, self._config.start_timeout)
         if unreached is not None:
             coordinator.checked(self._config)
@@ -197,13 +205,14 @@ class Connect:
 
     def _site(self, order: Order, settings: Mapping[str, str]) -> Site:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.preflight import admit, facts
+        from spark_elastic.spark.admission import admit, facts
+        from spark_elastic.spark.settings import ssl_enabled
 
         bind = connect.bind_of(self._spark, self._config)
         return Site(
             bind=bind.host,
             advertise=bind.advertise,
-            encrypted=settings.get("spark.ssl.enabled") == "true",
+            encrypted=ssl_enabled(settings),
             admit=admit(facts(), order.needs),
             run=order.run,
         )
@@ -217,7 +226,8 @@ class Connect:
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.preflight import admit, facts
+        from spark_elastic.spark.admission import admit, facts
+        from spark_elastic.spark.settings import ssl_enabled
 
         folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run
         own, other = coordinator.CLIENT, coordinator.COORDINATOR
@@ -226,7 +236,7 @@ class Connect:
             order.limits,
             coordinator.checked(self._config),
             order.name,
-            connect.settings_of(self._spark).get("spark.ssl.enabled") == "true",
+            ssl_enabled(connect.settings_of(self._spark)),
             admit(facts(), order.needs),
             None if run is None else (run.run_id, run.attempt, run.checkpoints),
         )

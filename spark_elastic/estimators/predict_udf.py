@@ -21,8 +21,7 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, Stru
 from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.transformer import Predicts
 from spark_elastic.spark.active_session import has_context
-from spark_elastic.spark.carrying import carried
-from spark_elastic.spark.preflight import Brought
+from spark_elastic.spark.carrying import Carrier, carried
 
 
 class Shipped(Protocol):
@@ -36,7 +35,7 @@ class Shipped(Protocol):
 class Pickled:
     """For where there are no broadcasts."""
 
-    content: Brought
+    content: Carrier
 
     @cached_property
     def value(self) -> Predicts:

@@ -28,14 +28,18 @@ class Certificate:
     context: ssl.SSLContext = field(repr=False, compare=False)
 
 
+def wanted(config: ElasticConfig, encrypted: bool) -> bool:
+    """Server and mesh speak TLS. encrypted: what goes where `config.tls` is None."""
+    return config.tls if config.tls is not None else encrypted or config.tls_certificate is not None
+
+
 def chosen(config: ElasticConfig, encrypted: bool) -> Certificate | None:
-    """The certificate of a job's server; None for plain HTTP. encrypted: what goes where `config.tls` is None.
+    """The certificate of a job's server; None for plain HTTP. encrypted: as for `wanted`.
 
     Raises:
         InvalidInput: there is none to be had.
     """
-    wanted = config.tls if config.tls is not None else encrypted or config.tls_certificate is not None
-    if not wanted:
+    if not wanted(config, encrypted):
         return None
     if config.tls_certificate is None or config.tls_key is None:
         return made()

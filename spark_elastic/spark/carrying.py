@@ -9,7 +9,7 @@ import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pyspark import SparkFiles
 
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MOST_CARRIED = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
+
+
+class Carrier(Protocol):
+    """What brings bytes to a task: a broadcast, or one of the next."""
+
+    @property
+    def value(self) -> bytes: ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pickle
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pyarrow as pa
@@ -20,18 +20,18 @@ from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.spark.admission import admit, facts
 from spark_elastic.spark.carrying import carried
 from spark_elastic.spark.driver_address import LOOPBACK
 from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS
 from spark_elastic.spark.launcher import classify, join_all
 from spark_elastic.spark.own_address import address_towards, own_address
-from spark_elastic.spark.preflight import admit, facts, genuine, judge_all, task_of
-from spark_elastic.spark.preflight import probing as prepared
+from spark_elastic.spark.preflight import genuine, judge_all
+from spark_elastic.spark.probe import Probing, prepared, task_of
 from spark_elastic.spark.slot_task import SlotTask
 
 if TYPE_CHECKING:
@@ -112,17 +112,6 @@ def check(config: ElasticConfig, number: int | None) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class Probing:
-    """What probes look at; as the arguments of `preflight.preflight`."""
-
-    payload: bytes
-    store: Store | None
-    needs: tuple[str, ...]
-    bind: Bind
-    what: str
-
-
 def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float) -> str | None:
     """As `preflight.preflight`, by as many probes as there will be workers; also whether they reach one another.
 
@@ -131,7 +120,7 @@ def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float
     Raises:
         PreflightError: a host cannot run the job, or the time was over.
     """
-    with prepared(probing.store, probing.what, probing.bind) as alone:
+    with prepared(probing) as alone:
         probe = replace(alone, together=number, towards=driver_host(spark))
         task = task_of(probe, carried(spark, probing.payload))
 

@@ -23,6 +23,11 @@ ENCRYPTION = (
 )
 
 
+def ssl_enabled(settings: Mapping[str, str]) -> bool:
+    """Spark's own servers speak TLS, so that ours do unless the configuration says otherwise."""
+    return settings.get("spark.ssl.enabled", "false").lower() == "true"
+
+
 def warn(settings: Mapping[str, str], application: object) -> None:
     """Log what `remarks` finds, a line each, once an application: its context or session keeps what was told."""
     told: set[str] = vars(application).setdefault("_spark_elastic_told", set())

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
 
@@ -18,14 +17,12 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact
 from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.spark.admission import facts
+from spark_elastic.spark.carrying import Carrier
 from spark_elastic.spark.memory import Room
 from spark_elastic.spark.own_address import address_towards
-from spark_elastic.spark.preflight import Brought, facts
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
-
-if TYPE_CHECKING:
-    from pyspark import Broadcast
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class SlotTask:
     """Shipped to the executor; `program` is the pickled program, sent once per executor."""
 
     contact: Contact
-    program: Broadcast[bytes] | Brought
+    program: Carrier
     port_range: tuple[int, int] | None
     preload: tuple[str, ...]
     collective_timeout: float
@@ -95,7 +92,7 @@ class SlotTask:
 
 
 def tasks_of(
-    program: Broadcast[bytes] | Brought, preload: tuple[str, ...], config: ElasticConfig, room: Room
+    program: Carrier, preload: tuple[str, ...], config: ElasticConfig, room: Room
 ) -> Callable[[Contact], SlotTask]:
     """What a launch ships, once the contact is known."""
 

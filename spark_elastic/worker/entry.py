@@ -147,6 +147,15 @@ def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, s
             control.close()
 
 
+def why_not_encrypted() -> str | None:
+    """Why workers of this host could not talk inside TLS; None if they could."""
+    try:
+        Endpoint(b"nobody's", encrypted=True).close()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def _end_with(channel: IO[bytes]) -> None:
     while channel.readline():
         pass

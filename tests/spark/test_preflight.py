@@ -16,7 +16,9 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
-from spark_elastic.spark.preflight import facts, preflight
+from spark_elastic.spark.admission import facts
+from spark_elastic.spark.preflight import preflight
+from spark_elastic.spark.probe import Probing
 from tests.spark.cluster import await_true, cluster_environment
 from tests.spark.conftest import HOSTS
 
@@ -36,7 +38,7 @@ def store(tmp_path: Path) -> Store:
 def probe(
     spark: SparkSession, store: Store, payload: bytes = HARMLESS, timeout: float = 60.0
 ) -> list[dict[str, str]]:
-    return preflight(spark.sparkContext, payload, store, ("numpy",), timeout)
+    return preflight(spark.sparkContext, Probing(payload, store, ("numpy",), what="the model"), timeout)
 
 
 def test_every_host_is_reached_and_nothing_is_left_in_the_store(spark: SparkSession, store: Store) -> None:

@@ -17,6 +17,7 @@ from spark_elastic.launch import LaunchResult
 from spark_elastic.platforms import Classic, Connect, Order, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark import connect
+from spark_elastic.spark.probe import Probing
 
 UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
 
@@ -70,6 +71,6 @@ def test_without_a_store_a_client_out_of_reach_is_an_error(monkeypatch: pytest.M
     monkeypatch.setattr(connect, "judge_all", lambda *arguments, **named: None)
     spark: Any = session()
     spark.range = lambda *numbers: SimpleNamespace(mapInArrow=lambda body, schema: None)
-    probing = connect.Probing(b"", None, (), connect.bind_of(spark, ElasticConfig()), "it")
+    probing = Probing(b"", bind=connect.bind_of(spark, ElasticConfig()))
     with pytest.raises(PreflightError, match=r"open it; or give a store, and the driver runs in a task\."):
         connect.preflight(spark, probing, 1, 1.0)

@@ -14,6 +14,7 @@ from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark import connect
 from spark_elastic.spark.active_session import has_context
+from spark_elastic.spark.probe import Probing
 from spark_elastic.testing.clock import FakeClock
 
 
@@ -97,7 +98,7 @@ def test_a_setting_that_is_not_told_is_left_out() -> None:
 def test_probes_that_nobody_takes_are_interrupted() -> None:
     session: Any = Session()
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        connect.preflight(session, connect.Probing(b"", None, (), Bind(), "it"), 2, 0.05)
+        connect.preflight(session, Probing(b"", bind=Bind()), 2, 0.05)
     assert session.interrupted.is_set()
 
 

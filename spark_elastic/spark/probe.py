@@ -1,0 +1,197 @@
+"""One probe of a host: does it load the program, see the store, reach the driver and the other hosts, can it encrypt?
+
+A probe runs as a short Spark task. What it finds it returns as sentences, and `preflight` judges them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.data.store import Store
+from spark_elastic.errors import ElasticError
+from spark_elastic.rendezvous.serving import Bind, dialled, listen
+from spark_elastic.spark.admission import facts
+from spark_elastic.spark.carrying import Carrier
+from spark_elastic.spark.meeting import Meeting
+from spark_elastic.spark.own_address import own_address
+
+Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
+
+HOLD_SECONDS = 0.2  # a probe keeps its core so long, so that the next one goes to another executor
+REACH_SECONDS = 5.0  # for a connection to the driver
+PROBES = "probes"
+
+
+@dataclass(frozen=True)
+class Probing:
+    """What is looked at.
+
+    payload: cloudpickle of what workers will load; what: it in words. needs: frameworks that the job uses. bind: where
+    the job's server will listen; None: whether hosts reach it is not looked at. encrypted: workers talk inside TLS.
+    """
+
+    payload: bytes
+    store: Store | None = None
+    needs: tuple[str, ...] = ()
+    bind: Bind | None = None
+    what: str = "the program"
+    encrypted: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a probe found. process: tells executors apart. fault: one sentence, or None. unreached: the same, of the way
+    to the driver."""
+
+    facts: dict[str, str]
+    process: int
+    written: str
+    fault: str | None
+    unreached: str | None = None
+
+    @property
+    def executor(self) -> tuple[str, int]:
+        return self.facts["host"], self.process
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The body of a probing task. It returns what went wrong; raising would only make Spark try again.
+
+    what, encrypted: as of `Probing`. driver: the address that workers will dial. together: so many probes see, at
+    `towards`, whether they reach one another; 0: not looked at.
+    """
+
+    store: Store | None
+    token: str
+    what: str = Probing.what
+    driver: str | None = None
+    encrypted: bool = False
+    together: int = 0
+    towards: str | None = None
+
+    def report(self, number: int, program: bytes) -> Report:
+        found = facts()
+        name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
+        host = found["host"]
+        fault = (
+            self._load(host, program)
+            or self._visit_store(host, name)
+            or self._encrypt(host)
+            or self._meet(host)
+        )
+        unreached = self._reach_driver(host)
+        SystemClock().sleep(HOLD_SECONDS)
+        # The parent is the executor's Python daemon: one per executor.
+        return Report(found, os.getppid(), name, fault, unreached)
+
+    def _meet(self, host: str) -> str | None:
+        if self.store is None or self.together < 2:
+            return None
+        meeting = Meeting(self.store, f"{PROBES}/{self.token}/meeting", own_address(self.towards))
+        refused = meeting.hold(self.together, SystemClock())
+        return refused and (
+            f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
+            "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
+        )
+
+    def _encrypt(self, host: str) -> str | None:
+        if not self.encrypted:
+            return None
+        from spark_elastic.worker.entry import why_not_encrypted
+
+        refused = why_not_encrypted()
+        return refused and f"host {host}: {refused}, or set tls=False."
+
+    def _load(self, host: str, program: bytes) -> str | None:
+        try:
+            cloudpickle.loads(program)
+        except Exception as error:  # whatever user classes raise while they are unpickled
+            return (
+                f"host {host} cannot load {self.what} ({_kind(error)}): ship their modules with "
+                "--py-files or install them there."
+            )
+        return None
+
+    def _reach_driver(self, host: str) -> str | None:
+        if self.driver is None:
+            return None
+        name, _, port = self.driver.rpartition(":")
+        try:
+            socket.create_connection((name.strip("[]"), int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            return (
+                f"host {host} cannot reach the driver at {self.driver} ({error}): let executors reach it there, or set "
+                "advertise_address and driver_port to what they reach."
+            )
+        return None
+
+    def _visit_store(self, host: str, name: str) -> str | None:
+        if self.store is None:
+            return None
+        try:
+            seen = self.store.read_bytes(f"{PROBES}/{self.token}/driver") == self.token.encode()
+        except (ElasticError, OSError):
+            seen = False
+        if not seen:
+            return (
+                f"host {host} does not see what the driver wrote to the store {self.store.url}: "
+                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
+            )
+        try:
+            self.store.write_bytes(name, self.token.encode())
+            if self.store.read_bytes(name) != self.token.encode():
+                return f"host {host} reads something else than it wrote in the store {self.store.url}."
+        except (ElasticError, OSError) as error:
+            return f"host {host} cannot write to the store {self.store.url} ({_kind(error)}): give it the right to."
+        return None
+
+
+def task_of(probe: Probe, program: Carrier) -> Task:
+    """The probe as a nested function, which travels by value, so that it starts even where our package is missing."""
+    packed = pickle.dumps(probe)
+
+    def run(numbers: Iterable[int]) -> Iterator[Any]:
+        for number in list(numbers):  # consumed, so that Spark uses the Python worker again
+            try:
+                yield pickle.loads(packed).report(number, program.value)
+            except ImportError as error:
+                yield socket.gethostname(), str(error)
+
+    return run
+
+
+@contextmanager
+def prepared(probing: Probing) -> Iterator[Probe]:
+    """A probe whose store and driver are there to be found as long as the block runs.
+
+    Raises:
+        StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound.
+    """
+    token, store, bind = uuid.uuid4().hex, probing.store, probing.bind
+    if store is not None:
+        store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
+    # Nobody need answer at this door: the kernel takes connections by itself.
+    door = listen(bind) if bind is not None else None
+    try:
+        driver = dialled(bind, door) if bind is not None and door is not None else None
+        yield Probe(store, token, probing.what, driver, probing.encrypted)
+    finally:
+        if door is not None:
+            door.close()
+        if store is not None:
+            store.remove_tree(f"{PROBES}/{token}")
+
+
+def _kind(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

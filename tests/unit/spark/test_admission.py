@@ -1,0 +1,61 @@
+"""Which hosts may take part, from their versions alone."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+import spark_elastic
+from spark_elastic.spark.admission import admit, facts
+
+DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
+
+
+def judged(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
+    host = {k: v for k, v in (DRIVER | {"host": "h1"} | changes).items() if v is not None}
+    return admit(DRIVER, needs)(host)
+
+
+def test_facts_are_of_this_process() -> None:
+    found = facts()
+    assert found["python"] == platform.python_version()
+    assert found["spark_elastic"] == spark_elastic.__version__
+    assert found["host"]
+
+
+def test_a_host_is_fit_for_its_own_kind() -> None:
+    assert admit(facts(), ("torch",))(facts()) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"python": "3.11.2"}, {"numpy": "2.1.0"}, {"torch": "2.9.1+cu121"}, {"keras": "9.0"}, {}]
+)
+def test_small_differences_do_not_matter(changes: dict[str, str]) -> None:
+    assert judged(**changes) is None
+
+
+@pytest.mark.parametrize(
+    ("package", "theirs"),
+    [("python", "3.12.7"), ("numpy", "1.26.4"), ("torch", "1.13.1"), ("spark_elastic", "0.1.1")],
+)
+def test_a_mismatch_names_host_package_and_both_versions(package: str, theirs: str) -> None:
+    sentence = judged(**{package: theirs})
+    assert sentence is not None
+    assert all(word in sentence for word in ("h1", package, theirs, DRIVER[package]))
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_what_is_missing_is_named() -> None:
+    assert (
+        judged(torch=None)
+        == "host h1 has no torch, and the driver has 2.13.0+cpu: install torch 2.13.0+cpu there."
+    )
+
+
+def test_a_framework_that_the_job_does_not_use_may_be_missing() -> None:
+    assert judged(needs=(), torch=None) is None

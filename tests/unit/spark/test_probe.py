@@ -1,0 +1,55 @@
+"""What one probe finds out, as sentences."""
+
+from __future__ import annotations
+
+import socket
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.errors import PreflightError
+from spark_elastic.rendezvous.serving import Bind, dialled, listen
+from spark_elastic.spark.admission import admit, facts
+from spark_elastic.spark.preflight import judge_all
+from spark_elastic.spark.probe import Probe
+
+
+def test_a_probe_knocks_at_the_driver_s_door() -> None:
+    bind = Bind("127.0.0.1")
+    with listen(bind) as door:
+        address = dialled(bind, door)
+        assert Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).unreached is None
+    report = Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1))
+    fault = report.unreached
+    assert report.fault is None
+    assert fault is not None
+    with pytest.raises(PreflightError, match="cannot reach the driver"):
+        judge_all([report], admit(facts()), None)
+    judge_all([report], admit(facts()), None, reached=False)
+    assert fault.startswith(f"host {socket.gethostname()} cannot reach the driver at {address} (")
+    assert "advertise_address" in fault
+
+
+def test_a_probe_names_what_cannot_be_loaded() -> None:
+    fault = Probe(None, "t", "the function or its arguments").report(0, b"no pickle").fault
+    assert fault is not None
+    assert "cannot load the function or its arguments (UnpicklingError" in fault
+
+
+@pytest.mark.native
+def test_a_probe_tries_to_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where OpenSSL is no library of the system the engine raises; Python may have its own, and HTTP speak TLS."""
+    probe = Probe(None, "t", encrypted=True)
+    assert probe.report(0, cloudpickle.dumps(1)).fault is None
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise RuntimeError("TLS between workers needs OpenSSL, and there is none: install it on this host")
+
+    monkeypatch.setattr("spark_elastic.worker.entry.Endpoint", refuse)
+    fault = probe.report(0, cloudpickle.dumps(1)).fault
+    assert fault == (
+        f"host {socket.gethostname()}: TLS between workers needs OpenSSL, and there is none: install it on this host, "
+        "or set tls=False."
+    )
