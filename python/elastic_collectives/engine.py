@@ -24,10 +24,10 @@ from elastic_collectives.operands import (
     checked_root,
     checked_splits,
     even_parts,
-    fused,
     signature,
     split,
 )
+from elastic_collectives.reducing import ReducingGroup
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Hands in one's own blob and returns everybody's, in rank order; may raise."""
@@ -150,7 +150,7 @@ class _Origin:
         return replace(self, peers=peers, local=local, channel=channel)
 
 
-class EngineGroup(Closing):
+class EngineGroup(ReducingGroup):
     """`Group` over the native engine. A lone rank needs no sockets: its collectives are the identity."""
 
     def __init__(self, origin: _Origin, rank: int) -> None:
@@ -163,33 +163,6 @@ class EngineGroup(Closing):
         self.size = len(origin.peers)
         self.fence = origin.fence
         self.timeout = origin.timeout
-
-    def allreduce(
-        self,
-        array: Any,
-        op: str = "sum",
-        algorithm: str = "auto",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> None:
-        view = as_array(array, writable=True)
-        self._allreduce(as_reduction(view, op, dtype, weight, scale, compression, algorithm))
-
-    def grouped_allreduce(
-        self,
-        arrays: Sequence[Any],
-        op: str = "sum",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> None:
-        views = [as_array(array, writable=True) for array in arrays]
-        whole = [as_reduction(view, op, dtype, weight, scale, compression) for view in views]
-        for reduction in fused(whole):
-            self._allreduce(reduction)
 
     def reducescatter(
         self,
@@ -258,9 +231,6 @@ class EngineGroup(Closing):
         self._native.alltoall(_memory(view), sent, _memory(received), came, same)
         return received, incoming.tolist()
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
-
     def buffer(self, nbytes: int) -> Array:
         memory = self._native.memory(nbytes)
         return np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
@@ -299,12 +269,6 @@ class EngineGroup(Closing):
         if reduction.silent:
             reduction.array.fill(0)
         self._native.allreduce(_memory(reduction.array), _native_form(reduction))
-
-    def _by_weight(self, reduction: Reduction) -> Reduction:
-        if reduction.weight is None:
-            return reduction
-        weights = self.allgather(np.array([reduction.weight], np.float64))
-        return reduction.weighted(weights.ravel().tolist(), self.rank)
 
     def _alone(self) -> bool:
         """Whether there is nobody to exchange with; a failed group fails even then."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
-from elastic_collectives.closing import Closing
 from elastic_collectives.group import Array
 from elastic_collectives.operands import (
     Reduction,
@@ -22,47 +21,17 @@ from elastic_collectives.operands import (
     checked_root,
     checked_splits,
     even_parts,
-    fused,
     split,
 )
+from elastic_collectives.reducing import ReducingGroup
 
 
-class GatheringGroup(Closing):
+class GatheringGroup(ReducingGroup):
     """What of a `Group` follows from `_meet`."""
-
-    rank: int
-    size: int
 
     @abstractmethod
     def _meet(self, call: tuple[Any, ...], part: Array) -> list[Array]:
         """Bring `part`, get all. call: what all ranks must call alike; parts may differ in their first dimension."""
-
-    def allreduce(
-        self,
-        array: Any,
-        op: str = "sum",
-        algorithm: str = "auto",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> None:
-        view = as_array(array, writable=True)
-        self._allreduce(as_reduction(view, op, dtype, weight, scale, compression, algorithm))
-
-    def grouped_allreduce(
-        self,
-        arrays: Sequence[Any],
-        op: str = "sum",
-        dtype: str | None = None,
-        weight: float | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
-        compression: str | None = None,
-    ) -> None:
-        views = [as_array(array, writable=True) for array in arrays]
-        whole = [as_reduction(view, op, dtype, weight, scale, compression) for view in views]
-        for reduction in fused(whole):
-            self._allreduce(reduction)
 
     def reducescatter(
         self,
@@ -102,9 +71,6 @@ class GatheringGroup(Closing):
         mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
         return np.concatenate(mine), lengths[:, self.rank].tolist()
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
-
     def barrier(self) -> None:
         self._meet(("barrier",), np.empty(0))
 
@@ -112,9 +78,7 @@ class GatheringGroup(Closing):
         reduction.array[...] = self._reduced("allreduce", reduction)
 
     def _reduced(self, kind: str, reduction: Reduction) -> Array:
-        if reduction.weight is not None:
-            weights = self.allgather(np.array([reduction.weight], np.float64))
-            reduction = reduction.weighted(weights.ravel().tolist(), self.rank)
+        reduction = self._by_weight(reduction)
         view, dtype = reduction.array, reduction.dtype
         own = np.zeros_like(view) if reduction.silent else view
         own = narrowed(scaled(widened(own, dtype), reduction.before), dtype)
