@@ -5,7 +5,8 @@
 A table of a vector of 50 numbers and a label, in a Spark session of this machine that is warm. Ours: `fit` with two
 workers of one thread each. Peer: one process, the same rows a step, batches by pyarrow in the files' order, with one
 and with two torch threads; the better of the two counts. They take turns; medians over the rounds. rows/s: while a
-world trained, the plain loop's from its first batch to its last step. Beside it the seconds of `fit` by phase.
+world trained, the plain loop's from its first batch to its last step. Beside it the seconds of `fit` by phase, and what
+two plain loops reach side by side that share the rows and exchange nothing: the bound of training in parallel here.
 """
 
 from __future__ import annotations
@@ -65,26 +66,28 @@ def table(spark: SparkSession, rows: int) -> DataFrame:
     return made.select(array_to_vector("a").alias("x"), F.element_at("a", 1).cast("float").alias("y")).cache()
 
 
-def batches(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One epoch in batches of a step's rows."""
-    for name in case.files:
+def batches(case: Case, part: int, parts: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """One epoch of a part of the files, in batches of its part of a step's rows."""
+    for name in case.files[part::parts]:
         with pq.ParquetFile(name) as file:
-            for batch in file.iter_batches(case.batch * WORKERS):
+            for batch in file.iter_batches(case.batch * WORKERS // parts):
                 x = torch.from_numpy(batch.column("x").flatten().to_numpy(zero_copy_only=False).copy())
                 yield x.view(-1, WIDTH), torch.from_numpy(batch.column("y").to_numpy().copy())
 
 
-def plain(pipe: Connection, case: Case, threads: int) -> None:
-    """Send the rows per second of all epochs."""
+def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int) -> None:
+    """Send the rows per second of all epochs, begun when asked to."""
     torch.set_num_threads(threads)
     model = case.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(case):  # touches everything once, untimed
+    for x, y in batches(case, part, parts):  # touches everything once, untimed
         torch.nn.functional.mse_loss(model(x), y).backward()
         break
+    pipe.send("ready")
+    pipe.recv()
     begin, rows = time.perf_counter(), 0
     for _ in range(case.epochs):
-        for x, y in batches(case):
+        for x, y in batches(case, part, parts):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -92,15 +95,24 @@ def plain(pipe: Connection, case: Case, threads: int) -> None:
     pipe.send(rows / (time.perf_counter() - begin))
 
 
-def measured_plain(case: Case, threads: int) -> float:
+def measured_plain(case: Case, threads: int, processes: int = 1) -> float:
+    """Of all processes together, each with its part of the rows."""
     spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=plain, args=(theirs, case, threads))
-    process.start()
-    theirs.close()
-    found: float = ours.recv()
-    process.join()
-    ours.close()
+    pipes, started = [], []
+    for part in range(processes):
+        ours, theirs = spawn.Pipe()
+        started.append(spawn.Process(target=plain, args=(theirs, case, threads, part, processes)))
+        started[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send("go")
+    found = sum(pipe.recv() for pipe in pipes)
+    for process, pipe in zip(started, pipes, strict=True):
+        process.join()
+        pipe.close()
     return found
 
 
@@ -135,14 +147,24 @@ def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
 
 def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
     fits: list[dict[str, float]] = []
+    bounds: list[float] = []
     peers: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
         fits.append(measured_fit(case, df, store))
         for threads, found in peers.items():
             found.append(measured_plain(case, threads))
+        bounds.append(measured_plain(case, 1, WORKERS))
     medians = {key: statistics.median(fit[key] for fit in fits) for key in fits[0]}
     best = max(statistics.median(found) for found in peers.values())
-    rows = [Row(f"{case.name}: training", medians.pop("rows/s"), best, "rows/s")]
+    rows = [
+        Row(f"{case.name}: training", medians.pop("rows/s"), best, "rows/s"),
+        Row(
+            f"{case.name}: {WORKERS} plain loops that exchange nothing",
+            statistics.median(bounds),
+            best,
+            "rows/s",
+        ),
+    ]
     return rows + [Row(f"{case.name}: {phase}", seconds, None, "s") for phase, seconds in medians.items()]
 
 
