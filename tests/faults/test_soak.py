@@ -29,7 +29,7 @@ def soak(case: str, kills: int, epochs: int, seed: int, folder: Path) -> dict[st
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_p1_to_p4_under_five_kills(tmp_path: Path) -> None:
     verdict = soak("mlp", 5, 60, 4, tmp_path)
     assert verdict["worlds"] > 3  # type: ignore[operator]
