@@ -164,7 +164,11 @@ def test_p5_a_reader_that_stalls_is_an_error_with_the_step() -> None:
     with StepLoader(PLAN, reader, COLUMNS, Prefetch(deadline=0.05)).steps(4, 2, 0, 1) as stream:
         with pytest.raises(StoreError, match="step 2 of epoch 4 were not read within"):
             next(stream)
+        reader.broken = StoreError(
+            "the disk is gone"
+        )  # so that the thread, which closing awaits briefly, ends here
         reader.gate.set()
+        stream._thread.join(20)
 
 
 def test_close_frees_a_waiting_consumer_and_ends_the_thread() -> None:

@@ -70,12 +70,16 @@ class Job:
         return DataPlan.for_run(manifest.group_rows, batch, 5, self.workers, 10_000, 1 << 20)
 
     def archive(self) -> Archive:
+        # A thread's layers have the policy of its first one, whatever floatx says later.
+        policy = keras.config.dtype_policy()
         keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
         try:
             keras.utils.set_random_seed(1)
             return Archive.of(self.make())
         finally:
             keras.config.set_floatx("float32")
+            keras.config.set_dtype_policy(policy)
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainTask:
         plan = self.plan(manifest)

@@ -34,6 +34,7 @@ from spark_elastic.torch import draw_rows, progress
 from spark_elastic.torch.train_spec import Brought
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, TrainSpec
+from tests.component.blows import await_blow
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
@@ -42,15 +43,18 @@ SEED = 3
 
 
 class Paced(torch.nn.Module):
-    """A net whose forward takes PACE seconds in a worker, so that a quick machine, too, is met in mid-epoch."""
+    """A net whose forward takes its time in a worker, so that a quick machine, too, is met in mid-epoch, and awaits the
+    blows that a test has planned. pace: seconds."""
 
-    def __init__(self, net: torch.nn.Module) -> None:
+    def __init__(self, net: torch.nn.Module, pace: float = PACE) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.pace = net, pace
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        if progress() is not None:
-            time.sleep(PACE)
+        here = progress()
+        if here is not None:
+            time.sleep(self.pace)
+            await_blow(here.epoch, here.step, validates=not self.training)
         output: torch.Tensor = self.net(*inputs)
         return output
 
@@ -167,7 +171,14 @@ def train_elastic(
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
     launcher = launcher_for(job.task(store, manifest, ledger))
-    limits = Limits(job.workers, 1, job.workers, lease=lease, max_global_batch=job.batch_size * job.workers)
+    limits = Limits(
+        job.workers,
+        1,
+        job.workers,
+        gather_timeout=60.0,
+        lease=lease,
+        max_global_batch=job.batch_size * job.workers,
+    )
     watch = discovery or NoDiscovery()
     result = supervise(launcher, watch, Site(run=run), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}

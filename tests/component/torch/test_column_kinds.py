@@ -28,6 +28,7 @@ from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch.train_spec import Brought
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.training.spec import TrainSpec
+from tests.component.blows import blows, kill
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -193,19 +194,14 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
     write(tmp_path, reader)
     (store, manifest), job = data_in(tmp_path), make_job(reader)
     made: list[ProcessLauncher] = []
-    killed: list[int] = []
 
     def make(task: TorchTrainTask) -> ProcessLauncher:
         made.append(launcher(task, room=2))
         return made[0]
 
-    def strike(epoch: int, step: int) -> None:
-        if not killed and step > 3:
-            killed.append(sorted(made[0].slots())[0])
-            fault(made[0].kill, killed[0])
-
     ledger = tmp_path / "ledger"
-    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(strike), make)
+    with blows(tmp_path / "blows", {"epoch 0": lambda: fault(kill, made[0], min(made[0].slots()))}):
+        ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make)
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)
     assert seen == {(0, row): 1 for row in range(ROWS)}

@@ -15,6 +15,7 @@ from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import RowDropout, SyncBatchNorm
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.training.spec import Clipping
+from tests.component.blows import blows, kill
 from tests.component.torch.job import (
     CLASSES,
     ROWS,
@@ -34,46 +35,40 @@ from tests.scenarios import Fault
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 
+def paced(*layers: torch.nn.Module) -> torch.nn.Module:
+    return Paced(torch.nn.Sequential(*layers), pace=0.01).double()
+
+
 def mlp() -> torch.nn.Module:
     torch.manual_seed(1)
-    return Paced(
-        torch.nn.Sequential(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
-    ).double()
+    return paced(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
 
 
 def conv() -> torch.nn.Module:
     torch.manual_seed(2)
-    return Paced(
-        torch.nn.Sequential(
-            torch.nn.Conv2d(1, 4, 3, padding=1),
-            torch.nn.Tanh(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(4 * WIDTH, CLASSES),
-        )
-    ).double()
+    return paced(
+        torch.nn.Conv2d(1, 4, 3, padding=1),
+        torch.nn.Tanh(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4 * WIDTH, CLASSES),
+    )
 
 
 def synced() -> torch.nn.Module:
     """Statistics of the whole step's rows: replaced by plain BatchNorm where one process has them all."""
     torch.manual_seed(4)
-    return Paced(
-        torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
-        )
-    ).double()
+    return paced(torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES))
 
 
 def dropping() -> torch.nn.Module:
     torch.manual_seed(5)
-    return Paced(
-        torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 20),
-            RowDropout(0.3),
-            torch.nn.Tanh(),
-            RowDropout(0.2),
-            torch.nn.Linear(20, CLASSES),
-        )
-    ).double()
+    return paced(
+        torch.nn.Linear(WIDTH, 20),
+        RowDropout(0.3),
+        torch.nn.Tanh(),
+        RowDropout(0.2),
+        torch.nn.Linear(20, CLASSES),
+    )
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -129,16 +124,14 @@ def test_p1_p2_p3_p4_with_two_kills(
         made.append(launcher(task, room=3))
         return made[0]
 
-    def strike(epoch: int, step: int) -> None:
-        """One slot in the first epoch, and rank 0's in the second."""
-        living = sorted(made[0].slots())
-        if len(killed) == min(epoch, 1) and step > 3:
-            victim = living[1] if not killed else living[0]
-            killed.append(victim)
-            fault(made[0].kill, victim)
+    def strike(which: int) -> None:
+        killed.append(sorted(made[0].slots())[which])
+        fault(kill, made[0], killed[-1])
 
     ledger = tmp_path / "ledger"
-    ours, result = train_elastic(job, *data, str(ledger), Follower(strike), make)
+    # One slot in the first epoch, and rank 0's in the second.
+    with blows(tmp_path / "blows", {"epoch 0": lambda: strike(1), "epoch 1": lambda: strike(0)}):
+        ours, result = train_elastic(job, *data, str(ledger), Follower(), make)
     assert len(killed) == 2
     assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, train_plain(job, *data)) < 1e-9

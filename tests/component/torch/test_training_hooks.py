@@ -22,6 +22,7 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.train_spec import Brought
 from spark_elastic.torch.train_task import TorchTrainTask
 from spark_elastic.training.spec import Rows
+from tests.component.blows import blows, kill
 from tests.component.torch.job import (
     CLASSES,
     ROWS,
@@ -155,26 +156,20 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
     """One worker is lost in training and one in validation; or all, and training goes on from a checkpoint."""
     (store, manifest), job = make_data(tmp_path), make_job()
     made: list[ProcessLauncher] = []
-    struck: list[int] = []
 
     def make(task: TorchTrainTask) -> ProcessLauncher:
         made.append(launcher(task, room=3))
         return made[0]
 
-    def strike(epoch: int, step: int) -> None:
-        last = job.plan(manifest).steps
-        if (lost == "all" and epoch == 1 and step > 5 and not struck) or (
-            lost == "one" and step in (5, last) and epoch == len(struck)
-        ):
-            victims = sorted(made[0].slots())[: None if lost == "all" else 1]
-            struck.extend(victims if lost == "one" else [0])
-            for slot in victims:
-                fault(made[0].kill, slot)
+    def strike() -> None:
+        for slot in sorted(made[0].slots())[: None if lost == "all" else 1]:
+            fault(kill, made[0], slot)
 
     run = HeldRun.take(store, RUN)
-    ours, result = train_elastic(job, store, manifest, None, Follower(strike), make, run=run)
+    places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
+    with blows(tmp_path / "blows", dict.fromkeys(places, strike)):
+        ours, result = train_elastic(job, store, manifest, None, Follower(), make, run=run)
     theirs, history = plain(job, store, manifest)
-    assert struck
     assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, theirs) < 1e-9
     same_history(result, history)

@@ -23,12 +23,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_policy_of_an_earlier_test() -> None:
-    """Keras keeps the dtype of the first layer that any test made as every later one's default."""
-    keras.utils.clear_session()
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
     job, (store, manifest) = JOBS[name], make_data(tmp_path)
