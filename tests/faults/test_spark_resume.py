@@ -77,7 +77,7 @@ def runs(store: str) -> None:
     with session() as spark:
         results = spark_elastic.run(
             hand_written.train,
-            (STEPS, (-1, 0)),
+            (STEPS, {}),
             num_workers=2,
             spark=spark,
             run_id=RUN,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +18,13 @@ from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.running.call import Call, prepare
 from spark_elastic.testing.processes import ProcessLauncher
 
-STEPS = 30
+STEPS = 20
 PACE = 0.05  # seconds a step takes at least
 
 
-def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
+def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
     """A linear net in float64. Each step's batch follows from the step alone and is the same on all ranks, so that the
-    final weights are those of one process, whatever the world did. hold: at that step, wait for that size."""
-    import time
-
+    final weights are those of one process, whatever the world did. holds: what `hold` awaits before those steps."""
     import torch
 
     import spark_elastic.torch as hvd
@@ -39,9 +39,7 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
     @hvd.elastic.run
     def loop(state: Any) -> None:
         while state.step < steps:
-            while state.step == hold[0] and hvd.size() < hold[1]:
-                time.sleep(PACE)
-                state.check_host_updates()
+            hold(state, holds.get(state.step))
             time.sleep(PACE)
             batch = torch.randn(
                 6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
@@ -65,10 +63,29 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def count(steps: int, commit_every: int, check: bool = False) -> dict[str, Any]:
-    """Without a framework: each step adds 1 to a vector, summed over the ranks and divided by their number."""
-    import time
+def hold(state: Any, awaited: int | str | None) -> None:
+    """Stand still until the job is in its awaited world, the first one being 1, or until that file is there: so a blow
+    comes in mid-training however late the test strikes. A file says nothing of the world: steps must follow that
+    notice what was struck."""
+    from spark_elastic.worker.context import current
 
+    here = current()
+    assert here is not None
+    assert here.world is not None
+    while isinstance(awaited, str) and not os.path.exists(awaited):
+        time.sleep(PACE)
+    while isinstance(awaited, int) and here.world.fence.generation < awaited:
+        time.sleep(PACE)
+        state.check_host_updates()  # leaves this world for the next one
+
+
+def count(
+    steps: int, commit_every: int, check: bool = False, holds: dict[int, int | str] | None = None
+) -> dict[str, Any]:
+    """Without a framework: each step adds 1 to a vector, summed over the ranks and divided by their number.
+
+    holds: what `hold` awaits before those steps.
+    """
     import numpy as np
 
     from spark_elastic.state.elastic_loop import elastic
@@ -79,11 +96,12 @@ def count(steps: int, commit_every: int, check: bool = False) -> dict[str, Any]:
     trained: list[int] = []
 
     def loop(state: Any) -> None:
+        here = current()
+        assert here is not None
+        assert here.group is not None
         while state.step < steps:
+            hold(state, (holds or {}).get(state.step))
             time.sleep(PACE)
-            here = current()
-            assert here is not None
-            assert here.group is not None
             change = np.ones(1000)
             here.group.allreduce(change)
             state.numbers = state.numbers + change / here.group.size

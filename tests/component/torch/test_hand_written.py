@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from spark_elastic.errors import TimeLimitReached, WorkerFailed
-from tests.component.torch.hand_written import STEPS, Run, count, train
+from tests.component.blows import kill
+from tests.component.torch.hand_written import STEPS, Run, count, hold, train
 from tests.scenarios import Fault
 
-pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
 for name in (__name__, train.__module__):
     cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -53,14 +54,15 @@ def assert_exact(results: list[dict[str, Any]], steps: int = STEPS) -> None:
 
 @pytest.mark.scenario("G2")
 def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_step(fault: Fault) -> None:
-    run = Run(train, (STEPS, (10, 3)), room=2, num_workers=2, max_workers=3)
-    run.at(5, lambda: fault(run.cluster.add_room, 1))
-    run.at(18, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
+    holds = {6: 2, 15: 3} if fault.on else {}
+    run = Run(train, (STEPS, holds), room=2, num_workers=2, max_workers=3)
+    run.at(3, lambda: fault(run.cluster.add_room, 1))
+    run.at(10, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
     results = run.results()
     assert_exact(results)
     assert [result["rank"] for result in results] == list(range(len(results)))
     assert run.sizes()[:3] == [2, 3, 2]
-    steps = [step for result in results for step in result["trained"] if len(result["trained"]) > 25]
+    steps = max((result["trained"] for result in results), key=len)
     assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
 
 
@@ -68,7 +70,7 @@ def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_ste
 def test_a_planned_change_loses_no_step_whatever_was_committed(
     fault: Fault, commit_every: int, check: bool
 ) -> None:
-    run = Run(count, (STEPS, commit_every, check), room=3, num_workers=3)
+    run = Run(count, (STEPS, commit_every, check, {15: 2}), room=3, num_workers=3)
     run.at(6, lambda: fault(run.drain, max(run.cluster.slots())))
     results = run.results()
     assert {result["number"] for result in results} == {STEPS}
@@ -78,7 +80,7 @@ def test_a_planned_change_loses_no_step_whatever_was_committed(
 
 @pytest.mark.parametrize("commit_every", [1, 4])
 def test_a_loss_costs_at_most_the_steps_since_the_last_commit(fault: Fault, commit_every: int) -> None:
-    run = Run(count, (STEPS, commit_every), room=3, num_workers=3)
+    run = Run(count, (STEPS, commit_every, False, {15: 2}), room=3, num_workers=3)
     run.at(9, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
     results = run.results()
     assert {result["number"] for result in results} == {STEPS}
@@ -88,12 +90,14 @@ def test_a_loss_costs_at_most_the_steps_since_the_last_commit(fault: Fault, comm
     assert len(steps) - STEPS <= commit_every
 
 
-def test_all_but_one_die_and_their_spares_come_back(fault: Fault) -> None:
-    run = Run(count, (STEPS, 1), room=3, num_workers=3)
+def test_all_but_one_die_and_their_spares_come_back(fault: Fault, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    run = Run(count, (STEPS, 1, False, {12: str(go)}), room=3, num_workers=3)
 
     def strike() -> None:
         for worker in run.workers()[1:]:
             fault(worker.kill)
+        go.touch()
 
     run.at(8, strike)
     results = run.results()
@@ -106,8 +110,8 @@ def test_max_runtime_ends_the_job() -> None:
         Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=2.0).results()
 
 
-def unaware(folder: str) -> tuple[str, int, int]:
-    """Does not know that it is elastic: sums the ranks again and again."""
+def unaware(folder: str, go: str) -> tuple[str, int, int]:
+    """Does not know that it is elastic: sums the ranks again and again, once there is a file `go` to the end."""
     import os
     import time
     import uuid
@@ -121,6 +125,7 @@ def unaware(folder: str) -> tuple[str, int, int]:
     assert here.group is not None
     (Path(folder) / f"{uuid.uuid4()}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
     for step in range(20):
+        hold(None, go if step == 12 else None)
         time.sleep(0.05)
         total = np.ones(1)
         here.group.allreduce(total)
@@ -129,11 +134,18 @@ def unaware(folder: str) -> tuple[str, int, int]:
 
 
 def test_a_function_that_is_not_elastic_begins_again_after_a_loss(fault: Fault, tmp_path: Path) -> None:
-    run = Run(unaware, (str(tmp_path),), room=2, num_workers=2)
-    run.at(5, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
+    folder, go = tmp_path / "calls", tmp_path / "go"
+    folder.mkdir()
+    run = Run(unaware, (str(folder), str(go)), room=2, num_workers=2)
+
+    def strike() -> None:
+        fault(kill, run.cluster, max(run.cluster.slots()))
+        go.touch()
+
+    run.at(5, strike)
     results = run.results()
     assert results[0] == ("127.0.0.1", True, len(results))
-    calls = sorted(path.read_text() for path in tmp_path.iterdir())
+    calls = sorted(path.read_text() for path in folder.iterdir())
     assert calls[0] == "0 of 1" or calls.count("0 of 2") == 2
     assert len(calls) >= 3
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 
 cloudpickle.register_pickle_by_value(sys.modules[train.__module__])
 
-NEVER = (-1, 0)
+NEVER: dict[int, int | str] = {}
 STEPS = 60
 DRIVER = """
 import sys
@@ -32,7 +32,7 @@ from tests.component.torch import hand_written as here
 
 cloudpickle.register_pickle_by_value(here)
 here.Run(
-    here.train, (600, (-1, 0)), room=3, num_workers=3, run_id="mine", store=sys.argv[1], checkpoint_steps=3
+    here.train, (600, {}), room=3, num_workers=3, run_id="mine", store=sys.argv[1], checkpoint_steps=3
 ).results()
 """
 

@@ -11,13 +11,14 @@ import cloudpickle
 import pytest
 
 from spark_elastic.errors import WorkerFailed
-from tests.component.torch.hand_written import PACE, Run
+from tests.component.torch.hand_written import PACE, Run, hold
 from tests.scenarios import Fault
 
-pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+for name in (__name__, hold.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[name])
 
-STEPS = 25
+STEPS = 20
 
 
 def operations(trace: str) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def operations(trace: str) -> dict[str, Any]:
     @hvd.elastic.run
     def loop(state: Any) -> None:
         while state.step < STEPS:
+            hold(state, 2 if state.step == 15 else None)
             time.sleep(PACE)
             handles = [
                 ask(number) for number in random.Random(state.step + 31 * hvd.rank()).sample(range(8), 8)
