@@ -61,7 +61,15 @@ def test_w26_a_worker_is_drained_by_hand_and_no_step_is_lost(spark: SparkSession
 
     thread = threading.Thread(target=drain)
     thread.start()
-    results = spark_elastic.run(count, (60, 1), spark=spark, num_proc=3, stdout=stream, handle=handle)
+    results = spark_elastic.run(
+        count,
+        (20, 1, False, {10: 2}),
+        spark=spark,
+        num_proc=3,
+        stdout=stream,
+        handle=handle,
+        gather_timeout=60.0,
+    )
     thread.join()
-    assert [result["number"] for result in results] == [60, 60]
+    assert [result["number"] for result in results] == [20, 20]
     assert "its machine is wanted elsewhere" in stream.getvalue() or stream.getvalue().count("world of ") == 2

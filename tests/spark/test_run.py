@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.native]
 
-STEPS = 60
+STEPS = 20
 
 for name in (__name__, count.__module__):
     cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -59,7 +59,10 @@ def test_an_executor_is_killed_in_a_hand_written_loop(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
     stream = Strike(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
-    results = spark_elastic.run(count, (STEPS, 1), spark=spark, num_proc=3, min_np=1, stdout=stream)
+    given = (STEPS, 1, False, {10: 2})
+    results = spark_elastic.run(
+        count, given, spark=spark, num_proc=3, min_np=1, stdout=stream, gather_timeout=60.0
+    )
     stream.thread.join()
     assert {result["number"] for result in results} == {STEPS}
     assert stream.getvalue().count("world of ") >= 2
