@@ -105,6 +105,7 @@ class SlotAgent:
         worker = f"{self._plan.slot}.{self._started}"
         child = self._spare if self._spare is not None else self._spawn()
         self._active, self._spare = child, None
+        child.worker = worker  # its lines are the worker's from here on, whatever the driver's answer takes
         self._driver.started(worker)
         child.activate(worker)
         if child.warm:
