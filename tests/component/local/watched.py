@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.scenarios import Fault
 
+T = TypeVar("T")
 LOOP = Path(__file__).with_name("loop.py")
 WAIT = 60.0  # seconds for what must happen, on a busy machine
 WAIT_IN_VAIN = 4.0  # where faults are off
@@ -25,7 +26,8 @@ class Watched:
     def __init__(self, folder: Path, fault: Fault, *options: str) -> None:
         self.folder = folder
         self._fault = fault
-        command = [sys.executable, "-m", "spark_elastic.cli", *options, "python", str(LOOP), str(folder)]
+        launcher = [sys.executable, "-m", "spark_elastic.cli", "--start-timeout", str(WAIT)]
+        command = [*launcher, *options, "python", str(LOOP), str(folder)]
         root = Path(__file__).parents[3]
         path = os.pathsep.join([str(root), str(root / "python")])
         self._stderr = (folder / "stderr").open("w+")
@@ -49,22 +51,24 @@ class Watched:
         """Of the worlds that took a step."""
         return [size for _, size in sorted({(line["generation"], line["size"]) for line in self.lines()})]
 
-    def await_size(self, size: int) -> list[dict[str, Any]]:
-        """The newest world's lines once it is of that size and each of its ranks took a step."""
+    def await_size(self, size: int, after: int = 0) -> list[dict[str, Any]]:
+        """The newest world's lines once it is of that size and each of its ranks took a step. after: a generation."""
 
-        def there() -> bool:
+        def there() -> list[dict[str, Any]]:
             newest = self.newest()
-            return bool(newest) and [line["size"] for line in newest] == [size] * size
+            whole = [line["size"] for line in newest] == [size] * size
+            return newest if whole and newest[0]["generation"] > after else []
 
-        self.wait_for(there, f"a world of {size}")
-        return self.newest()
+        return self.wait_for(there, f"a world of {size}")
 
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_for(self, look: Callable[[], T], what: str) -> T:
+        """The first truthy answer of `look`."""
         deadline = time.monotonic() + (WAIT if self._fault.on or not self.lines() else WAIT_IN_VAIN)
-        while not condition():
+        while not (seen := look()):
             assert self.process.poll() is None, f"the job ended before {what}: {self.stderr()}"
             assert time.monotonic() < deadline, f"no {what}; worlds of {self.sizes()}: {self.stderr()}"
             time.sleep(0.02)
+        return seen
 
     def order(self, rank: int | str, how: str) -> None:
         """That rank, or "all", shall raise, exit or kill itself before its next step."""
