@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
 from spark_elastic.launch import Site, supervise
 from spark_elastic.protocol.types import Limits
+from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.processes import ProcessLauncher
+from tests.component.blows import await_blow, blows, kill
 from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
-from tests.component.torch.job import PACE, ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
+from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
 from tests.scenarios import Fault
+from tests.unit.worker.patience import until
 
 pytestmark = [
     pytest.mark.native,
@@ -44,7 +49,8 @@ class Watches(keras.callbacks.Callback):
         self.epochs.append(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        time.sleep(PACE)
+        time.sleep(0.01)
+        await_blow(self.epochs[-1], batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         assert logs["loss"] > 0
@@ -57,40 +63,35 @@ class Watches(keras.callbacks.Callback):
         assert self.steps == len(self.epochs) * self.params["steps"], "each step is told once (R1)"
 
 
-def train(job: Job, tmp_path: Path, victims: Any, fault: Fault) -> tuple[Any, Any, list[int]]:
-    """(store and manifest, the launch's result, slots that were killed); victims: of (epoch, step, living, killed)."""
+def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
+    """(store and manifest, the launch's result). acts: what befalls the launcher and the store, by place."""
     store, manifest = make_data(tmp_path)
     launcher = ProcessLauncher(
         job.task(store, manifest, str(tmp_path / "ledger")), SystemClock(), preload=("keras",), room=3
     )
-    killed: list[int] = []
-
-    def strike(epoch: int, step: int) -> None:
-        for slot in victims(epoch, step, sorted(launcher.slots()), killed):
-            killed.append(slot)
-            fault(launcher.kill, slot)
-
-    limits = Limits(job.workers, 1, job.workers, lease=5.0, max_global_batch=job.batch_size * job.workers)
-    site = Site(run=HeldRun.take(store, RUN))
-    result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower(strike))
+    batch = job.batch_size * job.workers
+    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
+    site, config = Site(run=HeldRun.take(store, RUN)), ElasticConfig()
+    with blows(tmp_path / "blows", {place: partial(act, launcher, store) for place, act in acts.items()}):
+        result = supervise(launcher, NoDiscovery(), site, limits, config, "test", Follower())
     assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
     seen = ledger_of(tmp_path / "ledger")
     assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
     assert set(seen.values()) == {1}
-    return (store, manifest), result, killed
+    return (store, manifest), result
 
 
 @pytest.mark.scenario("G1", "G2", "G3")
 def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
+    killed: list[int] = []
 
-    def victims(epoch: int, step: int, living: list[int], killed: list[int]) -> list[int]:
-        if len(killed) == min(epoch, 1) and step > 3:
-            return [living[1] if not killed else living[0]]
-        return []
+    def strike(which: int, launcher: ProcessLauncher, store: Store) -> None:
+        killed.append(sorted(launcher.slots())[which])
+        fault(kill, launcher, killed[-1])
 
     job = replace(JOBS["row weights"], validates=True, callbacks=(Watches(),))
-    data, result, killed = train(job, tmp_path, victims, fault)
+    data, result = train(job, tmp_path, {"epoch 0": partial(strike, 1), "epoch 1": partial(strike, 0)})
     assert len(killed) == 2
     assert len(result.worlds) > 1, "nobody was lost"
     theirs, losses = plain(job, *data)
@@ -104,11 +105,16 @@ def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
 def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     tmp_path: Path, fault: Fault
 ) -> None:
-    def victims(epoch: int, step: int, living: list[int], killed: list[int]) -> list[int]:
-        return living if epoch == 1 and step > 5 and not killed else []
+    killed: list[int] = []
+
+    def strike(launcher: ProcessLauncher, store: Store) -> None:
+        until(Checkpoints(store, RUN).published)
+        for slot in launcher.slots():
+            killed.append(slot)
+            fault(kill, launcher, slot)
 
     job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(Watches(),))
-    data, result, killed = train(job, tmp_path, victims, fault)
+    data, result = train(job, tmp_path, {"epoch 1": strike})
     assert len(killed) == 3
     assert [w for w in result.worlds if "goes on from checkpoint" in w.reason], (
         "nobody began from a checkpoint"
