@@ -7,11 +7,11 @@ from typing import Any
 STEPS = 30
 
 
-def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
+def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
     """A net in float64 with an embedding, trained by a tf.function. Each step's batch follows from the step alone and
     is the same on all ranks, so that the final weights are those of one process, whatever the world did.
 
-    hold: at that step, wait for that size.
+    holds: what `hold` awaits before those steps.
     """
     import time
 
@@ -21,6 +21,7 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
 
     import spark_elastic.tensorflow as hvd
     from tests.component.tensorflow.loops import batch_of, check_graph, net, plain
+    from tests.component.torch.hand_written import hold
 
     hvd.init()
     keras.utils.set_random_seed(7 + hvd.rank())  # what rank 0 begins with counts, for newcomers too
@@ -42,9 +43,7 @@ def train(steps: int, hold: tuple[int, int]) -> dict[str, Any]:
     @hvd.elastic.run
     def loop(state: Any) -> None:
         while state.batch < steps:
-            while state.batch == hold[0] and hvd.size() < hold[1]:
-                time.sleep(0.05)
-                state.check_host_updates()
+            hold(state, holds.get(state.batch))
             time.sleep(0.05)
             ids, labels = batch_of(state.batch)
             total, size = training_step(tf.constant(ids), tf.constant(labels))
@@ -146,10 +145,10 @@ def batch_of(step: int) -> tuple[Any, Any]:
     return draw.integers(0, 9, (6, 2)).astype(np.int32), draw.normal(size=(6, 1))
 
 
-def fit(epochs: int, steps: int, hold: int) -> dict[str, Any]:
+def fit(epochs: int, steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
     """`model.fit` over the batches of `train`, with Horovod's elastic callbacks, on the backend that Keras has.
 
-    hold: from that step on, wait for two workers.
+    holds: what `hold` awaits before those steps.
     """
     import time
 
@@ -157,6 +156,7 @@ def fit(epochs: int, steps: int, hold: int) -> dict[str, Any]:
 
     import spark_elastic.keras as hvd
     from tests.component.tensorflow.loops import batches_from, net
+    from tests.component.torch.hand_written import hold
 
     hvd.init()
     keras.utils.set_random_seed(7 + hvd.rank())
@@ -167,9 +167,7 @@ def fit(epochs: int, steps: int, hold: int) -> dict[str, Any]:
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            while state.epoch * steps + state.batch >= hold and hvd.size() < 2:
-                time.sleep(0.05)
-                state.check_host_updates()
+            hold(state, holds.get(state.epoch * steps + state.batch))
             time.sleep(0.05)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -37,7 +37,8 @@ def assert_replicas(results: list[Any]) -> None:
 
 @pytest.mark.faults
 def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit(fault: Fault) -> None:
-    run = Run(loops.train, (loops.STEPS, (10, 3)), room=2, num_workers=2, max_workers=3, env=QUIET)
+    holds = {10: 2, 24: 3}
+    run = Run(loops.train, (loops.STEPS, holds), room=2, num_workers=2, max_workers=3, env=QUIET)
     run.at(5, lambda: fault(run.cluster.add_room, 1))
     run.at(18, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
     results = run.results()
@@ -52,7 +53,7 @@ def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit
 @pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.faults)])
 def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(fault: Fault, backend: str) -> None:
     env = QUIET | {"KERAS_BACKEND": backend}
-    run = Run(loops.fit, (5, 7, 24), room=2, num_workers=2, env=env)
+    run = Run(loops.fit, (5, 7, {16: 2, 24: 3}), room=2, num_workers=2, env=env)
     run.at(10, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
     results = run.results()
     assert_replicas(results)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,17 +15,19 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import TimeLimitReached
+from spark_elastic.protocol import forming
+from spark_elastic.protocol.time_limit import time_is_up
 from spark_elastic.state.checkpoint import Checkpoints
+from tests.component.blows import kill
 from tests.component.torch.hand_written import Run, count, train
 from tests.component.torch.test_hand_written import assert_exact
 from tests.scenarios import Fault
+from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 
 cloudpickle.register_pickle_by_value(sys.modules[train.__module__])
 
-NEVER: dict[int, int | str] = {}
-STEPS = 60
 DRIVER = """
 import sys
 import cloudpickle
@@ -46,27 +49,29 @@ def newest_step(folder: Path) -> int:
 def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
     first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
     try:
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while newest_step(tmp_path) < 9:
             assert first.poll() is None
-            assert time.monotonic() < until, "no checkpoint"
+            assert time.monotonic() < deadline, "no checkpoint"
             time.sleep(0.01)
         fault(first.send_signal, signal.SIGKILL)
     finally:
         first.kill()
         first.wait(60)
-    step = newest_step(tmp_path)
-    steps = step + 40
+    step, go = newest_step(tmp_path), tmp_path / "go"
+    steps = step + 25
     given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 3}
-    again = Run(train, (steps, NEVER), room=2, num_workers=2, **given)
+    again = Run(train, (steps, {step + 15: str(go)}), room=2, num_workers=2, **given)
     killed: list[int] = []
 
     def strike() -> None:
+        until(lambda: newest_step(tmp_path) > step)
         for slot in again.cluster.slots():
             killed.append(slot)
-            fault(again.cluster.kill, slot)
+            fault(kill, again.cluster, slot)
+        go.touch()
 
-    again.at(step + 20, strike)
+    again.at(step + 8, strike)
     results = again.results()
     assert len(killed) == 2
     assert_exact(results, steps)
@@ -76,9 +81,15 @@ def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault)
     assert newest_step(tmp_path) == steps, "the end is not durable"
 
 
-def test_max_runtime_leaves_a_checkpoint_of_the_very_step(tmp_path: Path) -> None:
+def test_max_runtime_leaves_a_checkpoint_of_the_very_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is up once steps were taken, however long the start took."""
+    taken_some = threading.Event()
+    monkeypatch.setattr(forming, "time_is_up", lambda turn: time_is_up(turn) or "late" * taken_some.is_set())
     given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 100_000}
-    first = Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=20.0, **given)
+    first = Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=600.0, **given)
+    first.at(10, taken_some.set)
     with pytest.raises(TimeLimitReached):
         first.results()
     taken = [line for line in first.lines.getvalue().splitlines() if "] step " in line]
