@@ -92,6 +92,7 @@ def test_max_runtime_leaves_a_checkpoint_of_the_very_step(
     first.at(10, taken_some.set)
     with pytest.raises(TimeLimitReached):
         first.results()
+    taken_some.clear()
     taken = [line for line in first.lines.getvalue().splitlines() if "] step " in line]
     stopped = max(int(line.rpartition(" ")[2]) for line in taken)
     results = Run(count, (stopped + 5, 1), room=1, num_workers=1, **given).results()
