@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import random
 import threading
@@ -23,6 +24,7 @@ from spark_elastic.ops.operation import Desk, Operation
 from spark_elastic.ops.request import Request
 
 CLOCK = SystemClock()
+PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed
 
 
 def summed(channel: Channel, name: str | None, array: np.ndarray[Any, Any], op: str = "sum") -> Operation:
@@ -31,7 +33,7 @@ def summed(channel: Channel, name: str | None, array: np.ndarray[Any, Any], op: 
 
 def on_ranks(size: int, work: Callable[[Channel], Any], limits: OperationConfig | None = None) -> list[Any]:
     """`work` on every rank; what it returned, or the CollectiveError that it raised."""
-    fabric = FakeFabric(size, timeout=20.0)
+    fabric = FakeFabric(size, timeout=PATIENCE)
     channels = [Channel(group, Desk(CLOCK), limits or OperationConfig()) for group in fabric.groups]
     all_done = threading.Barrier(size)
 
@@ -41,12 +43,14 @@ def on_ranks(size: int, work: Callable[[Channel], Any], limits: OperationConfig 
         except CollectiveError as error:
             return error
         finally:
-            all_done.wait(20)
+            all_done.wait(PATIENCE)
 
+    faulthandler.dump_traceback_later(PATIENCE / 3)
     try:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(be, channels))
     finally:
+        faulthandler.cancel_dump_traceback_later()
         for channel in channels:
             channel.close()
 

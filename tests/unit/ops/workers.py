@@ -42,7 +42,7 @@ def become(group: Group) -> None:
 
 def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
     """`work` on each rank of a world of fake groups, in rank order; raises what a rank raised."""
-    fabric = FakeFabric(size, timeout=20.0)
+    fabric = FakeFabric(size, timeout=45.0)
     all_done = threading.Barrier(size)
 
     def be(group: Group) -> T:
@@ -50,7 +50,7 @@ def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
         try:
             return work(group)
         finally:
-            all_done.wait(20)
+            all_done.wait(45)
             here = context.current()
             assert here is not None
             here.floor.engine.close()

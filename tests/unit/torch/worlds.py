@@ -13,7 +13,7 @@ T = TypeVar("T")
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
-def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeout: float = 20.0) -> list[T]:
+def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeout: float = 45.0) -> list[T]:
     """`work` on every rank of a world of `size` threads; what it returned, in rank order. Raises what a rank raised."""
     blobs: list[bytes] = [b""] * size
     all_there = threading.Barrier(size)
