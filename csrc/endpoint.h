@@ -34,8 +34,8 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   const std::string& key() const { return key_; }
-  const std::string& address() const { return address_; }  // as peers dial it
-  const std::shared_ptr<const TlsKey>& tls() const { return tls_; }    // null: in the clear
+  const std::string& address() const { return address_; }            // as peers dial it
+  const std::shared_ptr<const TlsKey>& tls() const { return tls_; }  // null: in the clear
   int fd() const { return fd_; }
 
   // The eventfds of meshes that are to look for parked connections when one comes.

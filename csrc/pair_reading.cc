@@ -46,10 +46,10 @@ bool Pair::readInto(char* data, size_t& have, size_t size) {
     if (got < 0 && errno == EAGAIN) return false;
     if (got <= 0) {
       const bool cipher = got < 0 && errno == EPROTO;
-      fail(got == 0  ? "closed by peer"
-           : !cipher ? strerror(errno)
-                     : state_ == State::kUp ? "what it sent was changed on the way, or was not its own"
-                                            : "it does not hold the job's key, by TLS");
+      fail(got == 0               ? "closed by peer"
+           : !cipher              ? strerror(errno)
+           : state_ == State::kUp ? "what it sent was changed on the way, or was not its own"
+                                  : "it does not hold the job's key, by TLS");
       return false;
     }
     have += static_cast<size_t>(got);
