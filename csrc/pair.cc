@@ -205,8 +205,8 @@ void Pair::beginGoodbye(const std::vector<char>& body) {
 // ending a frame itself, with nobody to read it. One that has ended, or is gone, need not be told.
 bool Pair::goOnWithGoodbye() {
   if (state_ != State::kUp) return false;
-  char void_[1 << 14];
-  const ssize_t got = ::recv(connection_.fd(), void_, sizeof void_, MSG_DONTWAIT);
+  char unheard[1 << 14];
+  const ssize_t got = ::recv(connection_.fd(), unheard, sizeof unheard, MSG_DONTWAIT);
   if (got == 0 || (got < 0 && errno != EAGAIN)) return false;
   while (!sends_.empty()) {
     if (!sendFront()) return errno == EAGAIN;
