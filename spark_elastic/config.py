@@ -25,7 +25,8 @@ class ElasticConfig:
     tls: the server and the mesh speak TLS; None: where `spark.ssl.enabled` is set, or a certificate is given. See
         docs/security.md.
     tls_certificate, tls_key: files in PEM; None: made for the job. Workers take this one certificate and no other.
-    worker_port_range: ports (first, last) that workers may listen on for each other; None for any free one.
+    worker_port_range: ports (first, last) that workers may listen on for each other; None for any free one. MASTER_PORT
+        is one of them.
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
     lease: silence after which a worker is taken for lost.

@@ -60,6 +60,7 @@ class Current:
     """The worker that this process is. `group` is None between worlds; `position` is the step being taken.
 
     resources: addresses of what Spark gave to the slot, by name ("gpu"). address: of this worker for its peers.
+    ports: first and last of those that it may listen on; None: any.
     waiting: entered around a wait for other workers that is no collective of `group`; any thread.
     """
 
@@ -70,6 +71,7 @@ class Current:
     session: Session | None = None
     floor: Floor = field(default_factory=Floor)
     address: str = "127.0.0.1"
+    ports: tuple[int, int] | None = None
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 

@@ -88,7 +88,8 @@ def main() -> int:
     activation = channel.readline()
     if not activation:
         return 0
-    me = Identity(json.loads(activation)["worker"], header.slot, header.bind, header.resources)
+    worker = json.loads(activation)["worker"]
+    me = Identity(worker, header.slot, header.bind, header.port_range, header.resources)
     threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
     key = bytes.fromhex(header.key)
     with RendezvousClient(
@@ -136,7 +137,7 @@ def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, s
     clock = SystemClock()
     encrypted = header.certificate is not None
     key = bytes.fromhex(header.key)
-    with Endpoint(key, host=header.bind, port_range=header.port_range, encrypted=encrypted) as endpoint:
+    with Endpoint(key, host=header.bind, port_range=me.ports, encrypted=encrypted) as endpoint:
         loop = WorkerLoop(me, program, driver, endpoint, clock, header.collective_timeout)
         loop.watched, loop.waiting = sampler.watched, sampler.waiting
         control = Control(me, loop, driver, clock, header.driver_timeout)

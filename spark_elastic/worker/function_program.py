@@ -71,7 +71,7 @@ class FunctionProgram:
             self._commits = DurableCommits(store, policy, SystemClock(), session.wrote_checkpoint)
             session.kept[DURABLE] = self._commits
         try:
-            surround(world, group, here.address)
+            surround(world, group, here.address, here.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)
             value = fn(*args, **kwargs)
             last = (current() or here).group or group  # an elastic function has gone on to later worlds

@@ -30,11 +30,13 @@ from spark_elastic.worker.program import CHANGE, Completed, Left, Program, Sessi
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a worker is. address: where its peers find it. resources: what Spark gave to its slot, by name."""
+    """Who a worker is. address: where its peers find it. ports: first and last of those that it may listen on; None:
+    any. resources: what Spark gave to its slot, by name."""
 
     worker: WorkerId
     slot: SlotId
     address: str = "127.0.0.1"
+    ports: tuple[int, int] | None = None
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -73,7 +75,9 @@ class WorkerLoop:
             self._next_world,
             wrote_checkpoint=driver.wrote_checkpoint,
         )
-        self._nobody = Current(me.worker, session=self._session, address=me.address, resources=me.resources)
+        self._nobody = Current(
+            me.worker, session=self._session, address=me.address, ports=me.ports, resources=me.resources
+        )
 
     def run(self) -> int:
         """Until the machine says exit; returns the process's exit code."""

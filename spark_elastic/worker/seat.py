@@ -61,7 +61,8 @@ class WorkerSeat:
 
     def next_world(self, error: CollectiveError | None) -> None:
         world, group = self._session.next_world(error)
-        surround(world, group, _here().address)
+        here = _here()
+        surround(world, group, here.address, here.ports)
 
 
 def seat_of_process() -> WorkerSeat | None:

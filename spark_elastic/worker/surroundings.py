@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import World
 
+# Not of those that a system gives to outgoing connections: one of them could take the port before the function does.
+PORTS = (20_000, 32_767)
+TRIES = 1_000
 
-def surround(world: World, group: Group, address: str) -> None:
+
+def surround(world: World, group: Group, address: str, ports: tuple[int, int] | None = None) -> None:
     """Set MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and their kin, and Horovod's names for ranks and sizes.
 
-    address: of this worker. The master is rank 0, the port one that was free there. Collective.
+    address: of this worker. ports: first and last of those that it may listen on; None: any. The master is rank 0, the
+    port one that was free there. Collective.
 
     Raises:
         CollectiveError: the group broke.
     """
-    mine = f"{address} {_free_port(address)}".encode() if group.rank == 0 else b""
+    mine = f"{address} {free_port(address, ports or PORTS)}".encode() if group.rank == 0 else b""
     master, _, port = group.allgather_bytes(mine)[0].decode().partition(" ")
     me = world.members[group.rank]
     os.environ.update(
@@ -40,8 +46,16 @@ def surround(world: World, group: Group, address: str) -> None:
     )
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str, ports: tuple[int, int]) -> int:
+    """One of these ports, both ends included, that nobody listens on at any address; 0 if none was found."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    first, last = ports
+    dice = random.SystemRandom()  # the user's function may have set the seed of the other
+    for port in dice.sample(range(first, last + 1), min(TRIES, last - first + 1)):
+        with socket.socket(family) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return 0
