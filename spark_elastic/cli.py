@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.config import ElasticConfig, from_env, log_level
 from spark_elastic.driver.discovery import FixedHosts, HostPolling, script
 from spark_elastic.driver.hosts import parse_hosts
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.horovodrun_options import THIS_MACHINE, horovodruns, variables
 from spark_elastic.launch import Site, supervise
 from spark_elastic.local.launcher import LocalLauncher, Timeouts
 from spark_elastic.local.narration import Narration
@@ -32,49 +33,13 @@ from spark_elastic.local.places import Hosts, foreign
 from spark_elastic.running.call import prepare
 
 HERE = "localhost"
-_MESH = "workers speak to each other over the job's own mesh"
-_LOCAL = "it starts processes of this machine only; for a cluster there is spark_elastic.run over Spark"
-# Options of horovodrun that mean nothing here: (names, takes a value, why it is refused).
-REFUSED = (
-    (("--network-interfaces", "--network-interface"), True, f"{_LOCAL}, and those speak over 127.0.0.1"),
-    (("-p", "--ssh-port"), True, _LOCAL),
-    (("-i", "--ssh-identity-file"), True, _LOCAL),
-    (("--mpi",), False, _MESH),
-    (("--mpi-args",), True, _MESH),
-    (("--jsrun",), False, _MESH),
-    (("--tcp",), False, _MESH),
-    (("--config-file",), True, "give options on the command line, or as SPARK_ELASTIC_<NAME> variables"),
-    (("--fusion-threshold-mb",), True, "fusion tunes itself"),
-    (("--cycle-time-ms",), True, "fusion tunes itself"),
-    (
-        ("--cache-capacity",),
-        True,
-        "the order of collectives follows from the model's layout and needs no cache",
-    ),
-    (("--autotune",), False, "fusion tunes itself"),
-    (("--timeline-filename",), True, "there is no timeline of collectives"),
-)
-UNLOGGED = ("debug", "info", "warning", "error", "critical", "fatal")
-
-
-def _refuse(why: str, context: click.Context, parameter: click.Parameter, value: object) -> None:
-    if value not in (None, False):
-        raise InvalidInput(f"spark-elastic-run does not take {parameter.opts[0]}: {why}.")
-
-
-def _refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for names, takes_value, why in REFUSED:
-        command = click.option(
-            *names, is_flag=not takes_value, hidden=True, expose_value=False, callback=partial(_refuse, why),
-            default=None if takes_value else False,
-        )(command)  # fmt: skip
-    return command
+LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
 
 
 @click.command(
     name="spark-elastic-run", context_settings={"allow_interspersed_args": False, "max_content_width": 110}
 )
-@click.version_option(spark_elastic.__version__)
+@click.version_option(spark_elastic.__version__, "-v", "--version")
 @click.option(
     "-np", "--num-proc", "num_proc", type=int, help="Workers to start with; default: all slots of the hosts."
 )
@@ -97,24 +62,28 @@ def _refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--blacklist-cooldown-range", type=float, nargs=2, help="Seconds, after the first failure and at most."
 )
 @click.option("--gloo-timeout-seconds", type=float, help="Longest wait for peers in one collective.")
-@click.option("--gloo", is_flag=True, hidden=True, expose_value=False, help="What it always does.")
-@click.option(
-    "--disable-cache", is_flag=True, hidden=True, expose_value=False, help="There is no cache of checks."
-)
 @click.option("--output-filename", type=click.Path(), help="Folder for what ranks print: rank.N/stdout.")
 @click.option("--run-id", help="Name under which commits are made durable; the same name again goes on.")
 @click.option("--store", help="Folder or fsspec url in which they are kept.")
 @click.option("--checkpoint-steps", type=int, help="So many commits from one to the next; default by time.")
-@click.option("--prefix-output-with-timestamp", is_flag=True, help="The time of day before each line.")
 @click.option(
-    "--log-level", type=click.Choice(UNLOGGED, case_sensitive=False), help="Of the driver's own log."
+    "-prefix-timestamp",
+    "--prefix-output-with-timestamp",
+    is_flag=True,
+    help="The time of day before each line.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS, case_sensitive=False),
+    help="Of the log of the driver and of the training processes.",
 )
 @click.option("--verbose", is_flag=True, help="Tell of each new world, and why.")
-@_refused_options
+@horovodruns
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(**options: Any) -> None:
+@click.pass_context
+def run(context: click.Context, /, **options: Any) -> None:
     """Run COMMAND, as in `python train.py --lr 0.1`, on elastic workers of this machine."""
-    code = _ended(lambda: play(Wanted(**options)))
+    code = _ended(lambda: play(Wanted(**options, environment=variables(context))))
     sys.exit(code)
 
 
@@ -142,6 +111,7 @@ class Wanted:
     prefix_output_with_timestamp: bool = False
     log_level: str | None = None
     verbose: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def play(wanted: Wanted) -> None:
@@ -153,7 +123,7 @@ def play(wanted: Wanted) -> None:
     """
     if wanted.log_level or wanted.verbose:
         logging.basicConfig(stream=sys.stderr)
-        logging.getLogger("spark_elastic").setLevel((wanted.log_level or "info").upper())
+        logging.getLogger("spark_elastic").setLevel(log_level(wanted.log_level or "info"))
     path, arguments = _script(wanted.command)
     fixed = _fixed_hosts(wanted)
     number = wanted.num_proc or (sum(fixed.values()) if fixed else None)
@@ -165,6 +135,7 @@ def play(wanted: Wanted) -> None:
         "max_workers": wanted.max_np,
         "run_id": wanted.run_id,
         "store": wanted.store,
+        "env": _environment(wanted),
     }
     call = prepare(path, arguments, {name: value for name, value in named.items() if value}, _config(wanted))
     hosts, clock = Hosts(), SystemClock()
@@ -178,6 +149,12 @@ def play(wanted: Wanted) -> None:
     ) as narration:
         discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
         supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
+
+
+def _environment(wanted: Wanted) -> dict[str, str]:
+    """Of the training processes, beside this one's."""
+    level = {"SPARK_ELASTIC_LOG_LEVEL": wanted.log_level} if wanted.log_level else {}
+    return {**wanted.environment, **level}
 
 
 def _config(wanted: Wanted) -> ElasticConfig:
@@ -245,7 +222,7 @@ def _list(hosts: Hosts, listed: Mapping[str, int]) -> None:
     others = foreign(listed)
     if others:
         raise InvalidInput(
-            f"{', '.join(others)} is not this machine, and spark-elastic-run does no ssh: {_LOCAL}."
+            f"{', '.join(others)} is not this machine, and spark-elastic-run does no ssh: {THIS_MACHINE}."
         )
     hosts.list(listed)
 

@@ -162,7 +162,12 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     return ElasticConfig(**values)
 
 
-def _log_level(text: str) -> str:
+def log_level(text: str) -> str:
+    """The name that Python's logging has for a level, or for one of Horovod's.
+
+    Raises:
+        InvalidInput: there is none of that name.
+    """
     level = _LOG_LEVELS.get(text.lower(), text.upper())
     if level not in logging.getLevelNamesMapping():
         raise InvalidInput(f"log_level must be trace, debug, info, warning, error or fatal; got {text!r}.")
@@ -243,7 +248,7 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
     if environment.get("HOROVOD_AUTOTUNE") == "0":
         values.setdefault("bucket_bytes", 25 << 20)
     if "log_level" in values:
-        values["log_level"] = _log_level(values["log_level"])
+        values["log_level"] = log_level(values["log_level"])
     if "bucket_bytes" in values:
         values["bucket_bytes"] = max(1, values["bucket_bytes"])
     return OperationConfig(**values)

@@ -13,7 +13,7 @@ from tests.sources import ROOT, Module, modules
 ROWS = (
     ("testing",),
     ("launch", "coordinator", "platforms", "running", "cli", "store_cli", "estimators"),
-    ("spark", "local", "torch", "tensorflow", "keras"),
+    ("spark", "local", "torch", "tensorflow", "keras", "horovodrun_options"),
     ("ops", "training"),
     ("driver", "worker", "observe"),
     ("state",),
@@ -56,7 +56,7 @@ FOREIGN = {
     "httpx": ("rendezvous",),
     "pyarrow": ("data", "spark", "estimators"),
     "fsspec": ("data", "state"),
-    "click": ("cli", "store_cli"),
+    "click": ("cli", "horovodrun_options", "store_cli"),
     "matplotlib": ("observe",),
     "cloudpickle": (
         "spark",

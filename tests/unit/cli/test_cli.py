@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from spark_elastic import cli
+from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.horovodrun_options import REFUSED
 
 
 @pytest.fixture
@@ -43,6 +46,8 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ("-cb", "--check-build: nothing is compiled"),
+        ("--no-hierarchical-allreduce", "nothing is to be chosen"),
         ("--network-interfaces eth0", "starts processes of this machine only"),
         ("--ssh-port 22", "starts processes of this machine only"),
         ("--mpi", "the job's own mesh"),
@@ -76,3 +81,78 @@ def test_mistakes_end_with_1_and_one_sentence(line: str, sentence: str, script: 
     assert result.exit_code == 1
     assert sentence in result.output
     assert result.output.startswith("spark-elastic-run: ")
+
+
+# Of Horovod 0.28.1's parser.
+HOROVODRUN = """
+    -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
+    --network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
+    --fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce
+    --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+    --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples
+    --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host
+    --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles
+    --no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds
+    --stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args
+    --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp
+    --log-without-timestamp -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp
+    --no-log-hide-timestamp -H --hosts -hostfile --hostfile --host-discovery-script --gloo --mpi --jsrun
+"""
+
+
+def test_every_option_of_horovodrun_is_taken_or_refused() -> None:
+    known = {name for parameter in cli.run.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    horovodruns = set(HOROVODRUN.split())
+    assert sorted(horovodruns - known) == []
+    refused = {name for names, _, _ in REFUSED for name in names}
+    assert refused <= horovodruns
+
+
+@pytest.mark.parametrize(
+    ("options", "setting", "value"),
+    [
+        ("--fusion-threshold-mb 16", "fusion_threshold", 16 << 20),
+        ("--fusion-threshold-mb 16", "bucket_bytes", 16 << 20),
+        ("--no-autotune", "bucket_bytes", 25 << 20),
+        ("--autotune", "bucket_bytes", None),
+        ("--timeline-filename t.json", "timeline", "t.json"),
+        ("--timeline-mark-cycles", "timeline_mark_cycles", True),
+        ("--no-timeline-mark-cycles", "timeline_mark_cycles", False),
+        ("--no-stall-check", "warn_after", math.inf),
+        ("--stall-check", "warn_after", 20.0),
+        ("--stall-check-warning-time-seconds 3", "warn_after", 3.0),
+        ("--stall-check-shutdown-time-seconds 4", "wait_at_most", 4.0),
+        ("--log-level TRACE", "log_level", "DEBUG"),
+    ],
+)
+def test_what_concerns_operations_reaches_the_training_processes_and_wins(
+    options: str, setting: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited = {
+        "HOROVOD_AUTOTUNE": "0" if options == "--autotune" else "1",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_CHECK_DISABLE": "1" if options == "--stall-check" else "0",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+        "HOROVOD_LOG_LEVEL": "error",
+    }
+    wanted = _wanted(monkeypatch, *options.split(), "-np", "2", "python", "train.py")
+    environment = {**inherited, **cli._environment(wanted)}
+    assert getattr(operations_from_env(environment), setting) == value
+
+
+def test_nothing_is_handed_on_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = _wanted(monkeypatch, "--log-hide-timestamp", "--gloo", "-np", "2", "python", "train.py")
+    assert cli._environment(wanted) == {}
+
+
+def test_the_variables_are_those_of_the_program(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    prepare = cli.prepare
+
+    def noted(path: str, arguments: tuple[str, ...], named: dict[str, object], config: ElasticConfig) -> None:
+        given.append(prepare(path, arguments, named, config).program.environment)
+        raise InvalidInput("enough is known.")
+
+    monkeypatch.setattr(cli, "prepare", noted)
+    CliRunner().invoke(cli.run, ["--timeline-filename", "t.json", "-np", "2", "python", script])
+    assert given == [{"SPARK_ELASTIC_TIMELINE": "t.json"}]
