@@ -1,8 +1,8 @@
 """Carries slots as single-task Spark jobs, one thread per job.
 
-Slot jobs inherit the caller's job group, pool, tags and description: the dispatcher thread is started from the
-caller's thread and hands its local properties on. A lost executor fails one job alone, which the driver may launch
-again; a cancelled one is reported as such.
+Slot jobs inherit the caller's job group, pool and tags, and quote its description: the dispatcher thread is started
+from the caller's thread and hands its local properties on. A lost executor fails one job alone, which the driver may
+launch again; a cancelled one is reported as such.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pyspark.resource import ResourceProfile
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.spark.description import describe
 from spark_elastic.spark.slot_task import SlotTask
 
 log = logging.getLogger("spark_elastic.spark")
@@ -56,6 +57,7 @@ class SparkLauncher:
         self._make_task = make_task
         self._clock = clock
         self._tag = ""
+        self._name = ""
         self._orders: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._carriers: list[InheritableThread] = []
@@ -63,6 +65,7 @@ class SparkLauncher:
 
     def start(self, contact: Contact, post: Post) -> None:
         # A tag of this launch alone; Spark refuses commas in it.
+        self._name = contact.job_name
         self._tag = f"spark_elastic-{contact.job_name}-{secrets.token_hex(4)}".replace(",", "_")
         task = self._make_task(contact)
         self._dispatcher = InheritableThread(target=self._dispatch, args=(task, post), daemon=True)
@@ -114,6 +117,7 @@ class SparkLauncher:
     def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
         try:
             self._sc.addJobTag(self._tag)
+            describe(self._sc, f"{self._name} slot {job}")
             rdd = self._sc.parallelize([job], 1)
             if self._profile is not None:
                 rdd = rdd.withResources(self._profile)

@@ -20,6 +20,7 @@ from spark_elastic.data.footers import read_footers
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.spark.description import described
 from spark_elastic.spark.fingerprint import fingerprint
 from spark_elastic.spark.missing import Dropping, Missing, quoted
 from spark_elastic.spark.scan import Scan, prepared
@@ -135,7 +136,8 @@ def _materialized(
     probe_sides(df.sparkSession, store)
     folder = f"{_FOLDER}/{made_from}/{uuid.uuid4().hex}"
     try:
-        manifests = _written(df, types, _Target(store, folder, made_from, writing), split)
+        with described(df.sparkSession, "writes rows"):
+            manifests = _written(df, types, _Target(store, folder, made_from, writing), split)
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
             manifest.save(store, name)
     except BaseException:

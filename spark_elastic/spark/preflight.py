@@ -17,6 +17,7 @@ import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
 from spark_elastic.spark.admission import admit, facts
+from spark_elastic.spark.description import describe
 from spark_elastic.spark.probe import Probing, Report, Task, prepared, task_of
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _run(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> 
 
     def work() -> None:
         sc.addJobTag(tag)
+        describe(sc, "probes of the hosts")
         try:
             answers.extend(sc.parallelize(range(tasks), tasks).mapPartitions(task).collect())
         except Exception as error:  # raised below, in the caller's thread

@@ -155,7 +155,8 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):
             sc.setLocalProperty(name, None)
         sc.removeJobTag("theirs")
-    assert said == {"descriptions": {"described"}, "tagged": {"True"}, "pools": {"lane"}}
+    slots = {f"spark_elastic carried slot {job} (described)" for job in (1, 2)}
+    assert said == {"descriptions": slots, "tagged": {"True"}, "pools": {"lane"}}
     assert children
     await_true(
         lambda: not any(child.is_running() for child in children), "the executor's workers to end", 10.0

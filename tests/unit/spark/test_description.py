@@ -1,0 +1,42 @@
+"""Jobs say in Spark's UI what they are, and what was said before comes back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.spark.description import DESCRIPTION, describe, described
+
+
+class Properties(dict[str, Any]):
+    """Local properties of a thread, as a SparkContext keeps them."""
+
+    getLocalProperty = dict.get
+    setLocalProperty = dict.__setitem__
+
+
+def test_what_the_caller_said_is_quoted() -> None:
+    sc: Any = Properties()
+    describe(sc, "RUN slot 3")
+    assert sc[DESCRIPTION] == "spark_elastic RUN slot 3"
+    sc[DESCRIPTION] = "mine"
+    describe(sc, "RUN slot 3")
+    assert sc[DESCRIPTION] == "spark_elastic RUN slot 3 (mine)"
+
+
+@pytest.mark.parametrize("before", ["mine", None])
+def test_the_callers_own_description_comes_back(before: str | None) -> None:
+    sc: Any = Properties({DESCRIPTION: before})
+    session: Any = SimpleNamespace(sparkContext=sc)
+    with described(session, "writes rows"):
+        assert sc[DESCRIPTION].startswith("spark_elastic writes rows")
+    assert sc[DESCRIPTION] == before
+
+
+def test_a_session_without_a_context_has_no_descriptions() -> None:
+    with described(SimpleNamespace(), "writes rows"):  # type: ignore[arg-type]
+        pass
