@@ -13,6 +13,19 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 
 PREFIX = "SPARK_ELASTIC_"
+# Horovod's names, which count where ours are unset; the first that is set.
+_HOROVODS = {
+    "start_timeout": ("HOROVOD_ELASTIC_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"),
+    "gather_timeout": ("HOROVOD_START_TIMEOUT",),
+    "collective_timeout": ("HOROVOD_GLOO_TIMEOUT_SECONDS",),
+    "bucket_bytes": ("HOROVOD_FUSION_THRESHOLD",),
+    "fusion_threshold": ("HOROVOD_FUSION_THRESHOLD",),
+    "warn_after": ("HOROVOD_STALL_CHECK_TIME_SECONDS",),
+    "wait_at_most": ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",),
+    "timeline": ("HOROVOD_TIMELINE",),
+    "timeline_mark_cycles": ("HOROVOD_TIMELINE_MARK_CYCLES",),
+    "log_level": ("HOROVOD_LOG_LEVEL",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +156,15 @@ class ElasticConfig:
 
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
-    """Config from `SPARK_ELASTIC_<NAME>` variables, overridden by every explicit argument that is not None.
+    """Config from `SPARK_ELASTIC_<NAME>` variables, or Horovod's where ours are unset, overridden by every explicit
+    argument that is not None.
 
     Raises:
         InvalidInput: a variable or argument has no setting of its name, or a value that does not fit.
     """
-    environment = os.environ if environment is None else environment
-    fields = {field.name: field for field in dataclasses.fields(ElasticConfig)}
-    values: dict[str, Any] = {}
-    for name, field in fields.items():
-        text = environment.get(PREFIX + name.upper())
-        if text is not None:
-            values[name] = _parse(name, str(field.type), text)
-    unknown = sorted(set(explicit) - set(fields))
+    values = _given(ElasticConfig, os.environ if environment is None else environment)
+    fields = {field.name for field in dataclasses.fields(ElasticConfig)}
+    unknown = sorted(set(explicit) - fields)
     if unknown:
         raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}.")
     values.update({name: value for name, value in explicit.items() if value is not None})
@@ -174,7 +183,19 @@ def log_level(text: str) -> str:
     return level
 
 
-def _parse(name: str, kind: str, text: str) -> Any:
+def _given(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that a variable of the environment gives, ours before Horovod's."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        for variable in (PREFIX + field.name.upper(), *_HOROVODS.get(field.name, ())):
+            if variable in environment:
+                values[field.name] = _parse(variable, field, environment[variable])
+                break
+    return values
+
+
+def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
+    kind = str(field.type)
     try:
         if kind.startswith("bool"):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
@@ -189,7 +210,7 @@ def _parse(name: str, kind: str, text: str) -> Any:
             first, last = text.split("-")
             return number(first), number(last)
     except (KeyError, ValueError) as error:
-        raise InvalidInput(f"{PREFIX}{name.upper()}={text!r} is not a value for {name} ({kind}).") from error
+        raise InvalidInput(f"{variable}={text!r} is not a value for {field.name} ({kind}).") from error
     return text
 
 
@@ -215,16 +236,6 @@ class OperationConfig:
     log_level: str | None = None
 
 
-# Horovod's names, which count where ours are unset.
-_HOROVODS = {
-    "bucket_bytes": "HOROVOD_FUSION_THRESHOLD",
-    "fusion_threshold": "HOROVOD_FUSION_THRESHOLD",
-    "warn_after": "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "wait_at_most": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "timeline": "HOROVOD_TIMELINE",
-    "timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
-    "log_level": "HOROVOD_LOG_LEVEL",
-}
 _LOG_LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}  # Horovod's names that Python's logging has not
 
 
@@ -235,11 +246,7 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
         InvalidInput: a variable has a value that does not fit.
     """
     environment = os.environ if environment is None else environment
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(OperationConfig):
-        text = environment.get(PREFIX + field.name.upper(), environment.get(_HOROVODS.get(field.name, "")))
-        if text is not None:
-            values[field.name] = _parse(field.name, str(field.type), text)
+    values = _given(OperationConfig, environment)
     if environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("0", ""):
         values.setdefault("warn_after", math.inf)
     values["wait_at_most"] = values.get("wait_at_most") or None

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import math
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,29 @@ def test_an_explicit_argument_wins_over_the_environment() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOROVOD_ELASTIC_TIMEOUT": "90"}, {"start_timeout": 90.0}),
+        ({"HOROVOD_SPARK_START_TIMEOUT": "30"}, {"start_timeout": 30.0}),
+        ({"HOROVOD_ELASTIC_TIMEOUT": "90", "HOROVOD_SPARK_START_TIMEOUT": "30"}, {"start_timeout": 90.0}),
+        ({"HOROVOD_START_TIMEOUT": "20"}, {"gather_timeout": 20.0}),
+        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"}, {"collective_timeout": 15.0}),
+        (
+            {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15", "SPARK_ELASTIC_COLLECTIVE_TIMEOUT": "5"},
+            {"collective_timeout": 5.0},
+        ),
+    ],
+)
+def test_a_job_follows_horovods_variables_where_ours_are_unset(
+    environment: dict[str, str], expected: dict[str, float]
+) -> None:
+    assert from_env(environment) == ElasticConfig(**expected)  # type: ignore[arg-type]
+    assert from_env(environment, **dict.fromkeys(expected, 3.0)) == ElasticConfig(
+        **dict.fromkeys(expected, 3.0)  # type: ignore[arg-type]
+    )
+
+
 def test_values_are_read_by_their_kind() -> None:
     environment = {"SPARK_ELASTIC_WORKER_PORT_RANGE": "7000-7010", "SPARK_ELASTIC_LEASE": "2.5"}
     assert from_env(environment) == ElasticConfig(worker_port_range=(7000, 7010), lease=2.5)
@@ -28,6 +54,10 @@ def test_values_are_read_by_their_kind() -> None:
     ("environment", "sentence"),
     [
         ({"SPARK_ELASTIC_LEASE": "soon"}, "SPARK_ELASTIC_LEASE='soon'"),
+        (
+            {"HOROVOD_ELASTIC_TIMEOUT": "soon"},
+            "HOROVOD_ELASTIC_TIMEOUT='soon' is not a value for start_timeout",
+        ),
         ({"SPARK_ELASTIC_LEDGER": "maybe"}, "SPARK_ELASTIC_LEDGER='maybe'"),
         ({"SPARK_ELASTIC_WORKER_PORT_RANGE": "7010-7000"}, "worker_port_range"),
         ({"SPARK_ELASTIC_DRIVER_PORT": "99999"}, "driver_port"),
@@ -82,3 +112,26 @@ def test_operations_follow_horovods_variables_where_ours_are_unset(
     environment: dict[str, str], expected: dict[str, Any]
 ) -> None:
     assert operations_from_env(environment) == OperationConfig(**expected)
+
+
+# What Horovod 0.28.1 reads that a user sets: its operations, its launcher, and its part for Spark.
+KNOBS = """
+    HOROVOD_ADASUM_MPI_CHUNK_SIZE HOROVOD_AUTOTUNE HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES
+    HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE HOROVOD_AUTOTUNE_LOG HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE
+    HOROVOD_AUTOTUNE_WARMUP_SAMPLES HOROVOD_BATCH_D2D_MEMCOPIES HOROVOD_CACHE_CAPACITY HOROVOD_CCL_CACHE
+    HOROVOD_CONTROLLER HOROVOD_CPU_OPERATIONS HOROVOD_CYCLE_TIME HOROVOD_DISABLE_GROUP_FUSION
+    HOROVOD_DISABLE_NVTX_RANGES HOROVOD_DYNAMIC_PROCESS_SETS HOROVOD_ELASTIC_TIMEOUT HOROVOD_ENABLE_ASYNC_COMPLETION
+    HOROVOD_ENABLE_XLA_OPS HOROVOD_FUSION_THRESHOLD HOROVOD_GLOO_IFACE HOROVOD_GLOO_TIMEOUT_SECONDS
+    HOROVOD_HIERARCHICAL_ALLGATHER HOROVOD_HIERARCHICAL_ALLREDUCE HOROVOD_LOG_HIDE_TIME HOROVOD_LOG_LEVEL
+    HOROVOD_MPI_THREADS_DISABLE HOROVOD_NUM_NCCL_STREAMS HOROVOD_SPARK_START_TIMEOUT
+    HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX HOROVOD_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_TIME_SECONDS
+    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_START_TIMEOUT HOROVOD_THREAD_AFFINITY HOROVOD_TIMELINE
+    HOROVOD_TIMELINE_MARK_CYCLES HOROVOD_TORUS_ALLREDUCE
+"""
+
+
+def test_the_page_for_those_who_come_from_horovod_names_every_variable() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "moving-from-horovod.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("|")]
+    patterns = {name for row in rows for name in re.findall(r"`(HOROVOD_[A-Z0-9_]+\*?)", row)}
+    assert [knob for knob in KNOBS.split() if not any(fnmatchcase(knob, one) for one in patterns)] == []
