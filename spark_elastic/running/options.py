@@ -99,18 +99,22 @@ class Options:
 def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Options:
     """given: keyword arguments, with ours or Horovod's names; None says nothing. config: what they are put on top of.
 
+    Beside `elastic_timeout`, Horovod's wait for `min_workers`, `start_timeout` is the start's wait for `num_workers`.
+
     Raises:
         InvalidInput: an unknown name, two names of one thing, or what is refused.
     """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
+    both = None not in (given.get("start_timeout"), given.get("elastic_timeout"))
+    names = {**ALIASES, "start_timeout": "gather_timeout"} if both else ALIASES
     for name, value in given.items():
         if name in REFUSED:
             accepted, why = REFUSED[name]
             if not any(value is one or value == one for one in accepted):
                 raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
             continue
-        own = ALIASES.get(name, name)
+        own = names.get(name, name)
         if value is None:
             continue
         if own in values:

@@ -80,13 +80,25 @@ def test_refused_where_it_says_something_and_taken_where_it_says_nothing(name: s
         ("num_workers", "num_proc"),
         ("min_np", "min_num_proc"),
         ("max_np", "max_workers"),
-        ("start_timeout", "elastic_timeout"),
     ],
 )
 def test_two_names_of_one_setting_are_refused(one: str, other: str) -> None:
     with pytest.raises(InvalidInput, match="two names of one setting"):
         parse({one: 2, other: 2})
     parse({one: 2, other: None})
+
+
+def test_both_timeouts_of_horovods_run_elastic_are_taken() -> None:
+    for given in (
+        {"start_timeout": 7.0, "elastic_timeout": 8.0},
+        {"elastic_timeout": 8.0, "start_timeout": 7.0},
+    ):
+        config = parse(given).config
+        assert (config.gather_timeout, config.start_timeout) == (7.0, 8.0)
+    alone = parse({"start_timeout": 7.0, "elastic_timeout": None}).config
+    assert (alone.start_timeout, alone.gather_timeout) == (7.0, ElasticConfig().gather_timeout)
+    with pytest.raises(InvalidInput, match="start_timeout and gather_timeout are two names"):
+        parse({"start_timeout": 7.0, "elastic_timeout": 8.0, "gather_timeout": 9.0})
 
 
 def test_unknown_names_are_refused_with_a_list() -> None:
