@@ -24,10 +24,18 @@ size_t totalOf(const std::vector<size_t>& sizes) {
   return total;
 }
 
-// The peers in the order in which this rank turns to them: the next ones first, so that not all begin with rank 0.
-std::vector<int> peersOf(const Mesh& mesh) {
-  std::vector<int> peers;
-  for (int step = 1; step < mesh.size; step++) peers.push_back((mesh.rank + step) % mesh.size);
+// This rank's place among those of the route.
+size_t placeOn(const Route& route) {
+  const auto& ranks = route.ranks;
+  return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), route.mesh.rank) - ranks.begin());
+}
+
+// The peers' places in the order in which this rank turns to them: the next ones first, so that not all begin with the
+// first one.
+std::vector<size_t> peersOf(const Route& route) {
+  const size_t me = placeOn(route), size = route.ranks.size();
+  std::vector<size_t> peers;
+  for (size_t step = 1; step < size; step++) peers.push_back((me + step) % size);
   return peers;
 }
 
@@ -48,8 +56,8 @@ class PartsReduction {
         mesh_(route.mesh),
         reduction_(reduction),
         width_(widthOf(reduction.type)),
-        me_(static_cast<size_t>(mesh_.rank)),
-        peers_(peersOf(mesh_)),
+        me_(placeOn(route)),
+        peers_(peersOf(route)),
         counts_(counts),
         starts_(startsOf(counts)),
         chunk_(std::clamp((size_t{8} << 20) / counts.size(), size_t{64} << 10, size_t{1} << 20) / width_),
@@ -68,7 +76,7 @@ class PartsReduction {
     for (size_t c = 0; c < rounds; c++) {
       // The bank of the chunk before is still filling, or full: up to two rounds are under way.
       expect(c);
-      for (int peer : peers_) send(c, peer);
+      for (size_t peer : peers_) send(c, peer);
       if (c > 0) fold(c - 1);
     }
     if (rounds > 0) fold(rounds - 1);
@@ -78,6 +86,7 @@ class PartsReduction {
   }
 
  private:
+  int rankOf(size_t place) const { return route_.ranks[place]; }
   size_t chunksOf(size_t count) const { return (count + chunk_ - 1) / chunk_; }
   // Elements of a part's c-th chunk; none beyond its end.
   size_t lengthOf(size_t part, size_t c) const {
@@ -91,10 +100,9 @@ class PartsReduction {
   char* room(size_t bank) { return memory_.get() + bank * longest() * counts_.size(); }
 
   void expectResults() {
-    for (int peer : peers_) {
-      const auto part = static_cast<size_t>(peer);
-      for (size_t c = 0; c < chunksOf(counts_[part]); c++, resultsToCome_++) {
-        whole_.recv(peer, route_.slot + 1, offsetOf(part, c), lengthOf(part, c) * width_);
+    for (size_t peer : peers_) {
+      for (size_t c = 0; c < chunksOf(counts_[peer]); c++, resultsToCome_++) {
+        whole_.recv(rankOf(peer), route_.slot + 1, offsetOf(peer, c), lengthOf(peer, c) * width_);
       }
     }
   }
@@ -102,17 +110,16 @@ class PartsReduction {
   void expect(size_t c) {
     const size_t bytes = lengthOf(me_, c) * width_;
     if (bytes == 0) return;
-    for (int peer : peers_) {
-      banks_[c % kBanks].recv(peer, route_.slot, static_cast<size_t>(peer) * longest(), bytes);
+    for (size_t peer : peers_) {
+      banks_[c % kBanks].recv(rankOf(peer), route_.slot, peer * longest(), bytes);
       toCome_[c % kBanks]++;
     }
   }
 
-  void send(size_t c, int peer) {
-    const auto part = static_cast<size_t>(peer);
-    const size_t bytes = lengthOf(part, c) * width_;
+  void send(size_t c, size_t peer) {
+    const size_t bytes = lengthOf(peer, c) * width_;
     if (bytes == 0) return;
-    whole_.send(peer, route_.slot, offsetOf(part, c), bytes);
+    whole_.send(rankOf(peer), route_.slot, offsetOf(peer, c), bytes);
     toSend_++;
   }
 
@@ -126,8 +133,8 @@ class PartsReduction {
     }
     foldParts(reduction_, parts, count, room(kBanks), out_ + c * chunk_ * width_);
     if (!spread_) return;
-    for (int peer : peers_) {
-      result_.send(peer, route_.slot + 1, c * chunk_ * width_, count * width_);
+    for (size_t peer : peers_) {
+      result_.send(rankOf(peer), route_.slot + 1, c * chunk_ * width_, count * width_);
       resultsToSend_++;
     }
   }
@@ -136,7 +143,7 @@ class PartsReduction {
   Mesh& mesh_;
   const Reduction& reduction_;
   const size_t width_, me_;
-  const std::vector<int> peers_;
+  const std::vector<size_t> peers_;
   const std::vector<size_t>& counts_;
   const std::vector<size_t> starts_;
   const size_t chunk_;  // elements
@@ -157,14 +164,13 @@ class PartsReduction {
 void alltoall(const Route& route, const void* in, const std::vector<size_t>& inSizes, void* out,
               const std::vector<size_t>& outSizes) {
   const auto inStarts = startsOf(inSizes), outStarts = startsOf(outSizes);
-  const auto me = static_cast<size_t>(route.mesh.rank);
+  const size_t me = placeOn(route);
   Buffer from(route.mesh, const_cast<void*>(in), totalOf(inSizes));
   Buffer to(route.mesh, out, totalOf(outSizes));
   size_t toSend = 0, toCome = 0;
-  for (int peer : peersOf(route.mesh)) {
-    const auto r = static_cast<size_t>(peer);
-    if (outSizes[r] > 0) to.recv(peer, route.slot, outStarts[r], outSizes[r]), toCome++;
-    if (inSizes[r] > 0) from.send(peer, route.slot, inStarts[r], inSizes[r]), toSend++;
+  for (size_t r : peersOf(route)) {
+    if (outSizes[r] > 0) to.recv(route.ranks[r], route.slot, outStarts[r], outSizes[r]), toCome++;
+    if (inSizes[r] > 0) from.send(route.ranks[r], route.slot, inStarts[r], inSizes[r]), toSend++;
   }
   if (inSizes[me] > 0) {
     std::memcpy(static_cast<char*>(out) + outStarts[me], static_cast<const char*>(in) + inStarts[me], inSizes[me]);

@@ -115,7 +115,11 @@ std::shared_ptr<Memory> Group::memory(size_t bytes) {
   return taken ? taken : std::make_shared<Memory>(some);
 }
 
-Route Group::route(uint32_t tag) { return {*mesh_, gloo::Slot::build(kOwnSlotPrefix, tag)}; }
+Route Group::route(uint32_t tag) {
+  std::vector<int> all(static_cast<size_t>(size_));
+  std::iota(all.begin(), all.end(), 0);
+  return {*mesh_, gloo::Slot::build(kOwnSlotPrefix, tag), std::move(all)};
+}
 
 void Group::allreduce(void* data, size_t count, const Reduction& reduction) {
   const uint32_t tag = start(callOf(CallKind::kAllreduce, count * widthOf(reduction.type), reduction));
@@ -162,9 +166,25 @@ Reduction Group::pack(const float* data, size_t count, const Reduction& reductio
 }
 
 void Group::reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  const auto hosts = this->hosts();
+  if (hosts && !hosts->alone()) return reducePackedAcross(*hosts, data, count, reduction, tag);
   const Reduction packed = pack(data, count, reduction);
   reduce(packed_.get(), count, packed, tag);
   widen(packed.type, packed_.get(), data, count);
+}
+
+// Packed is what travels between hosts; within one, float32 is summed as it is.
+void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  hosts.allreduce(data, count, reduction, call_, [&](const World& leaders) {
+    Reduction packed = pack(data, count, reduction);
+    // The division of an average and the factor come behind, from float32.
+    if (packed.op == ReduceOp::kAverage) packed.op = ReduceOp::kSum;
+    packed.after = 1.0;
+    Route way = route(tag);
+    way.ranks = hosts.leaders();
+    reduceParts(way, packed, packed_.get(), evenParts(count, leaders->size), nullptr);
+    widen(packed.type, packed_.get(), data, count);
+  });
 }
 
 void Group::reduceByAdasum(void* data, size_t count, const Reduction& reduction, uint32_t tag) {

@@ -68,12 +68,13 @@ class Group {
   void meet(uint32_t tag);
   void settle();
   std::shared_ptr<Hosts> hosts();  // null: everything goes through the mesh
-  Route route(uint32_t tag);
+  Route route(uint32_t tag);  // of all ranks
   bool byBcube(size_t bytes, const Reduction& reduction) const;
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   Reduction pack(const float* data, size_t count, const Reduction& reduction);
   void reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void reducePackedAcross(Hosts& hosts, float* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceByAdasum(void* data, size_t count, const Reduction& reduction, uint32_t tag);
 
   const int rank_, size_;

@@ -30,6 +30,7 @@ class Hosts {
                                        const std::vector<int>& local, const Gather& gather, std::string& why);
 
   bool alone() const { return level_.hosts.size() == 1; }  // all ranks are on one host
+  std::vector<int> leaders() const;
 
   // What leaders do among themselves: in the world that they are given, in place.
   using Step = std::function<void(const World& leaders)>;
@@ -49,7 +50,6 @@ class Hosts {
  private:
   Hosts(const std::shared_ptr<Mesh>& mesh, Level level, std::unique_ptr<LocalGroup> local);
   void cross(const std::function<void()>& run);
-  std::vector<int> leaders() const;
 
   const Level level_;
   const std::unique_ptr<LocalGroup> local_;  // null: alone on its host

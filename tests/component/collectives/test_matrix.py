@@ -21,10 +21,12 @@ HOSTS = {
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_operation_agrees_with_numpy(pool: Pool, size: int, layout: str) -> None:
     ranks = pool.take(size)
-    pool.world(ranks, timeout=120, hosts=[count for count in HOSTS[layout](size) if count])
+    hosts = [count for count in HOSTS[layout](size) if count]
+    pool.world(ranks, timeout=120, hosts=hosts)
     for dtype in DTYPES:  # one by one, since an answer has a deadline
         found = each(ranks, calls.reduce_everything, (dtype,))
         assert [wrong for wrong, _ in found] == [[]] * size
         assert len({digest for _, digest in found}) == 1
-    for check in (calls.reduce_in_chunks, calls.exchange_everything, calls.everything_else):
+    assert each(ranks, calls.reduce_in_chunks, hosts) == [[]] * size
+    for check in (calls.exchange_everything, calls.everything_else):
         assert each(ranks, check) == [[]] * size
