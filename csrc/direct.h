@@ -21,9 +21,9 @@ struct Route {
 void alltoall(const Route& route, const void* in, const std::vector<size_t>& inSizes, void* out,
               const std::vector<size_t>& outSizes);
 
-// Reduces `data`, cut into parts of counts[r] elements, in rank order; part r of the result comes to be at the r-th rank
-// of the route, which puts it into `out`. With `out` null: into its place in `data`, and from there to all, so that
-// every rank has the whole result, with the bits that the owner stored.
+// Reduces `data`, cut into parts of counts[r] elements, in rank order; part r of the result comes to be at the route's
+// r-th rank, which puts it into `out`. With `out` null: into its place in `data`, and from there to all, so that every
+// rank has the whole result, with the bits that the owner stored.
 void reduceParts(const Route& route, const Reduction& reduction, void* data, const std::vector<size_t>& counts,
                  void* out);
 

@@ -68,7 +68,7 @@ class Group {
   void meet(uint32_t tag);
   void settle();
   std::shared_ptr<Hosts> hosts();  // null: everything goes through the mesh
-  Route route(uint32_t tag);  // of all ranks
+  Route route(uint32_t tag);
   bool byBcube(size_t bytes, const Reduction& reduction) const;
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
