@@ -27,8 +27,9 @@ from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, horovodruns, variables
 from spark_elastic.launch import Site, supervise
-from spark_elastic.local.launcher import LocalLauncher, Timeouts
+from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.narration import Narration
+from spark_elastic.local.order import SlotSettings
 from spark_elastic.local.places import Hosts, foreign
 from spark_elastic.running.call import prepare
 
@@ -140,8 +141,7 @@ def play(wanted: Wanted) -> None:
     call = prepare(path, arguments, {name: value for name, value in named.items() if value}, _config(wanted))
     hosts, clock = Hosts(), SystemClock()
     config = call.options.config
-    timeouts = Timeouts(config.collective_timeout, config.driver_timeout, config.spare_after)
-    launcher = LocalLauncher(call.program, hosts, clock, call.preload, timeouts)
+    launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))
     folder = Path(wanted.output_filename) if wanted.output_filename else None
     limits = call.limits(number)
     with closing(

@@ -5,29 +5,19 @@ One thread per slot job: it waits for room, starts the slot's process and waits 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 
 import cloudpickle
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.local.order import SlotOrder, SlotSettings
 from spark_elastic.local.places import Places
 from spark_elastic.protocol.events import SlotJobEnded
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds; as in `ElasticConfig`."""
-
-    collective: float = 20.0
-    driver: float = 20.0
-    spare_after: float = 0.0
 
 
 class LocalLauncher:
@@ -39,13 +29,13 @@ class LocalLauncher:
         places: Places,
         clock: Clock,
         preload: tuple[str, ...] = (),
-        timeouts: Timeouts | None = None,
+        settings: SlotSettings | None = None,
     ) -> None:
         self._payload = cloudpickle.dumps(program)
         self._places = places
         self._clock = clock
         self._preload = preload
-        self._timeouts = timeouts or Timeouts()
+        self._settings = settings or SlotSettings()
         self._closing = threading.Event()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -98,19 +88,17 @@ class LocalLauncher:
     def _run(self, job: int, host: str) -> str:
         contact = self._contact
         assert contact is not None
-        order = {
-            "address": contact.address,
-            "key": contact.key.hex(),
-            "attempt": contact.attempt,
-            "certificate": contact.certificate,
-            "job": job,
-            "host": host,
-            "preload": self._preload,
-            "parent": os.getpid(),
-            "collective_timeout": self._timeouts.collective,
-            "driver_timeout": self._timeouts.driver,
-            "spare_after": self._timeouts.spare_after,
-        }
+        order = SlotOrder(
+            address=contact.address,
+            key=contact.key.hex(),
+            attempt=contact.attempt,
+            certificate=contact.certificate,
+            job=job,
+            host=host,
+            preload=self._preload,
+            parent=os.getpid(),
+            settings=self._settings,
+        )
         process = subprocess.Popen(
             [sys.executable, "-m", "spark_elastic.local.slot"],
             stdin=subprocess.PIPE,
@@ -125,7 +113,7 @@ class LocalLauncher:
         assert process.stdin is not None
         try:
             with process.stdin as pipe:
-                pipe.write(json.dumps(order).encode() + b"\n" + self._payload)
+                pipe.write(order.to_json().encode() + b"\n" + self._payload)
         except BrokenPipeError:
             pass  # it was killed meanwhile; its exit code says how
         code = process.wait()

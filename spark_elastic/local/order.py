@@ -1,0 +1,86 @@
+"""What the launcher tells a slot's process, as one line of JSON. Values only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.worker.entry import Header
+
+ADDRESS = "127.0.0.1"  # all hosts are this machine, whatever their names
+
+
+@dataclass(frozen=True)
+class SlotSettings:
+    """What of `ElasticConfig` concerns a slot, under its names."""
+
+    collective_timeout: float = 20.0
+    driver_timeout: float = 20.0
+    spare_after: float = 0.0
+    worker_port_range: tuple[int, int] | None = None
+    cpus_per_worker: int | None = None
+
+    @classmethod
+    def of(cls, config: ElasticConfig) -> Self:
+        return cls(
+            config.collective_timeout,
+            config.driver_timeout,
+            config.spare_after,
+            config.worker_port_range,
+            config.cpus_per_worker,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotOrder:
+    """parent: process id of the launcher. key: hexadecimal. The others as in `Contact` and `Header`."""
+
+    address: str
+    key: str = field(repr=False)
+    attempt: int
+    certificate: str | None
+    job: int
+    host: str
+    preload: tuple[str, ...]
+    parent: int
+    settings: SlotSettings
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        fields: dict[str, Any] = json.loads(text)
+        settings = _with_tuples(fields.pop("settings"))
+        return cls(**_with_tuples(fields), settings=SlotSettings(**settings))
+
+    @property
+    def slot(self) -> str:
+        return f"{self.job}-0"
+
+    def header(self, status_fd: int, payload_bytes: int) -> Header:
+        """For a training process, a child of this one."""
+        return Header(
+            parent=os.getpid(),
+            address=self.address,
+            key=self.key,
+            attempt=self.attempt,
+            slot=self.slot,
+            bind=ADDRESS,
+            port_range=self.settings.worker_port_range,
+            preload=self.preload,
+            collective_timeout=self.settings.collective_timeout,
+            driver_timeout=self.settings.driver_timeout,
+            payload_bytes=payload_bytes,
+            status_fd=status_fd,
+            threads=self.settings.cpus_per_worker,
+            certificate=self.certificate,
+        )
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
