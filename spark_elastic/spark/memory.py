@@ -1,4 +1,4 @@
-"""Whether what a slot starts fits beside the executor: measured on a warm worker, compared with Spark's settings.
+"""Whether what a slot starts fits beside the executor: measured on its processes, compared with Spark's settings.
 
 `room_of` reads the settings on the driver; `shortage` is called by the slot's main thread on the executor. Bytes
 throughout. Must not know how workers are started.
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PROCESSES = 2  # of a slot: the worker and its spare
 MEBIBYTE = 1 << 20
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 LEAST_OVERHEAD = 384 * MEBIBYTE
@@ -30,18 +29,30 @@ class Room:
     beside: int | None
     slots: int
 
-    def shortage(self, pid: int, proc: Path = Path("/proc")) -> str | None:
-        """Why the processes of the executor's slots will not fit, all being like that process; None where they do."""
+    def shortage(self, worker: int, spare: int | None = None, proc: Path = Path("/proc")) -> str | None:
+        """Why the processes of the executor's slots will not fit, all slots being like this one; None where they do.
+
+        worker, spare: process ids; without a spare: there will be one, like the worker.
+        """
         try:
-            pages, resident = (int(n) for n in (proc / str(pid) / "statm").read_text().split()[:2])
+            mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            sizes = [_share_of(proc / str(pid)) for pid in (worker, worker if spare is None else spare)]
         except (OSError, ValueError):
             return None  # it has ended, which is told elsewhere
-        size = os.sysconf("SC_PAGE_SIZE")
-        need = resident * size * PROCESSES * self.slots
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         return judge(
-            self, need, pages * size, None if most == resource.RLIM_INFINITY else most, cgroup_limit()
+            self,
+            sum(sizes) * self.slots,
+            mapped,
+            None if most == resource.RLIM_INFINITY else most,
+            cgroup_limit(),
         )
+
+
+def _share_of(process: Path) -> int:
+    """Its memory; of what it shares with others, segments among that, its part."""
+    fields = dict(line.split(":", 1) for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Pss"].split()[0]) * 1024
 
 
 def judge(room: Room, need: int, mapped: int, address_space: int | None, limit: int | None) -> str | None:
@@ -57,7 +68,7 @@ def judge(room: Room, need: int, mapped: int, address_space: int | None, limit: 
     if beside is None or need <= beside:
         return None
     return (
-        f"the {room.slots} workers of an executor and their spares take {_mib(need)} before they train, and there are "
+        f"the {room.slots} workers of an executor and their spares take {_mib(need)} by now, and there are "
         f"{_mib(max(0, beside))} beside its JVM: set spark.executor.memoryOverhead to {_mib(need * 3 // 2)} or more."
     )
 

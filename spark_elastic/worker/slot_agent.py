@@ -21,6 +21,7 @@ from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.out_of_memory import MemoryKills
 
+LOOK_AGAIN = 30.0  # seconds between two looks at the memory of a slot's processes
 STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
@@ -41,9 +42,8 @@ class SlotPlan:
     payload: bytes
     header: Callable[[int, int], Header]  # (status descriptor, bytes of payload) -> header
     driver_timeout: float
-    shortage: Callable[[int], str | None] = lambda pid: (
-        None
-    )  # what a warm worker shows about the memory it will lack
+    # (worker's pid, spare's) -> what they show about the memory that the executor will lack
+    shortage: Callable[[int, int | None], str | None] = lambda worker, spare: None
     spare_after: float = 0.0  # seconds for which a worker has been warm when its spare is started
 
 
@@ -133,9 +133,19 @@ class SlotAgent:
         if child is self._active and self._started > 1:
             return self._prepare_spare(child)
         if child is self._active:
-            if said := self._plan.shortage(child.pid):
-                self._on_line(child, f"{OWN_WORDS}{said}")
+            self._look_at_memory(child)
             self._later(self._plan.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child)))
+        return None
+
+    def _look_at_memory(self, child: Child) -> str | None:
+        """Now and again until something was said: a worker that trains takes more than a warm one."""
+        if child is not self._active:
+            return None
+        spare = self._spare.pid if self._spare is not None and self._spare.warm else None
+        if said := self._plan.shortage(child.pid, spare):
+            self._on_line(child, f"{OWN_WORDS}{said}")
+        else:
+            self._later(LOOK_AGAIN, lambda: self._events.put(lambda: self._look_at_memory(child)))
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:

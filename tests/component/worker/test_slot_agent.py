@@ -14,6 +14,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.events import SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
 from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
@@ -38,6 +39,7 @@ def serve(
     play: Callable[[], Any],
     driver_timeout: float = 60.0,
     spare_after: float = 0.0,
+    shortage: Callable[[int, int | None], str | None] = lambda worker, spare: None,
 ) -> str:
     """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -50,7 +52,7 @@ def serve(
         )
 
     played = driver.aside(play)
-    plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout, spare_after=spare_after)
+    plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout, shortage, spare_after)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
         ended = SlotAgent(plan, client, CLOCK).run()
     played.result(20.0)
@@ -118,6 +120,27 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_wi
         driver.server.release_slot(SLOT, "enough")
 
     assert serve(driver, Announced(1), play, spare_after=1000.0) == "enough"
+
+
+def test_memory_that_grows_is_told_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_agent, "LOOK_AGAIN", 0.05)
+    looks: list[tuple[int, int | None]] = []
+
+    def shortage(worker: int, spare: int | None) -> str | None:
+        looks.append((worker, spare))
+        return "it takes too much" if spare is not None else None
+
+    def play() -> None:
+        driver.heard(SlotRegistered)
+        worker, spare = await_children(2)
+        while "it takes too much" not in str(driver.logs.get(timeout=20.0).lines):
+            continue
+        assert looks[0] == (worker.pid, None)
+        assert looks[-1] == (worker.pid, spare.pid)
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, Announced(1), play, shortage=shortage) == "enough"
+    assert len([spare for _, spare in looks if spare is not None]) == 1
 
 
 class LeavesOneBehind(CountingProgram):
