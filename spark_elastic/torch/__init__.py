@@ -1,6 +1,7 @@
 """PyTorch on elastic workers: `import spark_elastic.torch as hvd` speaks Horovod's torch API. Knows no Spark."""
 
 from elastic_collectives import CollectiveError as HorovodInternalError
+from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.ops.barrier import barrier
 from spark_elastic.ops.channels import start_timeline, stop_timeline
 from spark_elastic.ops.objects import allgather_object, broadcast_object
@@ -81,6 +82,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
     "Max",
     "Min",

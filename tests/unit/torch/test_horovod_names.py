@@ -11,6 +11,8 @@ import torch
 
 import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError
+from spark_elastic import data
+from spark_elastic.errors import PreflightError
 from tests.sources import ROOT
 
 _REDUCE = "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=all"
@@ -84,7 +86,11 @@ SIGNATURES = {
 VALUES = [
     "Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression", "HorovodInternalError", "global_process_set",
     "elastic.StateHandler", "elastic.ModelStateHandler", "elastic.OptimizerStateHandler", "elastic.SamplerStateHandler",
+    "HorovodVersionMismatchError",
 ]  # fmt: skip
+# Of Horovod's other modules: what is in `spark_elastic.data`, and what something else takes the place of.
+DATA = ["BaseDataLoader", "AsyncDataLoaderMixin"]
+REPLACED = ["HostDiscovery", "HostDiscoveryScript", "FixedHosts", "HostUpdateResult"]
 # What ours may have instead of Horovod's default: None stands for it.
 _DEFAULTS: dict[str, Any] = {
     "none": hvd.Compression.none,
@@ -125,8 +131,18 @@ def test_arguments_are_horovods(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SIGNATURES, *VALUES])
-def test_the_page_for_movers_has_the_name(name: str) -> None:
+def test_the_name_is_here(name: str) -> None:
     found(name)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_name_is_that_of_horovods_data(name: str) -> None:
+    assert name in data.__all__
+    assert hasattr(data, name)
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *VALUES, *DATA, *REPLACED])
+def test_the_page_for_movers_has_the_name(name: str) -> None:
     page = (ROOT / "docs" / "moving-from-horovod.md").read_text()
     assert f"`{name}`" in page, "add a line to the table of docs/moving-from-horovod.md"
 
@@ -138,6 +154,7 @@ def test_what_is_exported_exists() -> None:
 
 def test_build_questions() -> None:
     assert hvd.HorovodInternalError is CollectiveError
+    assert hvd.HorovodVersionMismatchError is PreflightError
     assert hvd.gloo_built()
     assert hvd.gloo_enabled()
     no = (
