@@ -118,6 +118,7 @@ class Client:
         self._clock = clock
         self._mail = Mail(box, self._heard, clock)
         self._begun = False
+        self._waits_since = 0.0  # for a core, while no other job of the application trains
         self._end: Letter | None = None
         self._ended = threading.Event()
 
@@ -129,7 +130,7 @@ class Client:
             `launch.supervise`.
         """
         self._attempt = attempt
-        deadline, patient = self._clock.now() + config.start_timeout, patience(config)
+        self._waits_since, patient = self._clock.now(), patience(config)
         gone: list[str] = []
         carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
         carrier.start()
@@ -137,7 +138,7 @@ class Client:
         self._turn.start(self._forward)
         try:
             while not self._ended.wait(LOOK_EVERY) and carrier.is_alive():
-                if not self._begun and self._clock.now() > deadline:
+                if not self._begun and self._clock.now() - self._waits_since > config.start_timeout:
                     raise NotEnoughWorkers(
                         f"no executor took the coordinator of {self._name} within {config.start_timeout:g} s "
                         "(start_timeout): it needs a core beside those of the workers."
@@ -164,7 +165,9 @@ class Client:
             case SlotJobEnded():
                 self._mail.post({"ended": event.job, "reason": event.reason, "cancelled": event.cancelled})
             case SlotsWanted():
-                self._mail.post({"wanted": event.reason})
+                self._mail.post({"wanted": event.reason, "training": event.training})
+                if event.training:
+                    self._waits_since = event.now
 
     def _heard(self, letter: Letter) -> None:
         match letter:

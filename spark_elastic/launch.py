@@ -19,7 +19,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together, steered
 from spark_elastic.driver.effects import Effects
-from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop
@@ -246,10 +246,8 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     clock = SystemClock()
     profile = profile_of(settings, sc.emptyRDD().withResources)
     launcher = SparkLauncher(sc, tasks_of(shipped, preload, config, room), clock, profile)
-    # Kept by the SparkContext, whose jobs they are: the first one to come makes it.
-    application = vars(sc).setdefault("_spark_elastic_application", Application())
     try:
-        with GatherTurn(application, name, limits, clock) as turn:
+        with GatherTurn(application_of(sc), name, limits, clock) as turn:
             watch = Together(ExecutorWatch(sc, clock), turn)
             return supervise(
                 launcher, watch, site, limits, config, name, Gathering(narrate or Silent(), turn)

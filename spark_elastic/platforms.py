@@ -18,7 +18,7 @@ from spark_elastic import coordinator
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch import (
     FIRST_ATTEMPT,
@@ -195,8 +195,7 @@ class Connect:
         make_task = tasks_of(program, order.preload, config, room)
         profile = profile_of(settings, lambda profile: profile.id)
         launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
-        application = vars(self._spark).setdefault("_spark_elastic_application", Application())
-        with GatherTurn(application, order.name, order.limits, clock) as turn:
+        with GatherTurn(application_of(self._spark), order.name, order.limits, clock) as turn:
             heard = Gathering(narrate or Silent(), turn)
             if self._post_office is None:
                 site = self._site(order, settings)

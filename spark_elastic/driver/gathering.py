@@ -1,11 +1,13 @@
 """R17: the jobs of one application and their cluster's slots. One job gathers at a time; one that has not got enough
-gives back what it has while others are there, so that no two jobs wait for each other's slots.
+gives back what it has while others are there, so that no two jobs wait for each other's slots. While one trains, nobody
+counts the time for which others lack slots: those are taken, not missing.
 
 `Application` is shared by the threads that run jobs; its lock owns everything in it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from types import TracebackType
 
@@ -14,6 +16,8 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.protocol.events import SlotsWanted
 from spark_elastic.protocol.types import Limits
+
+log = logging.getLogger("spark_elastic")
 
 LOOK_EVERY = 0.5  # seconds between two looks at the deadline; an interrupt is heard in between
 
@@ -26,6 +30,51 @@ class Application:
         self.jobs: list[GatherTurn] = []
         self.gathering: GatherTurn | None = None
 
+    def training(self) -> str | None:
+        """The name of a job that has a world; None where there is none."""
+        with self.change:
+            return next((job._name for job in self.jobs if job._trains), None)
+
+
+def application_of(owner: object) -> Application:
+    """That of a SparkContext or a session, which keeps it: the first one to come makes it."""
+    found: Application = vars(owner).setdefault("_spark_elastic_application", Application())
+    return found
+
+
+class Patience:
+    """A deadline of `seconds` that comes no nearer while a job of the application trains.
+
+    what: it is that waits, for the log.
+    """
+
+    def __init__(self, application: Application, seconds: float, clock: Clock, what: str) -> None:
+        self._application = application
+        self._seconds = seconds
+        self._clock = clock
+        self._what = what
+        self._until = clock.now() + seconds
+        self._told: str | None = None
+
+    def over(self) -> bool:
+        """To be asked now and then: time passes for it between two questions."""
+        holder = self._application.training()
+        if holder is not None:
+            self._until = self._clock.now() + self._seconds
+            if holder != self._told:
+                log.info("%s waits while job %s of the same application trains", self._what, holder)
+                self._told = holder
+            return False
+        return self._clock.now() >= self._until
+
+    def join(self, thread: threading.Thread) -> bool:
+        """Wait for a thread. Returns whether it ended in time."""
+        while thread.is_alive():
+            if self.over():
+                return False
+            thread.join(LOOK_EVERY)
+        return True
+
 
 class GatherTurn:
     """One job's turn: from `with` to its first world it alone gathers. `driver.ports.Discovery` to the driver."""
@@ -36,21 +85,22 @@ class GatherTurn:
         self._limits = limits
         self._clock = clock
         self._over = threading.Event()  # the first world is there, or the end
+        self._trains = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GatherTurn:
         """Wait for the turn.
 
         Raises:
-            NotEnoughWorkers: another job has been gathering for `start_timeout`.
+            NotEnoughWorkers: another job has been gathering for `start_timeout`, and none trained.
         """
         here = self._application
-        deadline = self._clock.now() + self._limits.start_timeout
+        patience = Patience(here, self._limits.start_timeout, self._clock, f"job {self._name}")
         with here.change:
             here.jobs.append(self)
             try:
                 while here.gathering is not None:
-                    if self._clock.now() >= deadline:
+                    if patience.over():
                         raise NotEnoughWorkers(
                             f"job {self._name} waited {self._limits.start_timeout:g} s (start_timeout) while job "
                             f"{here.gathering._name} of the same application was gathering its workers."
@@ -65,12 +115,13 @@ class GatherTurn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.gathered()
         with self._application.change:
             self._application.jobs.remove(self)
+        self.gathered()
 
     def gathered(self) -> None:
         """It has its first world: the next may gather. Any thread, any number of times."""
+        self._trains = True
         self._over.set()
         here = self._application
         with here.change:
@@ -93,9 +144,20 @@ class GatherTurn:
 
     def _mind(self, post: Post) -> None:
         """Now and then, as long as there is no world: others may need the slots more."""
-        while not self._over.wait(self._limits.gather_timeout):
+        told: str | None = None
+        every = min(self._limits.gather_timeout, self._limits.start_timeout / 2)
+        while not self._over.wait(every):
             with self._application.change:
                 others = [job._name for job in self._application.jobs if job is not self]
+                holder = self._application.training()
+            if holder is not None and holder != told:
+                log.info(
+                    "job %s waits for slots while job %s of the same application trains", self._name, holder
+                )
+                told = holder
             if others:
-                reason = f"its job has too few slots to begin, and job {others[0]} of this application may need them"
-                post(SlotsWanted(self._clock.now(), reason))
+                other = holder or others[0]
+                reason = (
+                    f"its job has too few slots to begin, and job {other} of this application may need them"
+                )
+                post(SlotsWanted(self._clock.now(), reason, holder is not None))

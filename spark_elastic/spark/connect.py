@@ -18,8 +18,9 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.resource import ResourceProfile
 
-from spark_elastic.clock import Clock
+from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.events import SlotJobEnded
@@ -115,7 +116,8 @@ def check(config: ElasticConfig, number: int | None) -> int:
 def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float) -> str | None:
     """As `preflight.preflight`, by as many probes as there will be workers; also whether they reach one another.
 
-    timeout: seconds for all of them. Returns why executors cannot reach the client, None where they can.
+    timeout: seconds for all of them, while no other job of the application trains. Returns why executors cannot reach
+    the client, None where they can.
 
     Raises:
         PreflightError: a host cannot run the job, or the time was over.
@@ -245,10 +247,11 @@ def _collected(spark: SparkSession, frame: Any, tag: str, timeout: float) -> lis
         except Exception as error:  # raised below, in the caller's thread
             errors.append(error)
 
+    patience = Patience(application_of(spark), timeout, SystemClock(), "the preflight of a job")
     thread = threading.Thread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
     try:
-        thread.join(timeout)
+        patience.join(thread)
     finally:
         if late := thread.is_alive():
             _interrupt(spark, tag)

@@ -14,7 +14,9 @@ from py4j.protocol import Py4JError
 from pyspark import InheritableThread
 
 import spark_elastic
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
+from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
 from spark_elastic.spark.admission import admit, facts
 from spark_elastic.spark.description import describe
@@ -29,7 +31,7 @@ ROUNDS = 3  # tries to reach every executor; busy ones are judged when their slo
 def preflight(sc: SparkContext, probing: Probing, timeout: float) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
-    timeout: seconds until some executor must have answered.
+    timeout: seconds until some executor must have answered, while no other job of the application trains.
 
     Raises:
         PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
@@ -120,12 +122,12 @@ def _run(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> 
         finally:
             sc.removeJobTag(tag)
 
+    patience = Patience(application_of(sc), timeout, SystemClock(), "the preflight of a job")
     thread = InheritableThread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
     late = True
     try:
-        thread.join(timeout)
-        late = thread.is_alive()
+        late = not patience.join(thread)
     finally:
         if late:
             sc.cancelJobsWithTag(tag)

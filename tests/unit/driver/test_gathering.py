@@ -7,10 +7,11 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.gathering import Application, GatherTurn, Patience
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.protocol.events import DriverEvent, SlotsWanted
 from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.clock import FakeClock
 
 LIMITS = Limits(2, 2, 2, gather_timeout=0.05, start_timeout=20.0)
 CLOCK = SystemClock()
@@ -67,6 +68,7 @@ def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> No
             event = posted.get(timeout=10.0)
             assert isinstance(event, SlotsWanted)
             assert "job first" in event.reason
+            assert event.training
             second.close()
 
 
@@ -77,3 +79,23 @@ def test_r17_a_job_alone_keeps_its_slots() -> None:
         with pytest.raises(Empty):
             posted.get(timeout=0.3)
         turn.close()
+
+
+def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "spark_elastic")
+    application, clock = Application(), FakeClock()
+    patience = Patience(application, 600.0, clock, "the next")
+    with _turn(application, "first") as first:
+        clock.advance(599.0)
+        assert not patience.over()
+        first.gathered()
+        for _ in range(10):
+            clock.advance(599.0)
+            assert not patience.over()
+    clock.advance(599.0)
+    assert not patience.over()
+    clock.advance(1.0)
+    assert patience.over()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the next waits while job first of the same application trains"
+    ]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, Announce, LaunchSlot, Publish, ReleaseSlot
+from spark_elastic.protocol.commands import Abort, Announce, End, LaunchSlot, Publish, ReleaseSlot
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
@@ -218,6 +218,16 @@ def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
     assert bench.all(LaunchSlot)[-1].delay >= 4.0
     bench.wait(bench.limits.start_timeout + 1.0)
     assert "given back in between: another fit" in bench.end.reason, "nobody knows which job was in the way"
+
+
+@pytest.mark.parametrize(("training", "ends"), [(False, True), (True, False)])
+def test_r17_slots_of_a_job_that_trains_are_not_missing(training: bool, ends: bool) -> None:
+    bench = Bench(replace(FOUR, min_workers=3))
+    bench.warm(1, 2)
+    bench.wait(bench.limits.start_timeout - 1.0)
+    bench.on(on.SlotsWanted(0, "another fit", training))
+    bench.wait(2.0)
+    assert bool(bench.all(End)) is ends
 
 
 def test_r17_a_world_keeps_its_slots() -> None:

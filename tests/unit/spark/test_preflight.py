@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.preflight import _explain
+from spark_elastic.spark.preflight import _explain, _run
 
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 
@@ -32,3 +35,50 @@ def test_a_cancelled_probe_is_a_cancelled_job() -> None:
 def test_other_errors_of_spark_stay_as_they_are() -> None:
     error = RuntimeError("disk full")
     assert _explain(error) is error
+
+
+class Others:
+    """Jobs of an application, one of which may train: it ends with the first question. holder: its name."""
+
+    def __init__(self, holder: str | None) -> None:
+        self.free = threading.Event()
+        self._holder = holder
+
+    def training(self) -> str | None:
+        if self._holder is not None:
+            self.free.set()
+        return self._holder
+
+
+class FullCluster:
+    """A SparkContext whose cores are in use until the others let go of them."""
+
+    def __init__(self, others: Others) -> None:
+        self._spark_elastic_application = others
+
+    def collect(self) -> list[str]:
+        assert self._spark_elastic_application.free.wait(30)
+        return ["answer"]
+
+    def parallelize(self, *rows: Any) -> FullCluster:
+        return self
+
+    mapPartitions = parallelize
+
+    def setLocalProperty(self, *property: Any) -> None: ...
+
+    getLocalProperty = addJobTag = removeJobTag = setLocalProperty
+
+    def cancelJobsWithTag(self, tag: str) -> None:
+        self._spark_elastic_application.free.set()
+
+
+def test_probes_wait_for_a_job_that_trains() -> None:
+    sc: Any = FullCluster(Others("a long fit"))
+    assert _run(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
+
+
+def test_probes_that_nobody_takes_end_the_wait() -> None:
+    sc: Any = FullCluster(Others(None))
+    with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
+        _run(sc, lambda answers: answers, 2, "tag", timeout=0.0)
