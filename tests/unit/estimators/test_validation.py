@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,10 @@ def test_good_values_become_a_request() -> None:
     assert (request.global_batch, request.min_workers, request.max_workers) == (48, 2, 3)
 
 
+def test_a_store_may_be_a_path() -> None:
+    assert ask(store=Path("/mnt/jobs")).store == "/mnt/jobs"
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got dict."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
@@ -85,6 +90,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": torch.optim.SGD}, "optimizer must be a torch optimizer .* got SGD"),
     ({"optimizer": list}, "optimizer must be a torch optimizer"),
     ({"optimizer": lambda params: 3}, "returned int"),
+    (
+        {"store": object()},
+        "store must be a path or url; got object: for a Store of Horovod's give what that was",
+    ),
+    ({"store": b"/mnt"}, "store must be a path or url; got bytes"),
     ({"feature_cols": []}, "feature_cols is empty"),
     ({"label_cols": None}, "label_cols is empty"),
     ({"label_cols": ["x"]}, "'x' is named twice"),
