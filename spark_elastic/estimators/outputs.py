@@ -64,6 +64,20 @@ class Outputs:
             )
         return cls((prediction_col, probability_col), (1, max(2, widths[0])), activation)
 
+    @staticmethod
+    def known(
+        prediction_col: str,
+        probability_col: str | None = None,
+        output_cols: Sequence[str] | None = None,
+        labels: Sequence[str] = (),
+    ) -> tuple[str, ...]:
+        """The columns that there will be, where their number does not depend on the model's outputs; else none."""
+        if probability_col is not None:
+            return (prediction_col, probability_col)
+        if output_cols is not None:
+            return tuple(output_cols)
+        return (prediction_col,) if len(labels) <= 1 else ()
+
     def values(self, outputs: Sequence[Floats]) -> list[Floats]:
         """outputs: (rows, width) each. Returns, for each column, (rows, its width)."""
         if self.activation is None:

@@ -128,16 +128,14 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return {}
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        inputs = [self._input(dataset, column) for column in self._predictor.columns]
-        names = ("prediction_col", "probability_col", "activation", "output_cols")
+        names = ("prediction_col", "probability_col", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
-        labels = self.getOrDefault("label_cols")
-        outputs = Outputs.of(self._widths(dataset, inputs), labels=labels, **wanted)
-        for name in outputs.columns:
-            if name in dataset.columns:
-                raise InvalidInput(
-                    f"the table has a column {name!r} already: choose another name for the prediction."
-                )
+        wanted["labels"] = self.getOrDefault("label_cols")
+        _check_new(dataset, Outputs.known(**wanted))  # before `_widths`, which may run a job
+        inputs = [self._input(dataset, column) for column in self._predictor.columns]
+        activation = self.getOrDefault("activation")
+        outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
+        _check_new(dataset, outputs.columns)
         from spark_elastic.estimators.predict_udf import predict_udf, shipped
 
         predicted = predict_udf(shipped(dataset.sparkSession, self._predictor), outputs)(*inputs)
@@ -174,6 +172,14 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         if isinstance(kind, DateType):
             return F.unix_date(reference)
         return vector_to_array(reference) if isinstance(kind, VectorUDT) else reference
+
+
+def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
+    for name in names:
+        if name in dataset.columns:
+            raise InvalidInput(
+                f"the table has a column {name!r} already: choose another name for the prediction."
+            )
 
 
 class ModelWriter(saving.OverwritingWriter):
