@@ -69,6 +69,7 @@ class Mail:
         self._sent = self._read = 0
         self._spoke = self.heard_at = clock.now()
         self._closing = threading.Event()
+        self._until = 0.0  # of the last turn
         self._thread = threading.Thread(target=self._run, name="spark-elastic-mail", daemon=True)
 
     def start(self) -> None:
@@ -80,7 +81,9 @@ class Mail:
             self._waiting.append(letter)
 
     def close(self, timeout: float) -> None:
-        """Send what waits, and read what is there; also where it was not started."""
+        """Send what waits, and read what is there; also where it was not started. Where the store fails, it is tried
+        again until `timeout` seconds have passed: the last letter may be the job's result."""
+        self._until = self._clock.now() + timeout
         self._closing.set()
         if self._thread.ident is None:
             self._thread.start()
@@ -120,10 +123,15 @@ class Mail:
             log.exception("a letter could not be acted on")
 
     def _run(self) -> None:
-        last = False
-        while not last:
+        while True:
             last = self._closing.wait(TURN)
             try:
                 self.turn()
+                if last:
+                    return
             except StoreError as error:  # the next turn may fare better
                 log.warning("letters wait: %s", error)
+                if last and self._clock.now() + TURN > self._until:
+                    return
+                if last:
+                    self._clock.sleep(TURN)

@@ -118,3 +118,24 @@ def test_an_end_sends_what_waits(started: bool) -> None:
     pair.a.close(10)
     pair.b.turn()
     assert pair.heard["b"] == [{"n": 0}]
+
+
+@pytest.mark.parametrize(("failures", "arrives"), [(3, True), (1000, False)])
+def test_last_words_are_said_until_the_store_takes_them_or_the_time_is_over(
+    failures: int, arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair()
+    pair.a.post({"results": [1]})
+    left, write = [None] * failures, type(pair.store).write_bytes
+
+    def fails_at_first(*arguments: Any) -> None:
+        if left:
+            left.pop()
+            raise StoreError("gone for a moment")
+        write(*arguments)
+
+    monkeypatch.setattr(type(pair.store), "write_bytes", fails_at_first)
+    pair.a.close(10.0)
+    left.clear()
+    pair.b.turn()
+    assert pair.heard["b"] == ([{"results": [1]}] if arrives else [])
