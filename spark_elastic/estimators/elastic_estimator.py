@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.file_rows import FileRows
 from spark_elastic.estimators.fit_rows import RowSource, TableRows
-from spark_elastic.estimators.horovod_names import translated
+from spark_elastic.estimators.horovod_names import REFUSED, translated
 from spark_elastic.estimators.params import EstimatorParams, names
 from spark_elastic.estimators.transformer import ElasticModel
 
@@ -34,6 +34,8 @@ _UNSAVED = ("storage_options",)  # they may hold credentials
 class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
     """Its keywords are those of the framework's class."""
 
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+
     def _begin(self, given: Mapping[str, Any]) -> None:
         """Take the constructor's defaults, and what was given."""
         keywords = inspect.signature(type(self).__init__).parameters.values()
@@ -42,7 +44,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     def setParams(self, **values: Any) -> Self:
         """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
-        values = translated(values, self.hasParam)
+        values = translated(values, self.hasParam, self.refused)
         settings = {name: value for name, value in values.items() if not self.hasParam(name)}
         known = {field.name for field in dataclasses.fields(ElasticConfig)}
         for name in settings.keys() - known:

@@ -6,11 +6,18 @@ Values only. A refused parameter may be given the value that Horovod takes by it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from spark_elastic.errors import InvalidInput
 
-T = TypeVar("T", bound=type)
+
+class Refuses(Protocol):
+    """refused: Horovod's names that have no meaning for the estimator, each with why."""
+
+    refused: ClassVar[Mapping[str, str]]
+
+
+T = TypeVar("T", bound=type[Refuses])
 
 # Horovod's name -> ours.
 ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}
@@ -55,20 +62,31 @@ REFUSED = {
     "val_reader_num_workers": _READERS,
     "validation_steps_per_epoch": "validation looks at every row exactly once",
 }
+# The same to users of the Keras estimator.
+KERAS_REFUSED = REFUSED | {
+    "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); Keras's own "
+    "ModelCheckpoint goes into callbacks",
+    "tensorflow_dataset_prefetch_buffer_size": _READERS,
+}
 _NOTHING: tuple[Any, ...] = (None, False, 0)
 
 
-def translated(values: Mapping[str, Any], own: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
+def translated(
+    values: Mapping[str, Any],
+    own: Callable[[str], bool] = lambda name: False,
+    refused: Mapping[str, str] = REFUSED,
+) -> dict[str, Any]:
     """Parameters by our names. own: whether a name is a parameter of the estimator, whatever another thinks of it.
+    refused: the estimator's own reasons.
 
     Raises:
         InvalidInput: one has no meaning here, or is given under both names.
     """
     ours: dict[str, Any] = {}
     for name, value in values.items():
-        if name in REFUSED and not own(name):
+        if name in refused and not own(name):
             if not any(value is nothing for nothing in _NOTHING):
-                raise InvalidInput(f"{name} has no meaning here: {REFUSED[name]}.")
+                raise InvalidInput(f"{name} has no meaning here: {refused[name]}.")
             continue
         known = ALIASES.get(name, name)
         if known != name and values.get(known) is not None:
@@ -81,17 +99,17 @@ def translated(values: Mapping[str, Any], own: Callable[[str], bool] = lambda na
 
 def with_horovod_names(owner: T) -> T:
     """Add the setters and getters of Horovod's names: those that are mapped do so, the others say why not."""
-    for name in (*ALIASES, *REFUSED):
+    for name in (*ALIASES, *owner.refused):
         camel = "".join(part.capitalize() for part in name.split("_"))
-        setattr(owner, f"set{camel}", _setter(name))
+        setattr(owner, f"set{camel}", _setter(name, owner.refused))
         if name in ALIASES:
             setattr(owner, f"get{camel}", lambda self, ours=ALIASES[name]: self.getOrDefault(ours))
     return owner
 
 
-def _setter(name: str) -> Any:
+def _setter(name: str, refused: Mapping[str, str]) -> Any:
     def set_param(self: Any, value: Any) -> Any:
         return self.setParams(**{name: value})
 
-    set_param.__doc__ = f"Horovod's `{name}`: {ALIASES.get(name) or REFUSED[name]}."
+    set_param.__doc__ = f"Horovod's `{name}`: {ALIASES.get(name) or refused[name]}."
     return set_param

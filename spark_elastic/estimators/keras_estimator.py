@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import keras
@@ -18,7 +18,7 @@ from pyspark.ml.util import MLReadable, MLReader
 from spark_elastic.config import ElasticConfig
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fit_rows import RowSource
-from spark_elastic.estimators.horovod_names import with_horovod_names
+from spark_elastic.estimators.horovod_names import KERAS_REFUSED, with_horovod_names
 from spark_elastic.estimators.keras_fit import fit
 from spark_elastic.estimators.keras_model import ElasticKerasModel
 from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
@@ -52,6 +52,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     a host that cannot take part, JobFailed and its subclasses, JobCancelled, StoreError.
     """
 
+    refused: ClassVar[Mapping[str, str]] = KERAS_REFUSED
     _input_kwargs: dict[str, Any]
 
     @keyword_only

@@ -133,3 +133,17 @@ def test_a_transformation_makes_the_inputs() -> None:
     assert predictor.needs_sample
     assert predictor.widths([rows[:1]]) == [expected.shape[1]]
     assert predictor.parts()["transformation"] == change
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("checkpoint_callback", "Keras's own ModelCheckpoint goes into callbacks"),
+        ("tensorflow_dataset_prefetch_buffer_size", "one thread reads ahead in each worker"),
+    ],
+)
+def test_horovods_names_are_refused_in_words_for_keras(name: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name} has no meaning here: .*{says}"):
+        ElasticKerasEstimator(**{name: 3})
+    setter = "set" + "".join(part.capitalize() for part in name.split("_"))
+    assert says in getattr(ElasticKerasEstimator, setter).__doc__
