@@ -57,8 +57,9 @@ class Store:
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
             )
         scheme, _, rest = url.partition(":/")
-        if scheme == "dbfs":  # Databricks mounts it on every machine
-            url = f"/dbfs/{rest.lstrip('/')}"
+        if scheme == "dbfs":  # Databricks mounts it on every machine, and its volumes beside it
+            path = rest.lstrip("/")
+            url = f"/{path}" if path.startswith("Volumes/") else f"/dbfs/{path}"
         if ":" in urlsplit(url).netloc.rpartition("@")[0]:
             raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from typing import Any
+from urllib.parse import urlsplit
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
@@ -21,15 +22,21 @@ _SETTINGS = {
     "s3a": "spark.hadoop.fs.s3a.access.key, .secret.key and .endpoint, with hadoop-aws in spark.jars.packages",
     "gs": "spark.hadoop.fs.gs.auth.*, with the gcs-connector in spark.jars",
     "abfss": "spark.hadoop.fs.azure.account.*, with hadoop-azure in spark.jars.packages",
+    "": "spark.hadoop.fs.defaultFS",
     "hdfs": "HADOOP_CONF_DIR and the Hadoop user",
 }
 
 
 def spark_url(store: Store, name: str) -> str:
-    """An object of the store as Spark names it: s3 is s3a there, Databricks' /dbfs/ is dbfs:/."""
+    """An object of the store as Spark names it: s3 is s3a there, Databricks' /dbfs/ is dbfs:/.
+
+    Its /Volumes/ has no scheme: a folder of that name elsewhere, as on macOS, is the machine's own there as well.
+    """
     url = store.join(name)
     if store.is_local:
         path = store.path(name)
+        if path.startswith("/Volumes/"):
+            return path
         return f"dbfs:/{path.removeprefix('/dbfs/')}" if path.startswith("/dbfs/") else url
     scheme, separator, rest = url.partition("://")
     return _SPARK_SCHEMES.get(scheme, scheme) + separator + rest
@@ -64,7 +71,7 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
     except Py4JError:  # where users are denied that: the same
         return
     url = spark_url(store, name)
-    scheme = url.partition(":")[0]
+    scheme = urlsplit(url).scheme
     settings = _SETTINGS.get(scheme, f"spark.hadoop.fs.{scheme}.*")
     try:
         path = gateway.org.apache.hadoop.fs.Path(url)

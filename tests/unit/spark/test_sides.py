@@ -1,0 +1,30 @@
+"""Stores by the names that Spark has for them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.data.store import Store
+from spark_elastic.spark.sides import spark_url
+
+
+@pytest.mark.parametrize(
+    ("given", "python", "spark"),
+    [
+        ("/mnt/jobs", "file:///mnt/jobs/a", "file:///mnt/jobs/a"),
+        ("/dbfs/jobs", "file:///dbfs/jobs/a", "dbfs:/jobs/a"),
+        ("dbfs:/jobs", "file:///dbfs/jobs/a", "dbfs:/jobs/a"),
+        (
+            "/Volumes/main/default/v/jobs",
+            "file:///Volumes/main/default/v/jobs/a",
+            "/Volumes/main/default/v/jobs/a",
+        ),
+        ("dbfs:/Volumes/main/default/v", "file:///Volumes/main/default/v/a", "/Volumes/main/default/v/a"),
+        ("memory://jobs", "memory://jobs/a", "memory://jobs/a"),
+    ],
+)
+def test_both_sides_names_of_an_object(given: str, python: str, spark: str) -> None:
+    store = Store.open(given)
+    assert (store.join("a"), spark_url(store, "a")) == (python, spark)
