@@ -23,6 +23,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import sparse
 from spark_elastic.torch.buckets import layout, layout_hash
 from spark_elastic.torch.fusion import Fusion
+from spark_elastic.torch.own_compression import allreduce_as
 from spark_elastic.torch.terms import PLAIN, Terms
 from spark_elastic.torch.trainable import specs, trainable
 from spark_elastic.torch.tuning import Tuner
@@ -302,11 +303,14 @@ class GradientExchange:
         fusion.send(number)
         array, dtype = fusion.array(number), fusion.buckets[number].dtype
         wire = self._terms.wire if dtype == "float32" else None
-        scale = self._terms.factors(group.size)
+        own, scale = self._terms.compressor, self._terms.factors(group.size)
 
         def reduce() -> None:
             fusion.ready(number)
-            group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
+            if own is None:
+                group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
+            else:
+                allreduce_as(own, group, fusion.gradients(number), scale)
 
         if self._launched < len(self._waiting):
             self._submit(reduce)

@@ -29,6 +29,7 @@ class Fusion:
         self.group = group
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
         self.bucket_of = [-1] * len(parameters)
+        self._shapes = [parameter.shape for parameter in parameters]
         self._flat: list[torch.Tensor] = []
         self._staging: dict[int, _Staging] = {}
         ends = np.cumsum([0, *(b.numel * getattr(torch, b.dtype).itemsize for b in buckets)]).tolist()
@@ -37,14 +38,19 @@ class Fusion:
             self._flat.append(self._placed(number, bucket, ends[number : number + 2], parameters))
             for part in bucket.slices:
                 view = self._flat[number][part.offset : part.offset + part.numel]
-                self.views[part.index] = view.view(parameters[part.index].shape)
+                self.views[part.index] = view.view(self._shapes[part.index])
                 self.bucket_of[part.index] = number
 
     def array(self, number: int) -> npt.NDArray[Any]:
         """A bucket as the engine takes it; bfloat16 as uint16."""
-        staging = self._staging.get(number)
-        flat = self._flat[number] if staging is None else staging.host
+        flat = self._on_host(number)
         return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+
+    def gradients(self, number: int) -> list[torch.Tensor]:
+        """Those of a bucket, each in its shape, in the memory of `array`."""
+        flat = self._on_host(number)
+        parts = self.buckets[number].slices
+        return [flat[part.offset : part.offset + part.numel].view(self._shapes[part.index]) for part in parts]
 
     def send(self, number: int) -> None:
         """The bucket is complete: begin to bring it to where `array` is."""
@@ -72,6 +78,10 @@ class Fusion:
         for parameter, was, view in zip(parameters, self.views, places, strict=True):
             if was is not None and self.holds(parameter, was):
                 parameter.grad = was.clone() if view is None else view.copy_(was)
+
+    def _on_host(self, number: int) -> torch.Tensor:
+        staging = self._staging.get(number)
+        return self._flat[number] if staging is None else staging.host
 
     def _placed(
         self, number: int, bucket: Bucket, span: list[int], parameters: Sequence[torch.nn.Parameter]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import NoneCompressor, checked_compression
+from spark_elastic.ops.compression import Compressor, NoneCompressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
 from spark_elastic.torch.adasum import ByDeltas, Deltas
@@ -42,8 +42,9 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     """`optimizer` with exchanged gradients: of the same class, over the same state and parameter groups.
 
     The gradients of `backward_passes_per_step` backward passes are summed, then summed over the ranks and, for
-    Average, divided by their number. Adasum: see `adasum`. compression: how float32 travels. gradient_predivide_factor:
-    f divides by f before and by size / f after. groups: parameters that travel together, as lists or as a number of
+    Average, divided by their number. Adasum: see `adasum`. compression: how float32 travels, or a `Compressor` of your
+    own, which is given each gradient that has all its rows, on the host, in any thread. gradient_predivide_factor: f
+    divides by f before and by size / f after. groups: parameters that travel together, as lists or as a number of
     groups to make (num_groups: the same). sparse_as_dense: gradients with rows missing become dense. process_set: who
     exchanges; other ranks train alone. scale_lr: the rates are multiplied by the set's size at this moment, and never
     again, whatever the world does; a newcomer is given the rates of the others with their state.
@@ -64,18 +65,19 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
             "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
         )
     named = named_parameters_of(optimizer, named_parameters)
+    kind = checked_compression(compression)
     terms = as_set(
         groups=_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,
-        wire=_wire(compression),
+        wire=kind.wire,
+        compressor=_own(kind),
         sparse="dense" if sparse_as_dense else "kept",
     )
-    if op is Adasum and (terms.wire is not None or terms.groups):
+    if op is Adasum and (terms.wire is not None or terms.compressor is not None or terms.groups):
         raise InvalidInput("op=Adasum combines each parameter by itself: leave compression and groups out.")
     added: type = ByDeltas if op is Adasum else _Distributed
-    kind = type(type(optimizer).__name__, (added, type(optimizer)), {})
-    distributed: Any = object.__new__(kind)
+    distributed: Any = object.__new__(type(type(optimizer).__name__, (added, type(optimizer)), {}))
     distributed.__dict__ = optimizer.__dict__  # one state: what holds the plain optimizer sees the same
     if op is Adasum:
         distributed._deltas = Deltas(named, process_set)
@@ -88,16 +90,10 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     return wrapped
 
 
-def _wire(compression: object) -> str | None:
-    kind = checked_compression(compression)
-    if kind.wire is None and (kind.compress, kind.decompress) != (
-        NoneCompressor.compress,
-        NoneCompressor.decompress,
-    ):
-        raise InvalidInput(
-            f"DistributedOptimizer takes Compression.none, fp16 or bf16, which the engine knows; got {kind.__name__}."
-        )
-    return kind.wire
+def _own(kind: type[Compressor]) -> type[Compressor] | None:
+    """The compressor, if it is one that the engine does not know."""
+    plain = (kind.compress, kind.decompress) == (NoneCompressor.compress, NoneCompressor.decompress)
+    return None if plain or kind.wire is not None else kind
 
 
 def _groups(named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups) -> tuple[tuple[int, ...], ...]:

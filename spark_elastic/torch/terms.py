@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.config import operations_from_env
+from spark_elastic.ops.compression import Compressor
 from spark_elastic.torch.buckets import BUCKET_BYTES
 
 
@@ -15,6 +16,7 @@ class Terms:
 
     bucket_bytes, groups: see `buckets.layout`; tuned: the tuner finds another size. average: divide by the world's
     size; predivide: by so much before the sum and by the rest behind it. wire: how float32 travels, None for as it is.
+    compressor: a user's own, that surrounds the exchange of each gradient that has all its rows, on the host.
     sparse: gradients with rows missing are "refused", made "dense", or "kept", from a world's second step on.
     """
 
@@ -24,6 +26,7 @@ class Terms:
     average: bool = False
     predivide: float = 1.0
     wire: str | None = None
+    compressor: type[Compressor] | None = None
     sparse: str = "refused"
 
     def factors(self, size: int) -> tuple[float, float]:

@@ -12,7 +12,6 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import Compressor
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
@@ -257,17 +256,10 @@ def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.
     opt.step()
 
 
-class Halves(Compressor):
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor / 2, None
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"compression": object()}, "compression"),
-        ({"compression": Halves}, "which the engine knows; got Halves"),
         ({"num_groups": -1}, "1 or more"),
         ({"groups": [[torch.nn.Parameter(torch.ones(1))]]}, "that the optimizer trains"),
         ({"op": "adasum"}, "Average, Sum or Adasum"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +11,8 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.arithmetic import reduced
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.compression import Compressor
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum, tuning
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
@@ -228,3 +230,63 @@ def test_rates_are_multiplied_by_those_who_exchange(
         return float(sgd.param_groups[0]["lr"])
 
     assert in_a_world(3, work) == pytest.approx(expected)
+
+
+class Narrow(Compressor):
+    """A user's own: other dtypes and shapes on the way."""
+
+    seen: ClassVar[list[tuple[int, ...]]] = []
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        cls.seen.append(tuple(tensor.shape))
+        return tensor.to(torch.float32).t() if tensor.dim() == 2 else tensor.to(torch.bfloat16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return (tensor.t() if tensor.dim() == 2 else tensor).to(ctx)
+
+
+class Half(Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor / 2, 2
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor * ctx
+
+
+class Flat(Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.flatten(), None
+
+
+@pytest.mark.parametrize("how", [{}, {"gradient_predivide_factor": 4.0}, {"groups": 3}])
+@pytest.mark.parametrize(("compression", "error"), [(Half, 1e-12), (Half(), 1e-12), (Narrow, 2e-2)])
+def test_a_compressor_of_ones_own_surrounds_each_exchange(
+    here: Here, compression: Any, error: float, how: dict[str, Any]
+) -> None:
+    Narrow.seen.clear()
+    replicas = in_a_world(
+        2, lambda group: trained(here, group, X[group.rank * 6 :][:6], compression=compression, **how)
+    )
+    assert torch.equal(*replicas)
+    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=error)
+    shapes = sorted(tuple(parameter.shape) for parameter in net().parameters())
+    assert sorted(Narrow.seen) == (sorted(shapes * 6) if compression is Narrow else [])
+
+
+def test_a_compressor_that_changes_the_shape_is_named(here: Here) -> None:
+    def work(group: Group) -> str:
+        with pytest.raises(InvalidInput, match=r"Flat\.decompress must give back the shape .*; got \("):
+            trained(here, group, X, compression=Flat)
+        return "told"
+
+    assert in_a_world(2, work) == ["told", "told"]
+
+
+def test_adasum_takes_no_compressor_of_ones_own() -> None:
+    with pytest.raises(InvalidInput, match="leave compression and groups out"):
+        DistributedOptimizer(adam(net().parameters()), op=Adasum, compression=Half)
