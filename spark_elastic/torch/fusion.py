@@ -16,6 +16,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.torch.buckets import Bucket
+from spark_elastic.torch.tensors import tell_of_gpus
 
 
 class Fusion:
@@ -90,6 +91,7 @@ class Fusion:
         device = parameters[bucket.slices[0].index].device
         if device.type == "cpu":
             return torch.from_numpy(self._memory[span[0] : span[1]]).view(dtype)
+        tell_of_gpus()
         flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         self._staging[number] = _Staging(flat)
         return flat

@@ -35,14 +35,16 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach()
     on_gpu = dense.device.type == "cuda"
     if on_gpu:
-        floor_of_process().shared("gpus told", _tell_of_gpus)
+        tell_of_gpus()
     return torch.empty(dense.shape, dtype=dense.dtype, pin_memory=on_gpu).copy_(dense)
 
 
-def _tell_of_gpus() -> None:
-    log.warning(
+def tell_of_gpus() -> None:
+    """Once in a process: how tensors of GPUs are exchanged."""
+    sentence = (
         "tensors of GPUs are exchanged through the host, also among GPUs of one host: there is no NCCL."
     )
+    floor_of_process().shared("gpus told", lambda: log.warning(sentence))
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -1,0 +1,40 @@
+"""Where gradients lie, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spark_elastic.torch import fusion, tensors
+from spark_elastic.torch.buckets import layout
+from spark_elastic.torch.fusion import Fusion
+from spark_elastic.torch.trainable import specs
+from spark_elastic.worker.context import Floor
+
+
+class Memory:
+    """What a `Fusion` asks of a group when it is made."""
+
+    def buffer(self, nbytes: int) -> Any:
+        return np.zeros(nbytes, np.uint8)
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("meta", 1)])
+def test_once_it_is_said_that_gradients_of_gpus_go_through_the_host(
+    device: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    floor, group = Floor(), Memory()
+    monkeypatch.setattr(tensors, "floor_of_process", lambda: floor)
+    monkeypatch.setattr(fusion, "_Staging", lambda flat: None)  # there is no pinned memory without a GPU
+    parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    buckets = layout(specs(["a", "b"], parameters), bucket_bytes=1)
+    for _ in range(2):  # in the next world, too, it is known
+        Fusion(parameters, buckets, group)  # type: ignore[arg-type]
+    assert len(buckets) == 2
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "tensors of GPUs are exchanged through the host"
+    ] * times
+    floor.engine.close()
