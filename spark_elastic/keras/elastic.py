@@ -41,10 +41,6 @@ END_OF_EPOCH = "the epoch is over"  # true for fit, which leaves its batches for
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator."""
-    if keras.backend.backend() == "tensorflow":
-        from spark_elastic.tensorflow import elastic as of_tensorflow
-
-        return of_tensorflow.run(func)
     return elastic(func, seat_of_process)
 
 

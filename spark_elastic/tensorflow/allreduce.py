@@ -2,8 +2,8 @@
 
 To be called by all ranks of the process set. Names identify operations; those without one go in the order in which each
 rank asks for its unnamed ones. An average of integers is cut towards zero; 16-bit floats are accumulated as float32; a
-bool's sum is "or". All raise `CollectiveError` where ranks disagree or the world broke: a graph does so through
-`DistributedGradientTape` and `elastic.run`.
+bool's sum is "or". All raise `CollectiveError` where ranks disagree or the world broke; a graph does so to whoever runs
+it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ train(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, epoch=0))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, TypeVar
 
 from spark_elastic.errors import InvalidInput
@@ -21,7 +20,6 @@ from spark_elastic.state.keras_state import KerasState
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
 from spark_elastic.state.variables import VariablesHandler
-from spark_elastic.tensorflow.failures import as_raised
 from spark_elastic.worker.seat import seat_of_process
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -34,13 +32,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
     A collective that breaks inside of a tf.function, `model.fit` included, ends the world as any other does.
     """
-
-    @wraps(func)
-    def raising(*args: Any, **kwargs: Any) -> R:
-        with as_raised():
-            return func(*args, **kwargs)
-
-    return elastic(raising, seat_of_process)
+    return elastic(func, seat_of_process)
 
 
 class _Variables(list[Any]):

@@ -1,18 +1,18 @@
 """What a collective raised inside of a TensorFlow graph, which knows it as an error of its own kind only.
 
-A graph's call remembers what it raised; who runs the graph (`as_raised`) raises that, any call of a tf.function
-included. No message is ever looked at. Written by TensorFlow's threads, read by the training thread.
+A graph's call remembers what it raised, and whatever runs the graph raises that. No message is ever looked at. Written
+by TensorFlow's threads, read by the training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 
 from spark_elastic.worker.context import Floor, current, floor_of_process
 
@@ -29,20 +29,6 @@ def remember(error: BaseException) -> None:
         remembered.error = error
 
 
-@contextmanager
-def as_raised() -> Iterator[None]:
-    """Inside, a graph whose collective failed raises what the collective raised (`CollectiveError`, `InvalidInput`)."""
-    _remembered().error = None
-    try:
-        yield
-    except tf.errors.OpError as error:
-        remembered = _remembered()
-        cause, remembered.error = remembered.error, None
-        if cause is None:
-            raise
-        raise cause from error
-
-
 def _remembered() -> _Remembered:
     """A world's own: what an earlier one raised is no cause in the next."""
     here = current()
@@ -50,17 +36,24 @@ def _remembered() -> _Remembered:
     return floor.shared("tensorflow failure", _Remembered)
 
 
-def _raising(called: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(called)
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _raising(call_flat: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call_flat)
+    def call(function: Any, *args: Any) -> Any:
         if not tf.executing_eagerly():  # it becomes part of another graph
-            return called(function, *args, **kwargs)
-        with as_raised():
-            return called(function, *args, **kwargs)
+            return call_flat(function, *args)
+        _remembered().error = None
+        try:
+            return call_flat(function, *args)
+        except tf.errors.OpError as error:
+            remembered = _remembered()
+            cause, remembered.error = remembered.error, None
+            if cause is None:
+                raise
+            raise cause from error
 
     return call
 
 
-# TensorFlow offers no other place to raise an error of one's own to who calls a tf.function, `model.fit` included.
-_Function = type(tf.function(lambda: None))
-_Function.__call__ = _raising(_Function.__call__)
+# Every graph that runs eagerly comes by here, whoever asked for it: a tf.function, `model.fit`, a ConcreteFunction, a
+# tape's gradient. TensorFlow offers no place of its own to raise another error.
+AtomicFunction.call_flat = _raising(AtomicFunction.call_flat)

@@ -14,7 +14,6 @@ from spark_elastic.ops.reduce_op import Average, ReduceOp
 from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
 from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.failures import as_raised
 from spark_elastic.tensorflow.gradients import Terms, exchanged
 
 
@@ -86,9 +85,8 @@ class _Distributed:
         Raises:
             CollectiveError: the exchange, or an operation inside of what was recorded, broke.
         """
-        with as_raised():
-            own = super().gradient(target, sources, output_gradients, **how)  # type: ignore[misc]
-            # IndexedSlices are one gradient, not three tensors.
-            flat = tf.nest.flatten(own, expand_composites=False)
-            shared = exchanged(flat, tf.nest.flatten(sources), self._terms)
-            return tf.nest.pack_sequence_as(own, shared, expand_composites=False)
+        own = super().gradient(target, sources, output_gradients, **how)  # type: ignore[misc]
+        # IndexedSlices are one gradient, not three tensors.
+        flat = tf.nest.flatten(own, expand_composites=False)
+        shared = exchanged(flat, tf.nest.flatten(sources), self._terms)
+        return tf.nest.pack_sequence_as(own, shared, expand_composites=False)

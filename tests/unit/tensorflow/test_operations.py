@@ -14,7 +14,6 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.tensorflow.arrays import copies
 from spark_elastic.tensorflow.calls import call
-from spark_elastic.tensorflow.failures import as_raised
 from tests.unit.ops.workers import among_fakes, per_thread
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
@@ -169,12 +168,18 @@ def test_what_a_graph_raised_is_raised_to_who_runs_it() -> None:
 
     graph = tf.function(lambda x: call(boom, [x], [tf.float32], [[]])[0])
     outer = tf.function(lambda x: graph(x) + 1.0)
-    for called in (graph, outer):
+    backward = tf.function(tf.custom_gradient(lambda x: (x * 1.0, graph)))
+
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = backward(x)
+        return tape.gradient(y, x)
+
+    concrete = graph.get_concrete_function(tf.constant(1.0))
+    for called in (graph, outer, concrete, gradient):
         with pytest.raises(hvd.HorovodInternalError, match="rank 1 is gone"):
             called(tf.constant(1.0))
-    concrete = graph.get_concrete_function(tf.constant(1.0))
-    with pytest.raises(hvd.HorovodInternalError, match="rank 1 is gone"), as_raised():
-        concrete(tf.constant(1.0))
     wrong = tf.function(lambda x: tf.debugging.check_numerics(x / 0.0, "not a number"))
     with pytest.raises(tf.errors.InvalidArgumentError):
         wrong(tf.constant(1.0))
