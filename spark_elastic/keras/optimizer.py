@@ -17,8 +17,8 @@ def DistributedOptimizer(optimizer: Plain, *args: Any, **kwargs: Any) -> Plain:
     """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
 
     Arguments: those of `spark_elastic.tensorflow.DistributedOptimizer`. With the torch backend: `compression`,
-    `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `average_aggregated_gradients` and `process_set`,
-    by name.
+    `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `average_aggregated_gradients`, `process_set` and
+    `scale_local_gradients`, by name.
 
     Raises:
         InvalidInput: an argument is wrong, or Keras runs on another backend.

@@ -14,6 +14,7 @@ import keras
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import size
+from spark_elastic.state.variables import plain
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             ) from error
         if self._corrects and before > 0 and getattr(optimizer, "momentum", None):
             for velocity in getattr(optimizer, "momentums", ()):
-                velocity.assign(velocity * (after / before))
+                velocity.assign(
+                    plain(velocity) * (after / before)
+                )  # Keras's own product is of float32 on torch
 
     def _rate(self) -> float:
         return float(keras.ops.convert_to_tensor(self.model.optimizer.learning_rate))

@@ -105,7 +105,15 @@ def weights_of(layers: Any) -> list[Any]:
 def array_of(variable: Any) -> npt.NDArray[Any]:
     """Its value, not to be written to."""
     inner = plain(variable)
-    return np.asarray((inner.detach().cpu() if hasattr(inner, "detach") else inner).numpy())
+    if not hasattr(inner, "detach"):
+        return np.asarray(inner.numpy())
+    held = inner.detach().cpu()
+    if str(held.dtype) != "torch.bfloat16":
+        return np.asarray(held.numpy())
+    import ml_dtypes  # which Keras brings; numpy knows the type from it alone
+    import torch
+
+    return np.asarray(held.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
 
 
 def _freeze(array: npt.NDArray[Any], tray: Tray) -> _Frozen:

@@ -145,10 +145,10 @@ def batch_of(step: int) -> tuple[Any, Any]:
     return draw.integers(0, 9, (6, 2)).astype(np.int32), draw.normal(size=(6, 1))
 
 
-def fit(epochs: int, steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
-    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks, on the backend that Keras has.
+def fit(epochs: int, steps: int, lost: int, joined: int) -> dict[str, Any]:
+    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks.
 
-    holds: what `hold` awaits before those steps.
+    lost, joined: steps that are not taken before a second world is there, and before it has two workers.
     """
     import time
 
@@ -156,7 +156,7 @@ def fit(epochs: int, steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
 
     import spark_elastic.keras as hvd
     from tests.component.tensorflow.loops import batches_from, net
-    from tests.component.torch.hand_written import hold
+    from tests.component.torch.hand_written import await_size, hold
 
     hvd.init()
     keras.utils.set_random_seed(7 + hvd.rank())
@@ -167,7 +167,9 @@ def fit(epochs: int, steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            hold(state, holds.get(state.epoch * steps + state.batch))
+            step = state.epoch * steps + state.batch
+            hold(state, 2 if step == lost else None)
+            await_size(state, 2 if step >= joined else 1)
             time.sleep(0.05)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

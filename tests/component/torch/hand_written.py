@@ -79,6 +79,17 @@ def hold(state: Any, awaited: int | str | None) -> None:
         state.check_host_updates()  # leaves this world for the next one
 
 
+def await_size(state: Any, size: int) -> None:
+    """Stand still until the world has that many workers."""
+    from spark_elastic.worker.context import current
+
+    here = current()
+    assert here is not None
+    while here.group is None or here.group.size < size:
+        time.sleep(PACE)
+        state.check_host_updates()
+
+
 def count(
     steps: int, commit_every: int, check: bool = False, holds: dict[int, int | str] | None = None
 ) -> dict[str, Any]:

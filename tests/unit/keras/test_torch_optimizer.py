@@ -1,0 +1,58 @@
+"""What the torch backend's optimizer sums and leaves alone, without Keras, which runs on TensorFlow in this process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.keras import torch_optimizer
+from spark_elastic.keras.torch_optimizer import DistributedOptimizer
+from spark_elastic.ops.reduce_op import Sum
+from spark_elastic.state.variables import array_of
+
+
+class Plain:
+    """Keeps what it is told to apply."""
+
+    def __init__(self) -> None:
+        self.applied: list[list[Any]] = []
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.applied.append([gradient.tolist() for gradient in grads])
+
+
+def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(fence=(1, 1))
+    monkeypatch.setattr(torch_optimizer, "world", lambda: here)
+    optimizer = DistributedOptimizer(Plain(), backward_passes_per_step=2)
+    for fence, value in [((1, 1), 1.0), ((1, 2), 10.0), ((1, 2), 20.0)]:
+        here.fence = fence
+        optimizer.apply([torch.tensor(value)], [object()])
+    assert optimizer.applied == [[30.0]]
+
+
+@pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])
+def test_a_local_gradient_is_an_averages_share(
+    monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
+) -> None:
+    monkeypatch.setattr(torch_optimizer, "grouped_allreduce", lambda tensors, **how: tensors)
+    four: Any = SimpleNamespace(size=lambda: 4)
+    optimizer: Any = DistributedOptimizer(Plain(), process_set=four, scale_local_gradients=scaled)
+    mine, shared = object(), object()
+    optimizer.register_local_var(mine)
+    optimizer.apply([torch.tensor(8.0), torch.tensor(8.0)], [mine, shared])
+    assert optimizer.applied == [expected]
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_factor_that_a_sum_does_not_have_is_refused(factor: float) -> None:
+    with pytest.raises(InvalidInput, match="left out with op=Sum"):
+        DistributedOptimizer(Plain(), op=Sum, gradient_predivide_factor=factor)
+
+
+def test_a_variable_of_bfloat16_has_an_array() -> None:
+    assert array_of(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
