@@ -89,9 +89,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             ) from error
         if self._corrects and before > 0 and getattr(optimizer, "momentum", None):
             for velocity in getattr(optimizer, "momentums", ()):
-                velocity.assign(
-                    plain(velocity) * (after / before)
-                )  # Keras's own product is of float32 on torch
+                # Keras's own product with a number is of float32 on torch.
+                velocity.assign(plain(velocity) * (after / before))
 
     def _rate(self) -> float:
         return float(keras.ops.convert_to_tensor(self.model.optimizer.learning_rate))

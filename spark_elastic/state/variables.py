@@ -103,17 +103,12 @@ def weights_of(layers: Any) -> list[Any]:
 
 
 def array_of(variable: Any) -> npt.NDArray[Any]:
-    """Its value, not to be written to."""
+    """Its value, not to be written to; float32 for torch's bfloat16, which numpy does not know."""
     inner = plain(variable)
-    if not hasattr(inner, "detach"):
-        return np.asarray(inner.numpy())
-    held = inner.detach().cpu()
-    if str(held.dtype) != "torch.bfloat16":
-        return np.asarray(held.numpy())
-    import ml_dtypes  # which Keras brings; numpy knows the type from it alone
-    import torch
-
-    return np.asarray(held.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
+    if hasattr(inner, "detach"):
+        inner = inner.detach().cpu()
+        inner = inner.float() if str(inner.dtype) == "torch.bfloat16" else inner
+    return np.asarray(inner.numpy())
 
 
 def _freeze(array: npt.NDArray[Any], tray: Tray) -> _Frozen:
