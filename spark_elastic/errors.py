@@ -39,7 +39,8 @@ class JobFailed(ElasticError):
 
 
 class WorkerFailed(JobFailed):
-    """User code raised on a worker; the message holds its traceback and its position."""
+    """User code raised on a worker, or kept worlds from going on; the message holds its traceback or the reason, and
+    the position."""
 
 
 class NotEnoughWorkers(JobFailed):

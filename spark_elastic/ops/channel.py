@@ -21,7 +21,7 @@ from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.execution import Task, batches, carry_out, check
 from spark_elastic.ops.negotiation import Due, Negotiation, Round
-from spark_elastic.ops.operation import Desk, Operation
+from spark_elastic.ops.operation import Desk, Operation, raise_again
 from spark_elastic.ops.request import Request
 from spark_elastic.ops.stall import StallWatch
 from spark_elastic.ops.timeline import Timeline
@@ -63,7 +63,7 @@ class Channel:
         self._named: dict[str, Operation] = {}  # those of them that have a name, and of `_new`
         self._join: Operation | None = None
         self._steps = 0  # before it
-        self._error: CollectiveError | None = None
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()  # by its thread
         self._helpers = 0  # threads that wait for an operation, and drive the rounds meanwhile
@@ -84,7 +84,8 @@ class Channel:
         awaited: the caller waits for it at once, and nobody else needs to see to it.
 
         Raises:
-            InvalidInput: it makes no sense, or one of that name is under way. CollectiveError: the group broke.
+            InvalidInput: it makes no sense, or one of that name is under way. CollectiveError: the group broke. Any
+                other: this rank could not carry out what was asked for.
         """
         operation = Operation(request, arrays, self._desk, self._progress, splits)
         check(operation, self.group.size)
@@ -130,7 +131,7 @@ class Channel:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise type(self._error)(self._error.ranks, self._error.reason)
+            raise_again(self._error)
 
     def _add(self, operation: Operation, awaited: bool) -> None:
         self._new.append(operation)
@@ -207,11 +208,13 @@ class Channel:
         except BaseException as error:  # peers must not wait for this rank until their timeout
             reason = f"rank {self.group.rank} cannot go on: {type(error).__name__}: {error}"
             self.group.abort(reason)
-            self._break(CollectiveError((self.group.rank,), reason))
-            if not isinstance(error, Exception):
+            if isinstance(error, Exception):
+                self._break(error)  # as itself: it is no loss that another world could mend
+            else:
+                self._break(CollectiveError((self.group.rank,), reason))
                 raise  # Ctrl-C in a thread that waits
 
-    def _break(self, error: CollectiveError) -> None:
+    def _break(self, error: Exception) -> None:
         with self._news:
             self._error = error
             open_ones = [*self._new, *self._announcing, *self._live.values()]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from elastic_collectives import CollectiveError
 from elastic_collectives.group import Array
@@ -48,7 +49,7 @@ class Operation:
         self._progress = progress
         self._waited_from: float | None = None
         self._done = False
-        self._error: CollectiveError | None = None
+        self._error: Exception | None = None
 
     @property
     def done(self) -> bool:
@@ -59,23 +60,30 @@ class Operation:
         """Until it is done; this thread helps. The channel's deadlines bound it.
 
         Raises:
-            CollectiveError: it failed, or the world broke.
+            CollectiveError: it failed, or the world broke. Any other: this rank itself could not carry it out.
         """
         if not self._done:
             self._waited_from = self._waited_from or self._desk.clock.now()
             with self._desk.waiting():
                 self._progress(self)
         if self._error is not None:
-            raise type(self._error)(self._error.ranks, self._error.reason)
+            raise_again(self._error)
         return self.outputs
 
     def waited(self, now: float) -> float:
         """Seconds since somebody began to wait for it; 0 while nobody does."""
         return 0.0 if self._waited_from is None else now - self._waited_from
 
-    def settle(self, outputs: tuple[Array, ...] = (), error: CollectiveError | None = None) -> None:
+    def settle(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
         """For the channel."""
         with self._desk.news:
             if not self._done:
                 self.outputs, self._error, self._done = outputs, error, True
                 self._desk.news.notify_all()
+
+
+def raise_again(error: Exception) -> NoReturn:
+    """What several callers are told of: a group's end is each one's own error, any other shows where it came from."""
+    if isinstance(error, CollectiveError):
+        raise type(error)(error.ranks, error.reason)
+    raise error

@@ -68,6 +68,7 @@ class DriverState:
     listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
     part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.
+    vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
     short_since: since when there are too few workers. done_since: when rank 0's result came.
     """
 
@@ -106,6 +107,8 @@ class DriverState:
     announced: bool = False
     failures: tuple[Failure, ...] = ()
     starved: tuple[float, ...] = ()
+    vain: int = 0
+    vain_since: float = 0.0
     next_lease_scan: float = 0.0
     hiccup: float = float("-inf")
     deaf: float = float("-inf")

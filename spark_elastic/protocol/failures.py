@@ -1,14 +1,16 @@
-"""Failures that are the workers' own: the budget over a sliding window, and the user's exception that ends the job."""
+"""Failures that are the workers' own: the budget over a sliding window, the user's exception that ends the job, and
+worlds that break in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from spark_elastic.protocol.commands import Outcome
 from spark_elastic.protocol.driver_state import DriverState, Failure, Turn
-from spark_elastic.protocol.types import Position
+from spark_elastic.protocol.types import START, Position, WorkerId
 
 STARVED_BORNE = 2  # kills for want of memory within the failure window that a job bears
+VAIN_BORNE = 2  # worlds in a row that broke in vain
 Ending = Callable[[Turn, Outcome, str, str], None]
 
 
@@ -90,6 +92,40 @@ def _before_any_world(state: DriverState) -> str:
     if state.world is None and not state.waiting and len(raised) > 1 and slots >= set(state.slots):
         return f"no worker could load the program: {len(raised)} tried on {len(slots)} slots and all raised"
     return ""
+
+
+def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None) -> str:
+    """Why another world of these workers at that position would break like those before it, "" if it need not.
+
+    One that broke, lost nobody and came no further broke in vain. An outage between peers may look like this: it is
+    over within a lease, or costs a member.
+    """
+    state = turn.state
+    world = state.world
+    if (
+        world is None
+        or not state.because  # it stopped as planned
+        or {member.worker for member in world.members} != set(chosen)
+        or (world.position or START) != (position or START)
+    ):
+        state.vain = 0
+        return ""
+    state.vain += 1
+    if state.vain == 1:
+        state.vain_since = turn.now
+    if state.vain <= VAIN_BORNE or turn.now - state.vain_since < state.limits.lease:
+        return ""
+    return (
+        f"{state.vain} worlds in a row, up to world {state.generation}, broke at {whence(state, position)} although "
+        f"nobody was lost, and another would too: {state.because}"
+    )
+
+
+def whence(state: DriverState, position: Position | None) -> str:
+    """Where a world begins whose source stands at that position."""
+    if position is None and state.checkpoints:
+        return f"checkpoint {state.checkpoints[0].name}"
+    return spell(position)
 
 
 def spell(position: Position | None) -> str:

@@ -12,12 +12,12 @@ from spark_elastic.protocol.commands import Announce, End, Outcome, Publish, Rel
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.durable import old_members_may_live
 from spark_elastic.protocol.evidence import break_world, lose, retire
-from spark_elastic.protocol.failures import spell
+from spark_elastic.protocol.failures import in_vain, whence
 from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
 from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
 from spark_elastic.protocol.time_limit import GRACE, may_end, time_is_up
-from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, WorkerStatus, World
+from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, WorkerStatus, World
 
 
 def settle(turn: Turn) -> None:
@@ -257,8 +257,13 @@ def _publish(turn: Turn, chosen: list[WorkerRecord]) -> None:
     dropped = [worker for worker in turn.survivors() if worker.worker not in picked]
     places = [Place(worker.worker, worker.slot, worker.host, worker.position) for worker in chosen]
     source = source_of(places)
+    position = None if source is None else chosen[source].position
+    vain = in_vain(turn, picked, position)
+    if vain:
+        end(turn, Outcome.USER_ERROR, vain)
+        return
     state.generation += 1
-    reason = _reason(turn, chosen, dropped, source)
+    reason = _reason(turn, chosen, dropped, position)
     resume = state.checkpoints if source is None else ()
     fence = Fence(state.attempt, state.generation)
     world = World(fence, assign(places), 0 if resume else source, reason, state.version, resume)
@@ -268,14 +273,14 @@ def _publish(turn: Turn, chosen: list[WorkerRecord]) -> None:
     _enter(turn, world, chosen)
 
 
-def _reason(turn: Turn, chosen: list[WorkerRecord], dropped: list[WorkerRecord], source: int | None) -> str:
+def _reason(
+    turn: Turn, chosen: list[WorkerRecord], dropped: list[WorkerRecord], position: Position | None
+) -> str:
     state = turn.state
     joining = [worker.worker for worker in chosen if worker.rank is None]
     change = _difference(joining, [worker.worker for worker in dropped])
     why = "; ".join(part for part in (state.because, change) if part)
-    onward = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else "the beginning"
-    if source is not None:
-        onward = spell(chosen[source].position)
+    onward = whence(state, position)
     return (
         f"world {state.generation} of {len(chosen)} workers goes on from {onward}: {why or 'nothing changed'}"
     )

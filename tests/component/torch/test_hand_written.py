@@ -196,6 +196,28 @@ def test_the_users_exception_ends_the_job_with_its_traceback() -> None:
         Run(broken, room=2, num_workers=2).results()
 
 
+def breaks_in_vain() -> None:
+    from elastic_collectives import CollectiveError
+    from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.worker.seat import seat_of_process
+
+    def loop(state: Any) -> None:
+        if state.step:
+            raise CollectiveError((), "it broke for the test")
+        state.step += 1
+        state.commit()
+        loop(state)
+
+    elastic(loop, seat_of_process)(ObjectState(step=0))
+
+
+def test_r13_worlds_that_break_where_they_stand_end_the_job_with_the_workers_reason() -> None:
+    expected = r"worlds in a row.* step 1 although nobody was lost.* it broke for the test"
+    with pytest.raises(WorkerFailed, match=expected):
+        Run(breaks_in_vain, room=2, num_workers=2).results()
+
+
 def unpicklable() -> Any:
     import threading
 

@@ -183,6 +183,29 @@ def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
         channel.close()
 
 
+class _FullDisk:
+    """A timeline that cannot be written."""
+
+    def cycle(self, now: float) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_what_fails_on_one_rank_is_raised_there_as_itself_and_ends_the_world_of_the_others() -> None:
+    fabric = FakeFabric(2)
+    channels = [Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups]
+    channels[1].timeline = _FullDisk()  # type: ignore[assignment]
+    handles = [summed(channel, "x", np.ones(1)) for channel in channels]
+    with pytest.raises(OSError, match="No space left") as raised:
+        handles[1].wait()
+    assert "cycle" in [entry.name for entry in raised.traceback]
+    with pytest.raises(OSError, match="No space left"):
+        summed(channels[1], "later", np.ones(1))
+    with pytest.raises(CollectiveError, match="rank 1 cannot go on: OSError"):
+        handles[0].wait()
+    for channel in channels:
+        channel.close()
+
+
 @pytest.mark.parametrize(
     ("request_", "array", "says"),
     [

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.failures import spell
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 
@@ -124,3 +127,65 @@ def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
     _raise(bench, name(2), "row 17")
     bench.on(on.WorkerExited(0, name(2), 1))
     assert not bench.all(End)
+
+
+LEASE = FOUR.lease
+
+
+def _break_in_vain(bench: Bench, step: int | None = 3, seconds: float = LEASE) -> None:
+    """All members come back to the same position; an operation was not asked for by rank 1."""
+    bench.wait(seconds, beating=[1, 2, 3])
+    fence = bench.fence
+    position = at(step) if step is not None else None
+    for worker in bench.members():
+        bench.join(worker, fence, position, reason="'loss' waited too long for rank(s) 1")
+    if not bench.all(End):
+        bench.form()
+
+
+@pytest.mark.parametrize("step", [3, 0, None])
+def test_r13_worlds_that_break_in_vain_end_the_job_with_the_workers_own_reason(step: int | None) -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    before = 0
+    if step:
+        _break_in_vain(bench, step)  # after progress
+        before = 1
+    for _ in range(2):
+        _break_in_vain(bench, step)
+        assert not bench.all(End)
+    _break_in_vain(bench, step)
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert f"3 worlds in a row, up to world {before + 3}" in bench.end.reason
+    assert f"broke at {spell(None if step is None else at(step))} although" in bench.end.reason
+    assert "'loss' waited too long for rank(s) 1" in bench.end.reason
+
+
+def test_progress_a_loss_and_a_newcomer_each_begin_the_count_anew() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    for step in (3, 3, 3, 4, 4, 4):  # the first at each step broke after progress
+        _break_in_vain(bench, step)
+    bench.warm(3)  # a planned change
+    bench.wait(1.0, beating=[1, 2, 3])
+    bench.stop_planned(4, name(1), name(2))
+    assert len(bench.members()) == 3
+    bench.form()
+    for _ in range(2):
+        _break_in_vain(bench, 4)
+    bench.on(on.HostLost(0, "h3", "executor lost"))
+    bench.regroup(4, name(1), name(2))
+    bench.form()
+    for _ in range(2):
+        _break_in_vain(bench, 4)
+    assert not bench.all(End)
+
+
+def test_an_outage_between_peers_may_last_a_lease() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    for _ in range(10):
+        _break_in_vain(bench, 0, seconds=LEASE / 10)
+    assert not bench.all(End)
+    _break_in_vain(bench, 0, seconds=LEASE / 10)
+    assert "11 worlds in a row" in bench.end.reason
