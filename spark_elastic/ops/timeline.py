@@ -2,18 +2,22 @@
 
 One row per name: QUEUE until the round that announced it, NEGOTIATE_x until all ranks had asked for it, then x itself.
 Channels write from their threads; a lock guards the file. What is there can be read after a crash: the format lets the
-closing bracket be missing.
+closing bracket be missing. A file that can be written no more ends there; training goes on.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.operation import Operation
+
+log = logging.getLogger(__name__)
 
 
 class Timeline:
@@ -29,7 +33,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}
         if self._file.tell() == 0:
-            self._file.write("[")
+            self._put("[")
 
     def operation(self, operation: Operation, begin: float, end: float) -> None:
         """One that was carried out between `begin` and `end`, seconds by the clock that its handle has."""
@@ -61,9 +65,7 @@ class Timeline:
     def close(self) -> None:
         """Complete the file; what comes later is dropped."""
         with self._lock:
-            if not self._file.closed:
-                self._file.write("{}]\n")
-                self._file.close()
+            self._put("{}]\n", last=True)
 
     def _row(self, label: str) -> int:
         if label not in self._rows:
@@ -74,5 +76,16 @@ class Timeline:
         return self._rows[label]
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps(event) + ",\n")
+        self._put(json.dumps(event) + ",\n")
+
+    def _put(self, text: str, last: bool = False) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(text)
+            if last:
+                self._file.close()
+        except OSError as error:  # a full disk must not end the world
+            log.warning("the timeline %s ends here: %s", self._file.name, error)
+            with suppress(OSError):  # it tries once more to write that text
+                self._file.close()

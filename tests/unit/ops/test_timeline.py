@@ -64,3 +64,21 @@ def test_who_becomes_the_first_rank_writes_on(monkeypatch: pytest.MonkeyPatch, t
         {"name": "of the former rank 0", "ph": "i"},
         {},
     ]
+
+
+def test_a_full_disk_ends_the_timeline_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> float:
+        start_timeline("/dev/full", mark_cycles=True)
+        array = np.ones(1)
+        for _ in range(2):
+            channel_of().submit(Request(kinds.ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
+        stop_timeline()
+        return float(array[0])
+
+    assert among_fakes(2, work) == [4.0, 4.0]
+    assert caplog.text.count("the timeline /dev/full ends here") == 1
+    assert "No space left" in caplog.text
