@@ -14,10 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class CollectiveError(Exception):
-    """A group failed and is of no more use. `ranks`: those at fault, as far as known; `reason`: one sentence."""
+class CollectiveError(RuntimeError):
+    """A group failed and is of no more use. `ranks`: those at fault, as far as known; `reason`: one sentence.
 
-    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+    A message or an error alone is the reason: so programs for Horovod raise it, to have their state restored.
+    """
+
+    def __init__(self, ranks: Sequence[int] | str | Exception = (), reason: str = "") -> None:
+        if isinstance(ranks, str | Exception):
+            ranks, reason = (), str(ranks)
         super().__init__(reason)
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.reason = reason

@@ -16,7 +16,7 @@ from spark_elastic.protocol.types import Checkpoint, World
 from spark_elastic.state.durable_commits import DurableCommits
 
 
-class HostsUpdatedInterrupt(Exception):
+class HostsUpdatedInterrupt(RuntimeError):
     """All ranks agreed to stop at this point, since workers join or leave. Nothing is lost by it.
 
     skip_sync: taken for Horovod's sake; what is handed over follows from the next world alone.

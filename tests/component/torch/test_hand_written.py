@@ -204,7 +204,7 @@ def breaks_in_vain() -> None:
 
     def loop(state: Any) -> None:
         if state.step:
-            raise CollectiveError((), "it broke for the test")
+            raise CollectiveError("it broke for the test")
         state.step += 1
         state.commit()
         loop(state)

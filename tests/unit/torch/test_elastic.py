@@ -229,4 +229,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 def test_horovods_names_of_the_errors() -> None:
     with pytest.raises(hvd.HorovodInternalError):
         raise hvd.HorovodInternalError((1,), "rank 1 is gone")
+    with pytest.raises(RuntimeError, match=r"^injected$"):
+        raise hvd.HorovodInternalError("injected")
     assert hvd.HostsUpdatedInterrupt(True).skip_sync
+    assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
