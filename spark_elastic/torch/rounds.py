@@ -150,7 +150,9 @@ def group_for(process_set: ProcessSet) -> Group | None:
     ranks, world = tuple(process_set.ranks), group_of(here)
     if world.rank not in ranks or len(ranks) == 1:
         return None
-    return here.floor.shared(f"gradients of {ranks}", lambda: world.subgroup(_number(ranks), ranks))
+    return here.floor.shared(
+        f"gradients of {ranks}", lambda: here.watched(world.subgroup(_number(ranks), ranks))
+    )
 
 
 def end_exchange(

@@ -62,6 +62,7 @@ class Current:
     resources: addresses of what Spark gave to the slot, by name ("gpu"). address: of this worker for its peers.
     ports: first and last of those that it may listen on; None: any.
     waiting: entered around a wait for other workers that is no collective of `group`; any thread.
+    watched: a group beside `group` whose collectives all count as such waits; not for one that idles in them.
     """
 
     worker: WorkerId
@@ -74,6 +75,7 @@ class Current:
     ports: tuple[int, int] | None = None
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    watched: Callable[[Group], Group] = lambda group: group
 
 
 class _Holder:

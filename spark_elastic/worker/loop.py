@@ -196,7 +196,7 @@ class WorkerLoop:
         self._floor = Floor()
         position = self._program.position()
         now = replace(self._nobody, world=world, group=group, position=position, floor=self._floor)
-        set_current(replace(now, waiting=self.waiting))
+        set_current(replace(now, waiting=self.waiting, watched=self.watched))
         return on.Formed(self._clock.now(), world.fence)
 
     def _guarded(self, turn: do.Sync | do.Run) -> on.WorkerEvent:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from elastic_collectives.fakes import FakeFabric
+from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
 from spark_elastic.worker.stack_dump import KEEP_AT_MOST, Sampler, Window, newest_stack
 from tests.unit.worker.patience import until
@@ -46,6 +46,7 @@ def test_collectives_count_as_waiting_and_work_does_not(window: Window, sampler:
     group = sampler.watched(fabric.group(0))
     assert not window.look(CLOCK.now()).waits
     assert (group.rank, group.size) == (0, 2)
+    assert type(group.subgroup(1)) is FakeGroup  # for channels, which idle in their rounds
     partner = threading.Thread(target=lambda: late(window, fabric))
     partner.start()
     array = np.ones(2)
