@@ -32,6 +32,17 @@ _TEMPORARY = ".part-"
 _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
+def url_of(given: object) -> str:
+    """A store as an argument named it. Raises InvalidInput for what is neither path nor url."""
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise InvalidInput(
+            f"store must be a path or url; got {type(given).__name__}: for a Store of Horovod's give what that was "
+            "made with, such as '/mnt/jobs' or 's3://bucket/jobs', and its storage_options as storage_options."
+        )
+    return text
+
+
 @dataclass(frozen=True)
 class Found:
     """An object that was listed. changed: seconds since 1970, None where the store does not say."""

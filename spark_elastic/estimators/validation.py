@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.readers import check_reader
+from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
 from spark_elastic.spark.missing import Missing
@@ -45,7 +45,7 @@ class Request:
     min_workers: int
     max_workers: int
     store: str | None
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)
     missing: Missing
     seed: int
     shuffle: bool
@@ -104,7 +104,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         reader=_reader(values["reader"]),
         terminate_on_nan=bool(values["terminate_on_nan"]),
         inmemory_cache_all=bool(values["inmemory_cache_all"]),
-        store=None if store is None else _store(store),
+        store=None if store is None else url_of(store),
         storage_options=values["storage_options"] or {},
         missing=_missing(values["missing"]),
         seed=seed,
@@ -115,16 +115,6 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         on_progress=_listener(values["on_progress"]),
         config=_config(values["config"], values["settings"]),
     )
-
-
-def _store(given: object) -> str:
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(text, str):
-        raise InvalidInput(
-            f"store must be a path or url; got {kind(given)}: for a Store of Horovod's give what that was made with, "
-            "such as '/mnt/jobs' or 's3://bucket/jobs', and its storage_options as storage_options."
-        )
-    return text
 
 
 def _columns(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def run(
     hands to `spark_elastic.torch.elastic.run`; all else begins anew, from `fn`'s beginning, in the world after a loss.
     arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
     stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a call
-    with the same run_id goes on from the newest), every field of `ElasticConfig`, and the arguments of
-    Horovod's `run_elastic` under their own names.
+    with the same run_id goes on from the newest), storage_options (fsspec's for the store, such as credentials), every
+    field of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their own names.
 
     Raises:
         InvalidInput: an argument is wrong, or `fn` holds what lives on Spark's driver only.
@@ -150,7 +150,7 @@ class Call:
         return None if run_id is None or store is None else HeldRun.take(store, run_id)
 
     def store(self) -> Store | None:
-        return None if self.options.store is None else Store.open(self.options.store)
+        return self.options.opened()
 
     def limits(self, default_workers: int) -> Limits:
         number, least, most = self.options.workers(default_workers)
@@ -204,11 +204,12 @@ def prepare(
 
 def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
     """Where and when workers make commits durable."""
-    if chosen.run_id is None or chosen.store is None:
+    store = chosen.opened()
+    if chosen.run_id is None or store is None:
         return None
     config = chosen.config
     policy = CheckpointPolicy(chosen.run_id, config.checkpoint_steps, config.checkpoint_seconds)
-    return Store.open(chosen.store), policy
+    return store, policy
 
 
 def results(launched: LaunchResult) -> list[Any]:

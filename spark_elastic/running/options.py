@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.data.store import Store, url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import attempts
 
@@ -50,7 +51,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 OWN = (
     "num_workers", "min_workers", "max_workers", "env", "stdout", "verbose", "prefix_output_with_timestamp", "preload",
-    "run_id", "store",
+    "run_id", "store", "storage_options",
 )  # fmt: skip
 
 
@@ -61,7 +62,8 @@ class Options:
     env: variables of the training processes. stdout: where their lines go, default standard output. verbose: 0: what
     workers print; 1: worlds, joins, losses and drains, too; 2: and the log of "spark_elastic", level INFO. preload:
     modules imported before a worker is warm; None: what the function seems to need. run_id, store: commits are made
-    durable there under that name, and another call with it goes on.
+    durable there under that name, and another call with it goes on. storage_options: fsspec's for the store; they may
+    hold credentials, and are neither shown nor stored.
     """
 
     num_workers: int | None = None
@@ -74,7 +76,12 @@ class Options:
     preload: tuple[str, ...] | None = None
     run_id: str | None = None
     store: str | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config: ElasticConfig = field(default_factory=ElasticConfig)
+
+    def opened(self) -> Store | None:
+        """The store, where there is one. Raises StoreError."""
+        return None if self.store is None else Store.open(self.store, **self.storage_options)
 
     def workers(self, default: int) -> tuple[int, int, int]:
         """(num_workers, min_workers, max_workers); default: of num_workers.
@@ -145,6 +152,12 @@ def _check(mine: dict[str, Any]) -> None:
         raise InvalidInput(
             "run_id and store go together: the name of the run, and the folder or url where it is kept."
         )
+    if "store" in mine:
+        mine["store"] = url_of(mine["store"])
+    if "storage_options" in mine and "store" not in mine:
+        raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
+    if not isinstance(mine.get("storage_options", {}), Mapping):
+        raise InvalidInput("storage_options must map the names of fsspec's options to their values.")
     if "run_id" in mine:
         attempts.check_name(mine["run_id"])
     if not hasattr(mine.get("stdout", _Writes), "write"):

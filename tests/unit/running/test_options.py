@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +149,28 @@ def test_every_setting_that_has_the_name_of_a_limit_becomes_that_limit() -> None
         f.name for f in dataclasses.fields(ElasticConfig)
     }
     assert all(getattr(limits, name) == getattr(changed, name) for name in shared)
+
+
+SECRET = {"secret": "marked-5d20"}
+
+
+def test_options_of_the_store_reach_it_and_are_not_shown(tmp_path: Path) -> None:
+    options = parse({"run_id": "mine", "store": tmp_path, "storage_options": SECRET})
+    store = options.opened()
+    assert store is not None
+    assert store.filesystem.storage_options == SECRET
+    assert SECRET["secret"] not in f"{options!r} {store!r}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"storage_options": SECRET}, "belong to a store"),
+        ({"storage_options": "key=marked-5d20", "run_id": "mine", "store": "/mnt"}, "must map the names"),
+        ({"run_id": "mine", "store": object()}, "store must be a path or url; got object"),
+    ],
+)
+def test_what_cannot_be_a_store_or_its_options_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says) as raised:
+        parse(wrong)
+    assert "marked" not in str(raised.value)
