@@ -24,8 +24,8 @@ class Progress:
     """Shows epoch, step, loss and world size. `numbers` come from rank 0: epoch, step, steps, loss, rows, world.
 
     epochs: of the whole run. stream: default standard error. live: a line that is rewritten in place; default where
-    the stream is a terminal, or in a notebook, and tqdm is installed. listener: also called with each `numbers`. lines:
-    show what workers print.
+    the stream is a terminal, or in a notebook. listener: also called with each `numbers`. lines: show what workers
+    print.
     """
 
     def __init__(
@@ -147,12 +147,5 @@ def _figures(numbers: Numbers, speed: Speed) -> str:
 
 
 def _suits_live(stream: IO[str]) -> bool:
-    """A terminal or a notebook, with tqdm at hand."""
-    notebook = "ipykernel" in sys.modules
-    if not notebook and not stream.isatty():
-        return False
-    try:
-        importlib.import_module("tqdm.auto")
-    except ImportError:
-        return False
-    return True
+    """A terminal or a notebook."""
+    return "ipykernel" in sys.modules or stream.isatty()

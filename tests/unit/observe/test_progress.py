@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +66,12 @@ def test_worlds_and_workers_lines_are_told_with_their_origin() -> None:
     assert stream.getvalue() == "world of 2: slot 1-0 was lost\n[1] hello\n[-] not yet ranked\n"
 
 
+def test_a_plain_install_has_the_live_line() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert "tqdm" in {re.split("[<>=]", line)[0] for line in project["dependencies"]}
+
+
 def test_the_live_line_is_one_line_and_lines_go_above_it() -> None:
-    pytest.importorskip("tqdm")
     stream = io.StringIO()
     progress = Progress(2, stream=stream, live=True)
     for step in range(1, 4):
