@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
@@ -27,6 +26,7 @@ from spark_elastic.spark.scan import Scan, prepared
 from spark_elastic.spark.schema import ColumnType, column_type
 from spark_elastic.spark.sides import probe_sides, spark_url
 
+# For workers of any memory: what they keep decoded is bounded, and the plan takes so many lanes as fit into that.
 ROW_GROUP_BYTES = 4 << 20
 ROWS_PER_GROUP = 10_000
 _UNBOUNDED_BYTES = 256 << 20
@@ -54,11 +54,6 @@ class Writing:
             value = getattr(self, setting)
             if value is not None and value < 1:
                 raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
-
-    @classmethod
-    def for_memory(cls, worker_bytes: int, lanes: int, **others: Any) -> Writing:
-        """Row groups of which a worker that is alone can hold two for each lane in `worker_bytes`."""
-        return cls(row_group_bytes=max(64 << 10, min(ROW_GROUP_BYTES, worker_bytes // (2 * lanes))), **others)
 
     def options(self) -> dict[str, str]:
         """Of Spark's Parquet writer."""
