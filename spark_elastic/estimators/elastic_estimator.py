@@ -75,6 +75,11 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         seen = [] if validation_paths is None else names(validation_paths)
         return self._fitted(FileRows.found(SparkSession.getActiveSession(), names(paths), seen, options))
 
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
+        """As Spark ML's. InvalidInput where fits would share a `run_id`: each is a run of its own."""
+        check_runs(self.getOrDefault("run_id"), [each.get(self.run_id) for each in paramMaps])
+        return super().fitMultiple(dataset, paramMaps)
+
     def _fit(self, dataset: DataFrame) -> Any:
         return self._fitted(TableRows(dataset))
 
@@ -138,6 +143,17 @@ class EstimatorReader(MLReader[Any]):
         objects = estimator._unpacked(saving.read(self.sparkSession, path))
         estimator._set(**{**metadata["paramMap"], **objects})
         return estimator
+
+
+def check_runs(own: str | None, given: Sequence[str | None]) -> None:
+    """own: the estimator's run_id. given: those of the param maps of several fits."""
+    found = [own if each is None else each for each in given]
+    named = [each for each in found if each is not None]
+    if (own is not None and own in named) or len(set(named)) < len(named):
+        raise InvalidInput(
+            f"run_id {named[0]!r} names one run, and a CrossValidator, a TrainValidationSplit or a list of param maps "
+            "makes several: leave run_id out, or give each param map one of its own."
+        )
 
 
 def _is_plain(value: Any) -> bool:

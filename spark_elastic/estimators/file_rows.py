@@ -77,7 +77,7 @@ class FileRows:
             record = recorded(request, self._files.url, *self._described)
             record.save(store, run.run_id)
         else:
-            self._check_same(record, *self._described, run.run_id)
+            self.check_same(request, record, run.run_id)
         with forgotten_unless_it_goes_on(request, store, run, ""):
             yield record, self._files
 
@@ -85,7 +85,9 @@ class FileRows:
         transformed = request.brought.transformation is not None
         return describe(self._files, request.used_cols, transformed, names=names)
 
-    def _check_same(self, record: RunRecord, manifest: Manifest, seen: Manifest | None, run_id: str) -> None:
+    def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
+        assert self._described is not None
+        manifest, seen = self._described
         before = record.validating()
         if record.rows() != manifest or (None if before is None else before[0]) != seen:
             raise InvalidInput(

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
@@ -20,6 +19,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import Request
 from spark_elastic.spark.materialize import Split, Writing, materialize, materialize_split
+from spark_elastic.spark.sameness import How, difference
 from spark_elastic.spark.schema import check_columns
 from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
@@ -41,6 +41,10 @@ class RowSource(Protocol):
         """InvalidInput where the columns cannot be what the request says; starts no job."""
         ...
 
+    def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
+        """InvalidInput where the run was begun on other rows (R19); may start a job."""
+        ...
+
     def held(
         self, request: Request, store: Store, run: HeldRun
     ) -> AbstractContextManager[tuple[RunRecord, Store]]:
@@ -48,29 +52,47 @@ class RowSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class TableRows:
     """A DataFrame's, written to the store."""
 
-    df: DataFrame
+    def __init__(self, df: DataFrame) -> None:
+        self._df = df
+        self._known: str | None = None  # a manifest that was written from it, or found to be of the same rows
 
     @property
     def session(self) -> SparkSession:
-        return self.df.sparkSession
+        return self._df.sparkSession
 
     def check(self, request: Request) -> None:
         check_columns(
-            self.df.schema,
+            self._df.schema,
             request.feature_cols,
             request.label_cols,
             request.sample_weight_col,
             transformed=request.brought.transformation is not None,
         )
-        if isinstance(request.validation, str) and request.validation not in self.df.columns:
+        if isinstance(request.validation, str) and request.validation not in self._df.columns:
             raise InvalidInput(
                 f"validation names the column {request.validation!r}, which the table has not; it has: "
-                f"{', '.join(self.df.columns)}."
+                f"{', '.join(self._df.columns)}."
             )
+
+    def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
+        if "://" in record.data:
+            raise InvalidInput(
+                f"run_id {run_id!r} was begun by fit_on_parquet on {record.data}: go on with that, or use another "
+                "run_id."
+            )
+        if record.manifest == self._known:
+            return
+        validating = record.validating()
+        written = [record.rows(), *([] if validating is None else [validating[0]])]
+        found = difference(self._df, request.used_cols, _how(request), written)
+        if found is not None:
+            raise InvalidInput(
+                f"run_id {run_id!r} was begun with another table ({found}): go on with the same, or use another run_id."
+            )
+        self._known = record.manifest
 
     @contextmanager
     def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
@@ -82,18 +104,16 @@ class TableRows:
         record = RunRecord.load(store, run.run_id)
         if record is None:
             try:
-                manifest, seen = _written(self.df, request, _inside(store, own))
+                manifest, seen = _written(self._df, request, _inside(store, own))
                 record = recorded(request, own, manifest, seen)
             except BaseException:
                 _forget_rows(store, own)
                 attempts.forget(store, run.run_id, run.attempt)
                 raise
             record.save(store, run.run_id)
-        elif "://" in record.data:
-            raise InvalidInput(
-                f"run_id {run.run_id!r} was begun by fit_on_parquet on {record.data}: go on with that, or use another "
-                "run_id."
-            )
+            self._known = record.manifest
+        else:
+            self.check_same(request, record, run.run_id)
         with forgotten_unless_it_goes_on(request, store, run, record.data):
             yield record, _inside(store, record.data)
 
@@ -136,13 +156,19 @@ def _goes_on(request: Request, store: Store, run_id: str) -> bool:
 
 def _written(df: DataFrame, request: Request, store: Store) -> tuple[Manifest, Manifest | None]:
     """Rows to train on, and rows to validate with."""
+    how = _how(request)
+    if how.split is None:
+        return materialize(df, request.used_cols, store, how.writing), None
+    return materialize_split(df, request.used_cols, store, how.split, how.writing)
+
+
+def _how(request: Request) -> How:
     writing = Writing(transformed=request.brought.transformation is not None, missing=request.missing)
     if request.validation is None:
-        return materialize(df, request.used_cols, store, writing), None
+        return How(writing, None)
     column = request.validation if isinstance(request.validation, str) else None
     fraction = 0.0 if isinstance(request.validation, str) else request.validation
-    split = Split(fraction, column, request.seed)
-    return materialize_split(df, request.used_cols, store, split, writing)
+    return How(writing, Split(fraction, column, request.seed))
 
 
 def _validation_plan(request: Request, seen: Manifest) -> DataPlan:

@@ -84,7 +84,7 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
     worlds: tuple[WorldSpan, ...] = ()
     report = JobReport()
     with _opened(request, platform.master) as store:
-        record, result = _so_far(request, store, run_id)
+        record, result = _so_far(rows, request, store, run_id)
         if result is None or record is None:
             ledger = _ledger(request, store, run_id)
             payload = cloudpickle.dumps(request.brought)
@@ -107,7 +107,9 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
     return Fitted(weights, features, summary)
 
 
-def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | None, RunResult | None]:
+def _so_far(
+    rows: RowSource, request: Request, store: Store, run_id: str
+) -> tuple[RunRecord | None, RunResult | None]:
     """What there is of the run, which must be one that this request goes on with (R19)."""
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
@@ -117,6 +119,8 @@ def _so_far(request: Request, store: Store, run_id: str) -> tuple[RunRecord | No
             f"run_id {run_id!r} ended after {result.epochs} epochs and this fit wants {request.epochs}: use another "
             "run_id."
         )
+    if record is not None:
+        rows.check_same(request, record, run_id)
     return record, result
 
 

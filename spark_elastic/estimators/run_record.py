@@ -9,8 +9,9 @@ Pure values but for load and save.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
@@ -18,6 +19,11 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.validation import Request
+from spark_elastic.training.identity import WEIGHTS
+
+log = logging.getLogger("spark_elastic")
+
+FORMAT = 2  # of run.json; 1 knew neither the user's objects nor all settings
 
 Planned = tuple[Manifest, DataPlan]
 
@@ -36,6 +42,8 @@ class RunRecord:
     lanes: int
     settings: Mapping[str, Any]
     validation: Mapping[str, Any] | None = None  # manifest, global_batch and lanes of the rows that validate
+    brought: Mapping[str, str] = field(default_factory=dict)  # digests; none in records of format 1
+    format: int = 1
 
     @classmethod
     def of(cls, request: Request, data: str, rows: Planned, validation: Planned | None) -> RunRecord:
@@ -50,19 +58,28 @@ class RunRecord:
             }
         )
         hashed = manifest.to_json(), manifest.hash
-        return cls(data, *hashed, plan.global_batch, plan.lanes, _bound(request), seen)
+        brought = request.brought.identity()
+        return cls(data, *hashed, plan.global_batch, plan.lanes, _bound(request), seen, brought, FORMAT)
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunRecord | None:
-        """None where the run has not come so far."""
+        """None where the run has not come so far. Raises StoreError for a record of a newer release."""
         name = f"runs/{run_id}/run.json"
-        return cls(**_read(store, name)) if store.exists(name) else None
+        if not store.exists(name):
+            return None
+        fields = _read(store, name)
+        if fields.get("format", 1) > FORMAT:
+            raise StoreError(
+                f"{name} in the store {store.url} has format {fields['format']}, and this release reads {FORMAT}: go "
+                "on with the release that began the run."
+            )
+        return cls(**fields)
 
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
 
     def check(self, request: Request, run_id: str) -> None:
-        """Raises InvalidInput with the first setting that is another one."""
+        """Raises InvalidInput with the first setting, or thing of the user's, that is another one."""
         for name, value in _bound(request).items():
             before = self.settings.get(name, value)  # a setting that came after the run
             if before != value:
@@ -70,6 +87,15 @@ class RunRecord:
                     f"run_id {run_id!r} was begun with {name}={before!r} and this fit has {value!r}: "
                     "go on with the same, or use another run_id."
                 )
+        now = request.brought.identity() if self.brought else {}
+        different = [name for name, before in self.brought.items() if now.get(name) != before]
+        if different == [WEIGHTS]:
+            log.warning("run %s goes on with its own weights: this fit's model begins with others", run_id)
+        elif different:
+            raise InvalidInput(
+                f"run_id {run_id!r} was begun with another {different[0]} than this fit's: go on with the same, or use "
+                "another run_id."
+            )
 
     def rows(self) -> Manifest:
         """Raises StoreError where the document was altered."""
@@ -132,7 +158,19 @@ def _bound(request: Request) -> dict[str, Any]:
         "validation": request.validation,
         "seed": request.seed,
         "shuffle": request.shuffle,
+        "learning_rate": request.learning_rate,
+        "gradient_clip_norm": request.gradient_clip_norm,
+        "gradient_clip_value": request.gradient_clip_value,
+        "precision": request.precision,
+        "gradient_compression": request.gradient_compression,
+        "input_shapes": _lists(request.input_shapes),
+        "label_shapes": _lists(request.label_shapes),
     }
+
+
+def _lists(shapes: tuple[tuple[int, ...], ...] | None) -> list[list[int]] | None:
+    """As JSON gives them back."""
+    return None if shapes is None else [list(shape) for shape in shapes]
 
 
 def _read(store: Store, name: str) -> dict[str, Any]:

@@ -7,15 +7,25 @@ channel only. Any thread.
 from __future__ import annotations
 
 import inspect
+import io
 import os
+import re
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import keras
+
+from spark_elastic.training.identity import text
+
+_SHARED = re.compile(r', "shared_object_id": \d+')  # an address
+_COUNTED = re.compile(
+    r'(?<=[a-z])_\d+"'
+)  # "dense_1": another name in a process that made another model before
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,12 @@ class Archive:
     def of(cls, model: Any, custom_objects: Mapping[str, Any] | None = None) -> Archive:
         custom = {**custom_of(model), **(custom_objects or {})}
         return cls(saved(model), cloudpickle.dumps(custom), keras.config.floatx())
+
+    def identity(self) -> str:
+        """What the model is and is compiled with, as text; no weights, nor the numbers that Keras counts names by."""
+        with zipfile.ZipFile(io.BytesIO(self.content)) as file:
+            found = file.read("config.json").decode()
+        return _COUNTED.sub('"', _SHARED.sub("", found)) + text(cloudpickle.loads(self.custom))
 
     def load(self) -> Any:
         """The model, compiled as it was saved."""

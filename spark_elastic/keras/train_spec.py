@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.keras.train_archive import Archive
+from spark_elastic.training.identity import digest
 from spark_elastic.training.transformation import Transformation
 
 
@@ -18,3 +19,11 @@ class KerasBrought:
     callbacks: tuple[Any, ...] = ()
     class_weight: Mapping[int, float] | None = None
     transformation: Transformation | None = None
+
+    def identity(self) -> dict[str, str]:
+        """What a run is bound to (R19), by the words that an error has for it."""
+        return {
+            "model, optimizer or loss": digest(self.model.identity()),
+            "class_weight": digest(self.class_weight),
+            "transformation_fn": digest(self.transformation),
+        }

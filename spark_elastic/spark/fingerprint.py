@@ -19,7 +19,8 @@ from pyspark.sql import DataFrame
 
 _FORM = 1  # of what is written; raise it when that changes
 # Leaves of a plan whose rows cannot change, and the relation whose files can be looked at.
-_FIXED_LEAVES = {"LocalRelation", "LogicalRDD", "ExternalRDD", "Range", "OneRowRelation"}
+_RDDS = {"LogicalRDD", "ExternalRDD"}
+_FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
 _FILES = "HadoopFsRelation"
 
 
@@ -46,7 +47,9 @@ def _source(df: DataFrame) -> list[Any]:
         if not kinds <= _FIXED_LEAVES | {_FILES}:
             return [uuid.uuid4().hex]
         text = str(plan.canonicalized().toString())
-        return [text, _files(df) if _FILES in kinds else []]
+        # Spark tells RDDs apart by an address, which another driver may come to for other rows.
+        owner = df.sparkSession.sparkContext.applicationId if kinds & _RDDS else ""
+        return [text, _files(df) if _FILES in kinds else [], *filter(None, [owner])]
     except Py4JError:
         return [uuid.uuid4().hex]
 

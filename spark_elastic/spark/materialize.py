@@ -119,8 +119,8 @@ def _materialized(
     names = list(dict.fromkeys(columns))
     if not names:
         raise InvalidInput(f"No columns to write: name some of {df.columns}.")
-    types = {name: column_type(df.schema, name, transformed=writing.transformed) for name in names}
-    made_from = fingerprint(df, names, {**writing.options(), "writing": repr(writing), "split": repr(split)})
+    types = column_types(df, names, writing)
+    made_from = origin(df, names, writing, split)
     documents = ["manifest.json"] if split is None else ["manifest.json", "validation.json"]
     published = [f"{_FOLDER}/{made_from}/{name}" for name in documents]
     # The first is written last, so that it stands for all.
@@ -141,6 +141,16 @@ def _materialized(
     return manifests
 
 
+def column_types(df: DataFrame, names: Sequence[str], writing: Writing) -> dict[str, ColumnType]:
+    """What the columns become."""
+    return {name: column_type(df.schema, name, transformed=writing.transformed) for name in names}
+
+
+def origin(df: DataFrame, names: Sequence[str], writing: Writing, split: Split | None) -> str:
+    """The fingerprint of what is written."""
+    return fingerprint(df, names, {**writing.options(), "writing": repr(writing), "split": repr(split)})
+
+
 @dataclass(frozen=True)
 class _Target:
     """Where and how it is written."""
@@ -157,8 +167,7 @@ def _written(
     """Write the columns into a folder and describe what is there; nothing of it is known to anyone yet."""
     missing, url = target.writing.missing, spark_url(target.store, target.folder)
     scan, dropping = Scan(types, nans=missing.nans == "refuse"), Dropping(types, missing)
-    side = {} if split is None else {_SPLIT: split.condition(df, list(types))}
-    rows = scan.watched(dropping.kept(prepared(df, types, side)))
+    rows = scan.watched(dropping.kept(sided(df, types, split)))
     writer = rows.write.options(**target.writing.options()).mode("error")
     (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
     dropping.report()
@@ -178,6 +187,11 @@ def _written(
         Manifest(columns, files, groups, target.made_from, scan.content() + each)
         for each, (files, groups) in zip(folders, found, strict=True)
     )
+
+
+def sided(df: DataFrame, types: Mapping[str, ColumnType], split: Split | None) -> DataFrame:
+    """The columns as they are written, and whether a row validates where some do."""
+    return prepared(df, types, {} if split is None else {_SPLIT: split.condition(df, list(types))})
 
 
 def _footers(store: Store, folder: str) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:

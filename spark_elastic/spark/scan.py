@@ -17,7 +17,7 @@ from spark_elastic.spark.missing import counted, has_nan, has_null, quoted
 from spark_elastic.spark.schema import ColumnType
 
 _NAMED_SCALARS = 4  # so many scalar columns say which row it is
-_PLACE = "__spark_elastic_place"
+_PLACE, _ROW = "__spark_elastic_place", "__spark_elastic_row"
 
 
 def prepared(
@@ -50,9 +50,15 @@ class Scan:
         """`df` (as `prepared` gives it) with the counters; to be written once."""
         # The id is the row's partition and place, hence its file and place: the digest knows the order of rows.
         # A column of its own, since Spark 3.5 lets no counter compute it.
-        df = df.withColumn(_PLACE, F.monotonically_increasing_id())
-        placed = F.xxhash64(_PLACE, *(quoted(name) for name in self._types))
-        counters = [F.count(F.lit(1)).alias("rows"), F.bit_xor(placed).alias("content")]
+        values = [quoted(name) for name in df.columns]
+        placed, row = F.xxhash64(_PLACE, *values), F.xxhash64(*map(self._rounded, df.columns))
+        df = df.withColumn(_PLACE, F.monotonically_increasing_id()).withColumn(_ROW, row)
+        counters = [
+            F.count(F.lit(1)).alias("rows"),
+            F.bit_xor(placed).alias("content"),
+            F.bit_xor(_ROW).alias("mixed"),
+            F.sum(F.shiftrightunsigned(_ROW, 32)).alias("added"),  # equal rows have no part in `mixed`
+        ]
         for number, (name, kind) in enumerate(self._types.items()):
             column = quoted(name)
             counters.append(counted(has_null(column, kind)).alias(f"nulls{number}"))
@@ -61,11 +67,25 @@ class Scan:
             for level, sizes in enumerate(_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
-        return df.observe(self._observation, *counters).drop(_PLACE)
+        return df.observe(self._observation, *counters).drop(_PLACE, _ROW)
 
     def content(self) -> str:
-        """A digest of every value and its place, once they were written: 16 hex digits, for equality, not for trust."""
-        return f"{self._observation.get['content'] & (1 << 64) - 1:016x}"
+        """A digest of every value and its place, once they were written: 16 hex digits, for equality, not for trust;
+        behind "-" what `rows` says."""
+        return f"{_hex(self._observation.get['content'])}-{self.rows()}"
+
+    def rows(self) -> str:
+        """The number of the rows, and a digest of them in whatever order; float64 by what a float32 holds of it, since
+        sums of a shuffle differ in their last bits from one run to the next."""
+        found = self._observation.get
+        return f"{found['rows']}-{_hex(found['mixed'])}{_hex(found['added'])}"
+
+    def _rounded(self, name: str) -> Column:
+        kind = self._types.get(name)
+        if kind is None or kind.dtype != "float64":
+            return quoted(name)
+        deep = kind.dimensions
+        return quoted(name).cast("array<" * deep + "float" + ">" * deep)
 
     def shapes(self, written: DataFrame) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, once it was written; InvalidInput for nulls and for ragged arrays.
@@ -116,6 +136,17 @@ class Scan:
             return "a row"
         values = ", ".join(f"{each}={str(row[each])[:60]}" for each in shown)
         return f"the row with {values}"
+
+
+def rows_of(content: str) -> str | None:
+    """What `Scan.rows` was when a data set of that content was written; None where an older release wrote it."""
+    _, _, rows = content.partition("/")[0].partition("-")
+    return rows or None
+
+
+def _hex(number: int | None) -> str:
+    """Of a table without rows Spark says None."""
+    return f"{(number or 0) & (1 << 64) - 1:016x}"
 
 
 def _sizes(column: Column, dimensions: int) -> Iterator[Column]:

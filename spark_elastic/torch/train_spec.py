@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from spark_elastic.torch import identity
 from spark_elastic.torch.callbacks import Callback
 from spark_elastic.torch.objective import FunctionLoss, LightningLoss, ModelLoss, ModelLosses, Objective
+from spark_elastic.training.identity import WEIGHTS, digest
 from spark_elastic.training.spec import TrainSpec
 
 Transformation = Callable[[dict[str, Any]], dict[str, Any]]
@@ -32,6 +34,18 @@ class Brought:
     callbacks: tuple[Callback, ...] = ()
     train_minibatch_fn: Callable[..., Any] | None = None
     transformation: Transformation | None = None
+
+    def identity(self) -> dict[str, str]:
+        """What a run is bound to (R19), by the words that an error has for it."""
+        return {
+            "model": identity.of_module(self.model),
+            "optimizer": identity.of_optimizer(self.model, self.optimizer),
+            "loss": digest([*map(identity.of_loss, self.losses), self.loss_weights]),
+            "train_minibatch_fn": digest(self.train_minibatch_fn),
+            "transformation_fn": digest(self.transformation),
+            "EarlyStopping or BestWeights": identity.of_callbacks(self.callbacks),
+            WEIGHTS: identity.weights(self.model),
+        }
 
     def objective(self, spec: TrainSpec) -> Objective:
         weighted = spec.weight is not None

@@ -29,7 +29,7 @@ def request(**values: Any) -> Request:
         "config": ElasticConfig(),
         "feature_cols": ("x",),
         "label_cols": ("y",),
-        "brought": SimpleNamespace(transformation=None),
+        "brought": SimpleNamespace(transformation=None, identity=dict),
         "missing": Missing(),
         "batch_size": 4,
         "backward_passes_per_step": 1,

@@ -147,3 +147,19 @@ def test_horovods_names_are_refused_in_words_for_keras(name: str, says: str) -> 
         ElasticKerasEstimator(**{name: 3})
     setter = "set" + "".join(part.capitalize() for part in name.split("_"))
     assert says in getattr(ElasticKerasEstimator, setter).__doc__
+
+
+def test_a_run_is_bound_to_what_a_model_is_and_not_to_how_keras_counts_it() -> None:
+    def bound(units: int = 1, **changes: Any) -> Any:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
+        return keras_brought(values(model=model, **{"optimizer": "sgd", "loss": "mse", **changes})).identity()
+
+    first = bound()
+    assert bound() == first  # "dense_1" by now
+    for changes in (
+        {"units": 2},
+        {"optimizer": "adam"},
+        {"optimizer": keras.optimizers.SGD(0.5)},
+        {"loss": "mae"},
+    ):
+        assert bound(**changes) != first, changes

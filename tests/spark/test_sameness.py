@@ -1,0 +1,87 @@
+"""R19 on real Spark: which tables are the one that a run was begun with, and that no other one gets its model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cloudpickle
+import pytest
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import functions as F
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.spark.materialize import Split, Writing, materialize, materialize_split
+from spark_elastic.spark.sameness import How, difference
+from tests.spark.test_estimator import Net, estimator, table
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.native]
+
+Change = Callable[["DataFrame"], "DataFrame"]
+CHANGES: list[tuple[Change, str | None]] = [
+    (lambda df: df, None),
+    (lambda df: df.repartition(5).orderBy(F.desc("id")), None),
+    (lambda df: df.withColumn("y", F.col("y") * (1 + 1e-15)), None),  # as a sum in another order has it
+    (lambda df: df.withColumn("unused", F.lit(1)), None),
+    (lambda df: df.where("id < 36"), "it had 48 rows and has 36"),
+    (lambda df: df.limit(0), "it had 48 rows and has 0"),
+    (
+        lambda df: df.withColumn("y", F.col("y") + F.when(F.col("id") == 7, 0.1).otherwise(0.0)),
+        "other values",
+    ),
+    (lambda df: df.where("id < 24").unionAll(df.where("id < 24")), "other values"),
+    (lambda df: df.withColumn("y", F.col("y").cast("float")), "column 'y' was float64 and is float32"),
+]
+
+
+def sided(df: DataFrame) -> DataFrame:
+    """With a column that says which rows validate."""
+    return df.withColumn("v", F.col("id") % 4 == 0)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_r19_a_table_made_anew_is_the_same_by_its_rows(
+    spark: SparkSession, tmp_path: Path, splits: bool
+) -> None:
+    store, split = Store.open(str(tmp_path)), Split(0.0, "v", 1) if splits else None
+    how = How(Writing(), split)
+    df = sided(table(spark))
+    written = (
+        [materialize(df, ["x", "y"], store, how.writing)]
+        if split is None
+        else list(materialize_split(df, ["x", "y"], store, split, how.writing))
+    )
+    for number, (change, says) in enumerate(CHANGES):
+        found = difference(sided(change(table(spark))), ["x", "y"], how, written)
+        assert found == says or (found is not None and says is not None and says in found), number
+    if split is not None:
+        other = table(spark).withColumn("v", F.col("id") % 4 == 1)
+        assert difference(other, ["x", "y"], how, written) == "its rows have other values"
+
+
+def test_r19_no_fold_and_no_other_table_gets_a_run_s_model(spark: SparkSession, tmp_path: Path) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
+    df, est = table(spark), estimator(tmp_path, run_id="mine", epochs=2)
+    first = est.fit(df)
+    again = est.fit(table(spark))
+    assert again.summary.worlds == (), "a finished run was trained again"
+    assert again.summary.digest == first.summary.digest
+    with pytest.raises(InvalidInput, match="begun with another table"):
+        est.fit(df.where("id < 24"))
+    with pytest.raises(InvalidInput, match=r"begun with learning_rate=None and this fit has 0\.5"):
+        est.fit(df, {est.learning_rate: 0.5})
+    grid = ParamGridBuilder().addGrid(est.learning_rate, [0.1, 0.5]).build()
+    search = {"estimatorParamMaps": grid, "evaluator": RegressionEvaluator(labelCol="y"), "numFolds": 2}
+    with pytest.raises(InvalidInput, match="'mine' names one run, and a CrossValidator"):
+        CrossValidator(estimator=est, **search).fit(df)
+    hidden = Pipeline(stages=[est.copy({est.run_id: "folds"})])
+    with pytest.raises(InvalidInput, match="run_id 'folds' was begun with"):
+        CrossValidator(estimator=hidden, **search).fit(df)

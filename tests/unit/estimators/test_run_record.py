@@ -1,0 +1,155 @@
+"""What a run is bound to (R19): settings, the user's objects, its rows; and records of other releases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators import fit_rows
+from spark_elastic.estimators.elastic_estimator import check_runs
+from spark_elastic.estimators.fit_rows import TableRows, recorded
+from spark_elastic.estimators.fitting import _so_far
+from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.validation import Request
+from spark_elastic.spark.missing import Missing
+from spark_elastic.spark.sameness import told_apart
+from spark_elastic.training.identity import WEIGHTS
+from tests.unit.estimators.test_file_rows import request as file_request
+
+ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f", "c0-48-ab")
+IDENTITY = {"model": "m", "loss": "l", WEIGHTS: "w"}
+
+
+def request(identity: dict[str, str] | None = None, **values: Any) -> Request:
+    brought = SimpleNamespace(transformation=None, identity=lambda: IDENTITY | (identity or {}))
+    return file_request(**{"brought": brought, "learning_rate": 0.1, "epochs": 2, **values})
+
+
+def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
+    store, made = memory_store(), recorded(request(input_shapes=((2, 2),)), "rows", ROWS, None)
+    made.save(store, "r")
+    loaded = RunRecord.load(store, "r")
+    assert loaded is not None
+    assert loaded == made
+    loaded.check(request(input_shapes=((2, 2),)), "r")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", 0.2),
+        ("gradient_clip_norm", 1.0),
+        ("gradient_clip_value", 1.0),
+        ("precision", "bf16"),
+        ("gradient_compression", "fp16"),
+        ("input_shapes", ((2, 2),)),
+        ("label_shapes", ((1,),)),
+        ("seed", 2),
+    ],
+)
+def test_another_setting_is_named(name: str, value: Any) -> None:
+    record = recorded(request(), "rows", ROWS, None)
+    with pytest.raises(InvalidInput, match=f"run_id 'r' was begun with {name}=.*use another run_id"):
+        record.check(request(**{name: value}), "r")
+
+
+def test_another_model_is_refused_and_another_draw_of_its_weights_is_told(caplog: Any) -> None:
+    record = recorded(request(), "rows", ROWS, None)
+    with pytest.raises(InvalidInput, match="run_id 'r' was begun with another model than this fit's"):
+        record.check(request({"model": "n", WEIGHTS: "v"}), "r")
+    assert caplog.messages == []
+    record.check(request({WEIGHTS: "v"}), "r")
+    assert caplog.messages == ["run r goes on with its own weights: this fit's model begins with others"]
+
+
+def test_a_record_of_the_first_format_loads_and_binds_what_it_knows() -> None:
+    store, fields = memory_store(), dataclasses.asdict(recorded(request(), "rows", ROWS, None))
+    for later in ("brought", "format"):
+        del fields[later]
+    del fields["settings"]["learning_rate"]
+    store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
+    record = RunRecord.load(store, "r")
+    assert record is not None
+    record.check(request({"model": "n"}, learning_rate=0.9), "r")
+    with pytest.raises(InvalidInput, match="begun with seed=1 and this fit has 2"):
+        record.check(request(seed=2), "r")
+
+
+def test_a_record_of_a_later_format_is_not_guessed_at() -> None:
+    store = memory_store()
+    store.write_bytes("runs/r/run.json", json.dumps({"format": 99, "new": 1}).encode())
+    with pytest.raises(StoreError, match="has format 99, and this release reads 2"):
+        RunRecord.load(store, "r")
+
+
+@pytest.mark.parametrize(
+    ("content", "now", "says"),
+    [
+        ("c0-48-ab", "48-ab", None),
+        ("c0-48-ab/__validation=false", "48-ab", None),
+        ("c0-48-ab", "48-cd", "its rows have other values"),
+        ("c0-48-ab", "36-cd", "it had 48 rows and has 36"),
+        ("00c0", "48-cd", None),  # of an older release
+        ("00c0", "36-cd", "it had 48 rows and has 36"),
+    ],
+)
+def test_what_tells_tables_apart(content: str, now: str, says: str | None) -> None:
+    assert told_apart(48, content, now) == says
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    store, asked = memory_store(), []
+
+    def difference(df: Any, *others: Any) -> str | None:
+        asked.append(df)
+        return None if df == "mine" else "its rows have other values"
+
+    monkeypatch.setattr(fit_rows, "difference", difference)
+    wanted: Any = request(missing=Missing())
+    recorded(wanted, "rows", ROWS, None).save(store, "r")
+    if ended:
+        RunResult("model.pt", "s", "d", 2, [], 48).save(store, "r")
+    mine: Any = TableRows("mine")  # type: ignore[arg-type]
+    assert (_so_far(mine, wanted, store, "r")[1] is not None) == ended
+    _so_far(mine, wanted, store, "r")
+    assert asked == ["mine"], "known to be the same, and asked again"
+    with pytest.raises(InvalidInput, match=r"begun with another table \(its rows have other values\): go on"):
+        _so_far(TableRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
+
+
+def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store()
+    recorded(request(), "s3://bucket/files", ROWS, None).save(store, "r")
+    with pytest.raises(InvalidInput, match="was begun by fit_on_parquet on s3://bucket/files"):
+        _so_far(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "refused"),
+    [
+        (None, [None, None], False),
+        ("r", [None], True),
+        ("r", ["a", None], True),
+        (None, ["a", "a"], True),
+        ("r", ["a", "b"], False),
+        (None, ["a", None], False),
+    ],
+)
+def test_several_fits_do_not_share_a_run(own: str | None, given: list[str | None], refused: bool) -> None:
+    if not refused:
+        check_runs(own, given)
+        return
+    with pytest.raises(InvalidInput, match="names one run, and a CrossValidator"):
+        check_runs(own, given)

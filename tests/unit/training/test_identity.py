@@ -1,0 +1,61 @@
+"""What tells two things of a user's apart, in whatever process."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from spark_elastic.training.identity import digest
+
+
+def scaled(factor: float) -> Any:
+    return lambda output, label: ((output - label) ** 2 * factor).mean()
+
+
+def fallen(output: Any, label: Any, power: int = 2) -> Any:
+    return abs(output - label) ** power
+
+
+class Held:
+    def __init__(self, alpha: float, name: str) -> None:
+        self.alpha, self.name = alpha, name
+
+    def __call__(self, output: Any, label: Any) -> Any:
+        return self.alpha * output
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (scaled(1.0), scaled(2.0)),
+        (lambda x: x + 1, lambda x: x + 2),
+        (lambda x: x.sin(), lambda x: x.cos()),
+        (functools.partial(fallen, power=1), functools.partial(fallen, power=3)),
+        (Held(1.0, "a"), Held(2.0, "a")),
+        ({"a": 1}, {"a": 2}),
+        (sum, max),
+        (None, fallen),
+    ],
+)
+def test_what_does_something_else_differs(one: Any, other: Any) -> None:
+    assert digest(one) != digest(other)
+
+
+def test_what_does_the_same_does_not() -> None:
+    assert digest(scaled(1.0)) == digest(scaled(1.0))
+    assert digest(Held(1.0, "of today")) == digest(Held(1.0, "of tomorrow"))
+    assert digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": 1})
+
+
+def test_another_process_finds_the_same() -> None:
+    program = (
+        "from spark_elastic.training.identity import digest\n"
+        "from tests.unit.training.test_identity import Held, scaled\n"
+        "print(digest([scaled(1.0), Held(1.0, 'a')]))"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == digest([scaled(1.0), Held(1.0, "a")])
