@@ -7,7 +7,7 @@ gradient. Knows no loop. Main thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,20 +120,22 @@ class ModelLosses:
 
 
 class FunctionLoss:
-    """The user's own function of (model, features, labels) to the rows' losses or their mean."""
+    """The user's own function of (model, features, labels) to the rows' losses or their mean, under autocast."""
 
     logs = False
 
-    def __init__(self, function: Callable[..., Any], weighted: bool) -> None:
+    def __init__(self, function: Callable[..., Any], weighted: bool, precision: str | None = None) -> None:
         self._function = function
         self._loss = RowLoss(_given, weighted)
+        self._precision = precision
 
     def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
         """Nothing to agree on."""
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
-        value = self._function(model, part.features, part.labels)
-        summed = self._loss(value, part.labels, part.weights)
+        with _autocast(self._precision):
+            value = self._function(model, part.features, part.labels)
+        summed = self._loss(_widened(value), part.labels, part.weights)
         return Scored(summed.total, summed.denominator)
 
 
@@ -141,12 +143,14 @@ class LightningLoss:
     """A LightningModule's `training_step`, and its `validation_step` in evaluation mode where it has one.
 
     The batch is (features, labels), each a tensor, or a tuple where there are several columns. What it logs is
-    averaged over rows. Duck-typed: Lightning itself is not imported.
+    averaged over rows. The whole step runs under autocast, as Lightning has it. Duck-typed: Lightning itself is not
+    imported.
     """
 
     logs = True
 
-    def __init__(self, weighted: bool) -> None:
+    def __init__(self, weighted: bool, precision: str | None = None) -> None:
+        self._precision = precision
         self._loss = RowLoss(_given, weighted)
         self._logged: dict[str, float] = {}
         self._step = 0
@@ -162,13 +166,14 @@ class LightningLoss:
         evaluates = not model.training and _overrides(model, "validation_step")
         step: Any = model.validation_step if evaluates else model.training_step
         try:
-            value = step(batch, self._step)
+            with _autocast(self._precision):
+                value = step(batch, self._step)
         finally:
             del vars(model)["log"], vars(model)["log_dict"]
         value = value["loss"] if isinstance(value, Mapping) else value
         if value is None and evaluates:
             return Scored(torch.zeros(()), float(len(part)), logged=self._logged)
-        summed = self._loss(value, part.labels, part.weights)
+        summed = self._loss(_widened(value), part.labels, part.weights)
         return Scored(summed.total, summed.denominator, logged=self._logged)
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -183,13 +188,16 @@ class _Forward:
     """The model's output in float32 or wider, computed in `precision` where one is asked for."""
 
     def __init__(self, precision: str | None) -> None:
-        self._dtype = None if precision is None else DTYPES[precision]
+        self._precision = precision
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Any:
-        context = nullcontext() if self._dtype is None else torch.autocast("cpu", dtype=self._dtype)
-        with context:
+        with _autocast(self._precision):
             output = model(*part.features)
-        return output if self._dtype is None else _widened(output)
+        return output if self._precision is None else _widened(output)
+
+
+def _autocast(precision: str | None) -> AbstractContextManager[Any]:
+    return nullcontext() if precision is None else torch.autocast("cpu", dtype=DTYPES[precision])
 
 
 def is_lightning(model: Any) -> bool:

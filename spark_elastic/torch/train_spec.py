@@ -50,9 +50,9 @@ class Brought:
     def objective(self, spec: TrainSpec) -> Objective:
         weighted = spec.weight is not None
         if self.train_minibatch_fn is not None:
-            return FunctionLoss(self.train_minibatch_fn, weighted)
+            return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
         if not self.losses:
-            return LightningLoss(weighted)
+            return LightningLoss(weighted, spec.precision)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.precision)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
