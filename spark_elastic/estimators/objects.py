@@ -72,6 +72,11 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
         raise InvalidInput(
             f"model must be a torch.nn.Module or a function that makes one; got {kind(model)}."
         )
+    if is_lightning(model) and not getattr(model, "automatic_optimization", True):
+        raise InvalidInput(
+            "the LightningModule has automatic_optimization = False: gradients are summed over the workers and applied "
+            "for it, so return the loss from training_step and leave the optimizer's step to the training."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
     return model

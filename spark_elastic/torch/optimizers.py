@@ -72,7 +72,12 @@ def _configured(model: Any, times: int) -> tuple[Any, tuple[Callback, ...]]:
 
 def _schedule(given: Any, times: int) -> LearningRateSchedule:
     settings = given if isinstance(given, Mapping) else {"scheduler": given}
-    scheduler = settings["scheduler"]
+    scheduler, frequency = settings["scheduler"], settings.get("frequency", 1)
+    if frequency != 1:
+        raise InvalidInput(
+            f"configure_optimizers asks for a scheduler with frequency={frequency!r}: here it is advanced behind every "
+            "epoch or step, so leave frequency out and give the scheduler a step_size, or a gamma, to match."
+        )
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [rate * times for rate in scheduler.base_lrs]
     return LearningRateSchedule(

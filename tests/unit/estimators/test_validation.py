@@ -199,3 +199,23 @@ def test_the_environment_fills_in_where_no_config_is_given(monkeypatch: pytest.M
     monkeypatch.setenv("SPARK_ELASTIC_LEASE", "7.5")
     config = ask(settings={"ledger": True}).config
     assert (config.lease, config.ledger, config.stall_after) == (7.5, True, ElasticConfig().stall_after)
+
+
+class Lit(torch.nn.Linear):
+    """What a LightningModule has."""
+
+    automatic_optimization = True
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        return self(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None:
+    module = Lit(3, 1)
+    ask(model=module, optimizer=None, loss=None)
+    module.automatic_optimization = False
+    with pytest.raises(InvalidInput, match="has automatic_optimization = False: gradients are summed"):
+        ask(model=module, optimizer=None, loss=None)

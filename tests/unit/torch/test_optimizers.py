@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.optimizers import made
 from tests.unit.torch.loops import net
 
@@ -39,3 +40,17 @@ def test_a_schedule_made_beforehand_goes_on_from_the_multiplied_rates() -> None:
     optimizer.step()
     schedule.step()
     assert rates(optimizer) == pytest.approx([0.4, 0.2])
+
+
+def test_a_schedule_that_is_advanced_every_few_epochs_is_refused() -> None:
+    optimizer = sgd(net().parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    each = {"scheduler": schedule, "interval": "epoch", "frequency": 1}
+    for frequency in (1, 3):
+        settings = {"optimizer": optimizer, "lr_scheduler": each | {"frequency": frequency}}
+        model: Any = SimpleNamespace(configure_optimizers=lambda found=settings: found)
+        if frequency == 1:
+            assert len(made(model, None, None)[1]) == 1
+        else:
+            with pytest.raises(InvalidInput, match="a scheduler with frequency=3"):
+                made(model, None, None)
