@@ -1,26 +1,38 @@
 """Decoded row groups, least recently used first out, bounded in bytes.
 
-Owns the memory of a reader and the order of its threads: any may fetch, one decodes at a time. Knows no files.
+Owns the memory of a reader and the order of its threads: any may fetch, one decodes at a time. A bound above
+DEFAULT_CACHE_BYTES is what the cache may come to while a quarter of the memory is left. Knows no files.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
 from spark_elastic.data.decoding import nbytes
+from spark_elastic.data.host_memory import left
 from spark_elastic.data.reader import Decoded
 from spark_elastic.errors import StoreError
 
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
 
 
+KEPT_FREE = (
+    4  # one part in so many of the memory, for activations, checkpoints and whoever else is on the host
+)
+
+log = logging.getLogger("spark_elastic")
+
+
 class DecodedGroups:
     """The newest stays even where it alone is over the bound."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = left) -> None:
+        """room: (bytes of memory left, of how many), looked at before the cache grows above the default."""
+        self._limit, self._room = limit, room
+        self._allowed = DEFAULT_CACHE_BYTES  # and more where there was room for it
         self._lock = threading.Lock()
         self._decoding = threading.Lock()
         self._groups: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
@@ -62,5 +74,21 @@ class DecodedGroups:
         with self._lock:
             self._groups[group] = rows, nbytes(rows)
             self._bytes += self._groups[group][1]
+            if self._allowed < self._bytes <= self._limit:
+                self._grow()
             while self._bytes > self._limit and len(self._groups) > 1:
                 self._bytes -= self._groups.popitem(last=False)[1][1]
+
+    def _grow(self) -> None:
+        """Once little memory is left, what was allowed by then is all that the cache will hold."""
+        room = self._room()
+        if room is None or room[0] * KEPT_FREE > room[1]:
+            self._allowed = self._bytes
+            return
+        self._limit = self._allowed
+        log.warning(
+            "not all rows fit into memory: %d MB of decoded rows are kept, since %d of %d MB are left",
+            self._limit >> 20,
+            room[0] >> 20,
+            room[1] >> 20,
+        )

@@ -128,7 +128,9 @@ class EstimatorParams(ColumnParams):
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
     terminate_on_nan: Param[bool] = declare("whether a loss that is no number ends the training")
-    inmemory_cache_all: Param[bool] = declare("whether a worker keeps all rows it has read in memory")
+    inmemory_cache_all: Param[bool] = declare(
+        "whether a worker keeps what it has read, as far as memory goes"
+    )
     epochs: Param[int] = declare("passes over the data")
     num_workers: Param[int] = declare("workers wanted at the start")
     min_workers: Param[int] = declare("fewest workers to go on with")

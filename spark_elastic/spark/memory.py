@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from spark_elastic.data.host_memory import cgroup_limit
+
 MEBIBYTE = 1 << 20
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 LEAST_OVERHEAD = 384 * MEBIBYTE
-NEVER_LIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,6 @@ def parse(text: str) -> int:
     if text[-1] in UNITS:
         return int(text[:-1]) * UNITS[text[-1]]
     return int(text) * MEBIBYTE
-
-
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Of the container that this process is in; None where it has none."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < NEVER_LIMITED else None
-    return None
 
 
 def _mib(amount: int) -> str:

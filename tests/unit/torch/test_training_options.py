@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -178,6 +179,7 @@ EXACT = [
     pytest.param(Case("mean"), id="train_minibatch_fn of a mean"),
     pytest.param(Case("rows"), id="train_minibatch_fn of rows"),
     pytest.param(Case(options={"clipping": Clipping(value=0.003)}), id="gradient_clip_value"),
+    pytest.param(Case(options={"cache_bytes": sys.maxsize}), id="inmemory_cache_all"),
     pytest.param(Case(options={"val_batch_size": 7}), id="val_batch_size"),
 ]
 
