@@ -23,7 +23,7 @@ from tests.spark.test_estimator import Net, estimator, table
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.native]
+pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(900)]
 
 Change = Callable[["DataFrame"], "DataFrame"]
 CHANGES: list[tuple[Change, str | None]] = [
