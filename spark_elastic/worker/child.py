@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import IO
 
 from spark_elastic.worker.entry import Header
-from spark_elastic.worker.stack_dump import Glimpse, Window
+from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
 
 CLOSE_WAIT = (
     2.0  # seconds for a killed process and its last lines; what it forked may keep its output open longer
@@ -89,9 +89,12 @@ class Child:
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return ""
 
-    def look(self, now: float) -> Glimpse:
-        """What its main thread does; `now` by this machine's monotonic clock."""
-        return self._window.look(now)
+    def look(self, now: float, stopped: bool) -> Glimpse:
+        """What its main thread does; `now` by this machine's monotonic clock. stopped: it does not run now."""
+        seen = self._window.look(now, stopped)
+        if seen.due:
+            self._process.send_signal(DUMP)  # the next look shows what it writes
+        return seen
 
     def kill(self) -> None:
         self._process.kill()

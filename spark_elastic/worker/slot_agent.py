@@ -220,8 +220,10 @@ class SlotAgent:
             child = self._active
             if child is None or child.worker is None:
                 continue
-            state, seen = child.state(), child.look(self._clock.now())
-            told = seen.stack if state in STOPPED or (not seen.waits and seen.seconds > STACK_AFTER) else ""
+            state = child.state()
+            stopped = state in STOPPED
+            seen = child.look(self._clock.now(), stopped)
+            told = seen.stack if stopped or (not seen.waits and seen.seconds > STACK_AFTER) else ""
             try:
                 pace = self._driver.beat(child.worker, state, seen.waits, seen.seconds, told)
                 self._beat_every = pace.beat_every

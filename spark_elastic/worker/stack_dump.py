@@ -1,10 +1,10 @@
 """What a training process is doing, kept where its slot can read it although the process is stopped or holds the GIL.
 
-Two anonymous files that slot and child share. One holds a number: since when the child waits for others, or works. The
-other holds its main thread's newest stack: a Python thread of the child writes it each second, and where that thread
-no longer gets the GIL, the interpreter's C watchdog (`faulthandler`) writes in its stead. That one reads stacks without
-the GIL, which may end a process that runs Python code meanwhile; it is armed anew by each sample, so that a healthy
-process never lets it fire. Owned: both files. A program's own `faulthandler.dump_traceback_later` is overruled.
+Two anonymous files that slot and child share. One holds numbers: since when the child waits for others, or works, and
+when the newest sample was taken. The other holds its main thread's newest stack: a Python thread of the child writes it
+twice a second, and where that thread no longer gets the GIL, the slot sends a signal, upon which the main thread itself
+writes it (`faulthandler`). Not the interpreter's watchdog: that reads the stacks of others without the GIL, which ends
+the process if those run meanwhile, as in one that was stopped for long and is continued. Owned: both files, the signal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import re
+import signal
 import struct
 import sys
 import threading
@@ -30,14 +31,15 @@ from spark_elastic.rendezvous.messages import Done, Exchange, JoinWorld, Request
 
 R = TypeVar("R")
 
-SAMPLE_EVERY = 1.0  # seconds
-WATCHDOG_AFTER = 2.0  # seconds without a sample
+SAMPLE_EVERY = 0.5  # seconds
+OLD_AFTER = 1.0  # seconds: a sample that no other followed
 FRAMES = 10  # innermost ones that are told
 READ_AT_MOST = 1 << 16  # bytes
-KEEP_AT_MOST = 1 << 20  # bytes that repeated dumps of the watchdog may take
+DUMP = signal.SIGRTMAX - 5  # to a child whose sample is old; it ignores the signal where it cannot answer
 
 _NUMBER = struct.Struct("d")  # native: stored by one copy of eight bytes, never half written
-_HEAD = "main thread 0x{:x}\n"
+_SAMPLED = _NUMBER.size  # where the second number begins
+_DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 
@@ -52,6 +54,8 @@ class Sampler:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-stacks", daemon=True)
         self._set(-clock.now())
+        signal.signal(DUMP, signal.SIG_IGN)  # what holds again once faulthandler is done
+        faulthandler.register(DUMP, file=stacks, all_threads=False)
 
     def start(self) -> None:
         self._thread.start()
@@ -60,6 +64,7 @@ class Sampler:
         """Once nothing is waited for any more."""
         self._closing.set()
         self._thread.join()
+        faulthandler.unregister(DUMP)
         self._number.close()
 
     @contextmanager
@@ -85,23 +90,20 @@ class Sampler:
         _NUMBER.pack_into(self._number, 0, number)
 
     def _run(self) -> None:
-        try:
-            while True:
-                faulthandler.dump_traceback_later(WATCHDOG_AFTER, repeat=True, file=self._stacks)
-                self._sample()
-                if self._closing.wait(SAMPLE_EVERY):
-                    return
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        while True:
+            self._sample()
+            if self._closing.wait(SAMPLE_EVERY):
+                return
 
     def _sample(self) -> None:
         frame = sys._current_frames().get(self._main)
-        text = _HEAD.format(self._main) + _told(frame) + "\n"
+        text = _told(frame) + "\n"
         try:
             os.ftruncate(self._stacks, 0)
             os.write(self._stacks, text.encode("utf-8", "replace"))
         except OSError:
             pass  # no memory left for it: the slot keeps what it read last
+        _NUMBER.pack_into(self._number, _SAMPLED, self._clock.now())
 
 
 def _told(frame: FrameType | None) -> str:
@@ -167,11 +169,15 @@ class _WatchedGroup:
 
 @dataclass(frozen=True)
 class Glimpse:
-    """waits: the child waits for others; it has done so, or worked, for `seconds`. stack: "" while there is none."""
+    """waits: the child waits for others; it has done so, or worked, for `seconds`. stack: "" while there is none.
+
+    due: its main thread is to write its stack now.
+    """
 
     waits: bool
     seconds: float
     stack: str
+    due: bool = False
 
 
 class Window:
@@ -182,24 +188,34 @@ class Window:
         self.activity = os.memfd_create("elastic-activity")
         self.stacks = os.memfd_create("elastic-stacks")
         os.ftruncate(self.activity, mmap.PAGESIZE)
-        fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # the sampler cuts, the watchdog appends
+        fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # samples cut, dumps append
         self._newest = ""
+        self._old = 0.0  # the sample that was old when last looked at
+        self._asked = 0.0  # the sample after which the main thread was asked
         self._closed = False
 
-    def look(self, now: float) -> Glimpse:
-        """now: of the same machine's monotonic clock as the child's."""
+    def look(self, now: float, stopped: bool = False) -> Glimpse:
+        """now: of the same machine's monotonic clock as the child's. stopped: the child does not run now."""
         with self._lock:
             if self._closed:
                 return Glimpse(False, 0.0, self._newest)
-            (number,) = _NUMBER.unpack(os.pread(self.activity, _NUMBER.size, 0))
-            size = os.fstat(self.stacks).st_size
-            head, end = os.pread(self.stacks, READ_AT_MOST, 0), b""
-            if size > READ_AT_MOST:
-                end = os.pread(self.stacks, READ_AT_MOST, size - READ_AT_MOST)
-            self._newest = newest_stack((head + end).decode("utf-8", "replace")) or self._newest
-            if size > KEEP_AT_MOST:
-                os.ftruncate(self.stacks, len(b"".join(head.splitlines(keepends=True)[:2])))
-        return Glimpse(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest)
+            page = os.pread(self.activity, 2 * _NUMBER.size, 0)
+            text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
+            self._newest = newest_stack(text) or self._newest
+            (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
+            due = self._is_due(sampled, now, stopped)
+        return Glimpse(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+
+    def _is_due(self, sampled: float, now: float, stopped: bool) -> bool:
+        """Once for each sample that was old at two looks in a row: one that was just continued takes a new one."""
+        if stopped or not 0 < sampled < now - OLD_AFTER:
+            self._old = 0.0
+            return False
+        was_old, self._old = sampled == self._old, sampled
+        if not was_old or sampled == self._asked:
+            return False
+        self._asked = sampled
+        return True
 
     def close(self) -> None:
         with self._lock:
@@ -212,15 +228,12 @@ class Window:
 def newest_stack(text: str) -> str:
     """The main thread's newest stack in one line, "" where there is none.
 
-    text: a line with the main thread's name, a line with the newest sample, then the watchdog's dumps, if any. Those
-    begin with a line "Timeout" and hold a block per thread, as `faulthandler` documents.
+    text: a line with the newest sample, then what the main thread wrote since upon a signal, as `faulthandler` does.
     """
-    name, _, rest = text.partition("\n")
-    sample, *dumps = rest.split("Timeout (")
-    thread = re.compile(rf"thread 0x0*{name.rpartition('0x')[2]}\b[^\n]*\n((?:  [^\n]+\n)+)", re.IGNORECASE)
-    for dump in reversed(dumps):
-        block = thread.search(dump)
-        if block is not None:
-            found = [match.groups() for line in block[1].splitlines() if (match := _NATIVE_FRAME.match(line))]
+    sample, _, dumps = text.partition("\n")
+    for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
+        whole = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be written just now
+        found = [match.groups() for line in whole if (match := _NATIVE_FRAME.match(line))]
+        if found:
             return " < ".join(_place(*place) for place in found[:FRAMES])
-    return sample.partition("\n")[0]
+    return sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import World
@@ -19,4 +20,5 @@ class NeverReturns(CountingProgram):
         return super().run(world, group, session)
 
     def call_c_code(self) -> None:
-        ctypes.PyDLL(None).sleep(3600)
+        nothing_comes, _ = os.pipe()
+        ctypes.PyDLL(None).read(nothing_comes, ctypes.create_string_buffer(1), 1)

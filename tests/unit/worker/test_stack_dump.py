@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import pytest
 
 from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
-from spark_elastic.worker.stack_dump import KEEP_AT_MOST, Sampler, Window, newest_stack
+from spark_elastic.worker.stack_dump import DUMP, Sampler, Window, newest_stack
 from tests.unit.worker.patience import until
 
 CLOCK = SystemClock()
@@ -64,33 +65,58 @@ def late(window: Window, fabric: FakeFabric) -> None:
     fabric.group(1).allreduce(np.ones(2))
 
 
-def test_a_watchdogs_dump_is_newer_than_the_sample() -> None:
-    dump = (
-        "Timeout (0:00:02)!\n"
-        'Thread 0x00007fab (most recent call first):\n  File "/x/other.py", line 3 in other\n\n'
-        "Thread 0x00007f01 (most recent call first):\n"
-        '  File "/x/y/inner.py", line 5 in inner\n  File "/x/y/outer.py", line 7 in <module>\n'
-    )
-    text = "main thread 0x7f01\nsampled (a/b.py:1)\n" + dump.replace("line 5", "line 4") + dump
+def test_a_dump_is_newer_than_the_sample() -> None:
+    head = "Stack (most recent call first):\n"
+    dump = f'{head}  File "/x/y/inner.py", line 5 in inner\n  File "/x/y/outer.py", line 7 in <module>\n'
+    text = "sampled (a/b.py:1)\n" + dump.replace("line 5", "line 4") + dump
     assert newest_stack(text) == "inner (y/inner.py:5) < <module> (y/outer.py:7)"
     # Half written: the one before it counts.
-    half = "Timeout (0:00:02)!\nThread 0x00007fab (most recent call first):\n"
+    half = f'{head}  File "/x/z/inner.py", lin'
     assert newest_stack(text + half).startswith("inner (y/inner.py:5)")
-    assert newest_stack("main thread 0x7f01\nsampled (a/b.py:1)\n" + half) == "sampled (a/b.py:1)"
+    assert newest_stack("sampled (a/b.py:1)\n" + half) == "sampled (a/b.py:1)"
     assert newest_stack("") == ""
 
 
-def test_dumps_of_an_hour_do_not_pile_up(window: Window) -> None:
-    os.write(window.stacks, b"main thread 0x1\nsampled (a.py:1)\n" + b"x" * (KEEP_AT_MOST + 1))
-    assert window.look(0.0).stack == "sampled (a.py:1)"
-    assert os.fstat(window.stacks).st_size < 100
-    os.write(window.stacks, b'Timeout (1)\nThread 0x01 (x):\n  File "b.py", line 2 in f\n')
-    assert window.look(0.0).stack == "f (b.py:2)"
+def test_the_main_thread_tells_its_stack_upon_the_signal(window: Window) -> None:
+    sampler = Sampler(window.activity, window.stacks, CLOCK)
+    os.write(window.stacks, b"sampled (a.py:1)\n")
+    os.kill(os.getpid(), DUMP)
+    assert "test_the_main_thread_tells" in window.look(CLOCK.now()).stack
+    sampler.start()
+    assert until(lambda: sampled(window))
+    sampler.close()
+    os.kill(os.getpid(), DUMP)  # one that comes late ends nothing
+
+
+def sampled(window: Window) -> float:
+    number: float = struct.unpack("dd", os.pread(window.activity, 16, 0))[1]
+    return number
+
+
+def test_who_runs_and_takes_no_sample_is_asked_once_but_not_one_that_was_just_continued(
+    window: Window,
+) -> None:
+    def due(now: float, stopped: bool = False) -> bool:
+        return window.look(now, stopped).due
+
+    assert not due(50.0)
+    assert not due(60.0), "it has not begun"
+    os.pwrite(window.activity, struct.pack("dd", 1.0, 100.0), 0)
+    assert not due(100.5)
+    assert not due(110.0, stopped=True)
+    assert not due(111.0), "it may have been continued just now"
+    os.pwrite(window.activity, struct.pack("dd", 1.0, 111.1), 0)
+    assert not due(112.0)
+    assert not due(113.0)
+    assert due(114.0)
+    assert not due(115.0), "it was asked"
+    os.pwrite(window.activity, struct.pack("dd", 1.0, 115.5), 0)
+    assert [due(117.0), due(118.0), due(119.0)] == [False, True, False]
 
 
 def test_a_closed_window_still_tells_what_it_saw_last() -> None:
     window = Window()
-    os.write(window.stacks, b"main thread 0x1\nsampled (a.py:1)\n")
+    os.write(window.stacks, b"sampled (a.py:1)\n")
     window.look(0.0)
     window.close()
     window.close()
