@@ -147,17 +147,13 @@ class GatherTurn:
         told: str | None = None
         every = min(self._limits.gather_timeout, self._limits.start_timeout / 2)
         while not self._over.wait(every):
-            with self._application.change:
-                others = [job._name for job in self._application.jobs if job is not self]
-                holder = self._application.training()
-            if holder is not None and holder != told:
+            holder = self._application.training()  # those that wait for their turn could not use the slots
+            if holder is None:
+                continue
+            if holder != told:
                 log.info(
                     "job %s waits for slots while job %s of the same application trains", self._name, holder
                 )
                 told = holder
-            if others:
-                other = holder or others[0]
-                reason = (
-                    f"its job has too few slots to begin, and job {other} of this application may need them"
-                )
-                post(SlotsWanted(self._clock.now(), reason, holder is not None))
+            reason = f"its job has too few slots to begin, and job {holder} of this application may need them"
+            post(SlotsWanted(self._clock.now(), reason, training=True))

@@ -99,3 +99,14 @@ def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == [
         "the next waits while job first of the same application trains"
     ]
+
+
+def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
+    application = Application()
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    with _turn(application, "only") as turn:
+        application.jobs.append(_turn(application, "waits"))
+        turn.start(posted.put)
+        with pytest.raises(Empty):
+            posted.get(timeout=0.3)
+        turn.close()
