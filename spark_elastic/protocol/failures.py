@@ -97,8 +97,8 @@ def _before_any_world(state: DriverState) -> str:
 def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None) -> str:
     """Why another world of these workers at that position would break like those before it, "" if it need not.
 
-    One that broke, lost nobody and came no further broke in vain. An outage between peers may look like this: it is
-    over within a lease, or costs a member.
+    One that broke, lost nobody and came no further broke in vain. An outage between peers looks like this, too, and is
+    borne for as long as one of the driver is.
     """
     state = turn.state
     world = state.world
@@ -113,7 +113,7 @@ def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None)
     state.vain += 1
     if state.vain == 1:
         state.vain_since = turn.now
-    if state.vain <= VAIN_BORNE or turn.now - state.vain_since < state.limits.lease:
+    if state.vain <= VAIN_BORNE or turn.now - state.vain_since < state.limits.driver_timeout:
         return ""
     return (
         f"{state.vain} worlds in a row, up to world {state.generation}, broke at {whence(state, position)} although "

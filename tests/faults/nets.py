@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from phases import Marker
 
-from spark_elastic.torch import progress
+from spark_elastic.torch import RowDropout, SyncBatchNorm, progress
 
 WIDTH, CLASSES = 36, 3
 
@@ -76,6 +76,23 @@ def conv() -> torch.nn.Module:
     )
 
 
+def synced() -> torch.nn.Module:
+    """Statistics of the whole step's rows."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
+    )
+
+
+def dropping() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 20),
+        RowDropout(0.3),
+        torch.nn.Tanh(),
+        RowDropout(0.2),
+        torch.nn.Linear(20, CLASSES),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     net: Callable[[], torch.nn.Module]
@@ -118,4 +135,6 @@ CASES = {
     "conv": Case(conv, torch.nn.CrossEntropyLoss),
     "weighted": Case(mlp, torch.nn.CrossEntropyLoss, weight="w"),
     "clipped": Case(mlp, torch.nn.CrossEntropyLoss, clip=0.05),
+    "synced": Case(synced, torch.nn.CrossEntropyLoss),
+    "dropping": Case(dropping, torch.nn.CrossEntropyLoss),
 }

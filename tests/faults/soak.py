@@ -42,6 +42,7 @@ from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.manifest import Manifest  # noqa: E402
 from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
+from spark_elastic.torch import draw_rows  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment  # noqa: E402
 
 ROWS, BATCH, WORKERS, SEED = 720, 8, 3, 11
@@ -267,6 +268,7 @@ def plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Tensor]:
         for step in range(plan.steps):
             rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
             optimizer.zero_grad()
+            draw_rows(model, rows.numpy(), SEED, epoch, 0, step)
             each = torch.nn.functional.cross_entropy(model.net(x[rows]), y[rows], reduction="none")
             ((each * w[rows]).sum() / w[rows].sum()).backward()
             if case.clip is not None:
