@@ -23,13 +23,13 @@ from spark_elastic.spark.description import described
 from spark_elastic.spark.fingerprint import fingerprint
 from spark_elastic.spark.missing import Dropping, Missing, quoted
 from spark_elastic.spark.scan import Scan, prepared
-from spark_elastic.spark.schema import ColumnType, column_type
+from spark_elastic.spark.schema import ColumnType, column_type, row_bytes
 from spark_elastic.spark.sides import probe_sides, spark_url
 
 # For workers of any memory: what they keep decoded is bounded, and the plan takes so many lanes as fit into that.
 ROW_GROUP_BYTES = 4 << 20
 ROWS_PER_GROUP = 10_000
-_UNBOUNDED_BYTES = 256 << 20
+_UNBOUNDED_ROWS = 1 << 30
 _FOLDER = "data"
 _SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
 _GRAIN = 1 << 20  # of a fraction
@@ -40,8 +40,9 @@ class Writing:
     """How columns are written.
 
     Each row group but the last of a file has exactly `rows_per_group` rows; without it, about `row_group_bytes` before
-    compression, and 10,000 rows at most. transformed: columns that only a transformation makes numbers of are written
-    as they are. missing: what happens to rows with nulls and NaN.
+    compression, and 10,000 rows at most (on Spark 3.5 only where every column holds single numbers). transformed:
+    columns that only a transformation makes numbers of are written as they are. missing: what happens to rows with
+    nulls and NaN.
     """
 
     rows_per_group: int | None = None
@@ -55,14 +56,21 @@ class Writing:
             if value is not None and value < 1:
                 raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
 
-    def options(self) -> dict[str, str]:
-        """Of Spark's Parquet writer."""
-        exact = self.rows_per_group is not None
+    def options(self, row_bytes: int | None = None) -> dict[str, str]:
+        """Of Spark's Parquet writer. row_bytes: of each row, where the columns' types tell."""
+        rows = self.rows_per_group
+        if rows is None and row_bytes is not None:
+            rows = min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
         return {
-            "parquet.block.row.count.limit": str(self.rows_per_group or ROWS_PER_GROUP),
-            "parquet.block.size": str(_UNBOUNDED_BYTES if exact else self.row_group_bytes),
-            # Rows of 100,000 numbers: a look at the size every 100 rows would come at 40 MB.
-            "parquet.page.size.row.check.min": "10",
+            "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
+            # Spark 3.5 knows no limit of rows: looked at after `rows` rows, each group is above a limit of one byte.
+            "parquet.block.size": str(1 if rows else self.row_group_bytes),
+            # Rows of 100,000 numbers: a first look at the size after 100 rows would come at 40 MB.
+            "parquet.page.size.row.check.min": str(rows or 1),
+            "parquet.page.size.row.check.max": str(rows or ROWS_PER_GROUP),
+            # A page that ends within its group is compressed, and no longer counts with what it was.
+            "parquet.page.size": str(2 * self.row_group_bytes),
+            "parquet.page.row.count.limit": str(_UNBOUNDED_ROWS),
             # Numbers that hardly repeat: a dictionary costs time at both ends and saves nothing.
             "parquet.enable.dictionary": "false",
             # The user's session may say otherwise.
@@ -129,10 +137,13 @@ def _materialized(
     if len(reusable) == len(published):
         return reusable
     probe_sides(df.sparkSession, store)
+    options = writing.options(row_bytes(types.values()))
     folder = f"{_FOLDER}/{made_from}/{uuid.uuid4().hex}"
     try:
         with described(df.sparkSession, "writes rows"):
-            manifests = _written(df, types, _Target(store, folder, made_from, writing), split)
+            manifests = _written(
+                df, types, _Target(store, folder, made_from, writing.missing, options), split
+            )
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
             manifest.save(store, name)
     except BaseException:
@@ -158,17 +169,18 @@ class _Target:
     store: Store
     folder: str
     made_from: str
-    writing: Writing
+    missing: Missing
+    options: Mapping[str, str]
 
 
 def _written(
     df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: Split | None
 ) -> tuple[Manifest, ...]:
     """Write the columns into a folder and describe what is there; nothing of it is known to anyone yet."""
-    missing, url = target.writing.missing, spark_url(target.store, target.folder)
+    missing, url = target.missing, spark_url(target.store, target.folder)
     scan, dropping = Scan(types, nans=missing.nans == "refuse"), Dropping(types, missing)
     rows = scan.watched(dropping.kept(sided(df, types, split)))
-    writer = rows.write.options(**target.writing.options()).mode("error")
+    writer = rows.write.options(**target.options).mode("error")
     (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
     dropping.report()
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import (
     ArrayType,
@@ -102,6 +103,12 @@ def column_type(schema: StructType, name: str, role: str = "", transformed: bool
     if name in schema.names:
         return _column_type(schema[name].dataType, called, transformed)
     raise InvalidInput(f"There is no {called}: the DataFrame has the columns {schema.names}.")
+
+
+def row_bytes(types: Iterable[ColumnType]) -> int | None:
+    """Bytes of each row of these columns; None where rows may differ: arrays, vectors, strings."""
+    dtypes = [np.dtype("object" if kind.dimensions else kind.dtype) for kind in types]
+    return None if any(dtype.hasobject for dtype in dtypes) else sum(dtype.itemsize for dtype in dtypes)
 
 
 def _column_type(spark_type: DataType, called: str, transformed: bool) -> ColumnType:

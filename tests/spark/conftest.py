@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyspark
 import pytest
 
 from tests.leaks import SessionOwned
@@ -35,14 +36,19 @@ SETTINGS = {
 
 # The first test of a session starts five JVMs, on a busy machine too.
 TIMEOUT = 600
+# pyspark 3.5 leaves the sockets that rows come over to the collector.
+LEFT_SOCKETS = "ignore:unclosed <socket.socket.*:ResourceWarning"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests beside this file that set no timeout of their own get one that bears the start of a cluster."""
+    """Tests beside this file: a timeout that bears the start of a cluster, and what pyspark 3.5 warns of in vain."""
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(TIMEOUT))
+        if here in item.path.parents:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT))
+            if pyspark.__version__.startswith("3."):
+                item.add_marker(pytest.mark.filterwarnings(LEFT_SOCKETS))
 
 
 class Sessions:

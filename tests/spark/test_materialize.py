@@ -95,6 +95,20 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
     assert np.array_equal(np.sort(read(store, again)["id"]), np.arange(1050))
 
 
+@pytest.mark.parametrize(
+    ("query", "most"),
+    [
+        ("select id, id % 2 = 0 as odd from range(0, 25000, 1, 1)", 10_000),
+        # Compressed they are next to nothing; what counts is what a reader makes of them.
+        ("select id, array_repeat(0.0d, 100000) as x from range(0, 12, 1, 1)", 6),
+    ],
+)
+def test_row_groups_are_bounded(spark: SparkSession, store: Store, query: str, most: int) -> None:
+    df = spark.sql(query)
+    rows = materialize(df, df.columns, store).group_rows
+    assert most * 0.5 < max(rows) <= most
+
+
 @pytest.mark.scenario("G17")
 def test_a_table_that_was_overwritten_is_not_reused(
     spark: SparkSession, store: Store, tmp_path: Path

@@ -52,7 +52,7 @@ def test_p1_p2_an_executor_is_lost_in_mid_fit(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
-    x = torch.randn(ROWS, 2, dtype=torch.float64)
+    x = torch.randn(ROWS, 2).double()  # vectors are trained on as float32
     y = x[:, :1] * 2 - x[:, 1:]
     rows = [(*map(float, pair), float(label)) for pair, label in zip(x, y, strict=True)]
     table = spark.createDataFrame(rows, "a double, b double, y double")
