@@ -205,13 +205,13 @@ own_venv() {
     fi
 }
 
-verb_petastorm() { # the reader petastorm on Spark 3.5, in an environment of its own with old versions of pyarrow and numpy
+verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of its own with old versions of pyarrow and numpy
     setup
     # petastorm wants an older setuptools than torch says it does; both work with it.
     own_venv petastorm "$(find_python)" "$TORCH" "petastorm>=0.13,<0.14 pyarrow>=14,<15 numpy>=1.26,<2 setuptools<70 \
         pyspark>=3.5,<3.6 pandas>=2,<3 fsspec cloudpickle starlette uvicorn httpx click pytest pytest-timeout psutil hypothesis"
-    build/petastorm/bin/python -m pytest -m petastorm tests/component/data tests/component/torch/test_column_kinds.py \
-        tests/spark/test_readers.py "$@"
+    build/petastorm/bin/python -m pytest -m "petastorm or spark" tests/component/data tests/component/torch/test_column_kinds.py \
+        tests/spark/test_materialize.py tests/spark/test_readers.py "$@"
 }
 
 verb_s3() { # stores on a real S3 API (moto's server), in an environment of its own
@@ -220,9 +220,12 @@ verb_s3() { # stores on a real S3 API (moto's server), in an environment of its 
 }
 
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
-    local own=$PWD/build/pygloo python=${PYTHON310:-python3.10}
+    local own=$PWD/build/pygloo python
+    for python in "${PYTHON310:-python3.10}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.10.*/bin/python; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null; then break; else python=; fi
+    done
+    [ -n "$python" ] || fail "no Python 3.10 was found: install it, or set PYTHON310 to it."
     setup
-    "$python" -c '' 2>/dev/null || fail "no Python 3.10 was found: install it, or set PYTHON310 to it."
     own_venv pygloo "$python" "pygloo>=0.2,<0.3 numpy>=1.26,<3 pybind11 pytest pytest-timeout psutil hypothesis"
     cmake -S . -B "$own/native" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$own/bin/python" \
         -Dpybind11_DIR="$("$own/bin/python" -m pybind11 --cmakedir)" >/dev/null
