@@ -16,7 +16,7 @@ from pyspark.sql.types import (
 )
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.schema import ColumnType, check_columns, column_type
+from spark_elastic.spark.schema import ColumnType, check_columns, column_type, row_bytes
 
 SCHEMA = (
     StructType()
@@ -29,6 +29,13 @@ SCHEMA = (
     .add("day", DateType())
     .add("tags", ArrayType(StringType()))
 )
+
+
+@pytest.mark.parametrize(
+    ("names", "size"), [(["y", "price", "day"], 24), (["y", "v"], None), (["name"], None)]
+)
+def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], size: int | None) -> None:
+    assert row_bytes(column_type(SCHEMA, name, transformed=True) for name in names) == size
 
 
 def test_good_columns_pass() -> None:
