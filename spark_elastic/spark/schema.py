@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import (
     ArrayType,
@@ -29,6 +28,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 
 VECTOR_DTYPE = "float32"
@@ -107,8 +107,10 @@ def column_type(schema: StructType, name: str, role: str = "", transformed: bool
 
 def row_bytes(types: Iterable[ColumnType]) -> int | None:
     """Bytes of each row of these columns; None where rows may differ: arrays, vectors, strings."""
-    dtypes = [np.dtype("object" if kind.dimensions else kind.dtype) for kind in types]
-    return None if any(dtype.hasobject for dtype in dtypes) else sum(dtype.itemsize for dtype in dtypes)
+    kinds = list(types)
+    if any(kind.dimensions or kind.dtype == "object" for kind in kinds):
+        return None
+    return sum(Column("", kind.dtype).row_bytes for kind in kinds)
 
 
 def _column_type(spark_type: DataType, called: str, transformed: bool) -> ColumnType:
