@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture

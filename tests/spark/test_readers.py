@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tests.spark.cluster import StandaloneCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.faults, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.faults]
 
 ROWS, WORKERS, EPOCHS = 48, 3, 40
 
