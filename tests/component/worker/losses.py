@@ -43,7 +43,7 @@ class Cluster(ProcessLauncher):
 
     def __init__(self, *arguments: Any, collective_timeout: float, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._timeouts = replace(self._timeouts, collective=collective_timeout)
+        self._settings = replace(self._settings, collective_timeout=collective_timeout)
 
     def start(self, contact: Contact, post: Post) -> None:
         self.contact = contact
