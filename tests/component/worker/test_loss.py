@@ -49,7 +49,7 @@ def test_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
     job.at_step(3, lambda: kill_worker(job, 0))
     job.at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
     result = job.run()
-    lost = [line for line in result.story if "WorkerExited" in line]
+    lost = [line for line in result.story if "WorkerExited" in line and "killed by signal 9" in line]
     assert len(lost) == 2
     assert sizes(result)[0] == 4
 
@@ -134,7 +134,7 @@ def test_many_resets_inside_one_epoch(fault: Fault) -> None:
     for number, step in enumerate((10, 20, 30, 40)):
         job.at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
     result = job.run()
-    assert sum("WorkerExited" in line for line in result.story) == 4
+    assert sum("killed by signal 9" in line for line in result.story) == 4
     assert len(sizes(result)) >= 5
 
 

@@ -31,17 +31,20 @@ def server_port(job: Job) -> int:
 
 
 def break_server(job: Job) -> None:
-    """Its listening socket is of no more use, and its thread gets a SystemExit."""
+    """Its thread gets a SystemExit, and its listening socket is of no more use.
+
+    In this order: a loop that saw its socket break may be cleaning up by the time it gets the exception.
+    """
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "spark-elastic-rendezvous"]
+    ident = ctypes.c_ulong(thread.ident or 0)
     (listening,) = [
         connection.fd
         for connection in psutil.Process().net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == server_port(job)
     ][:1]
     with socket.socket(fileno=os.dup(listening)) as broken:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
         broken.shutdown(socket.SHUT_RDWR)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "spark-elastic-rendezvous"]
-    ident = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
 
 def test_r12_the_server_dies_together_with_a_worker(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
