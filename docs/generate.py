@@ -51,7 +51,8 @@ Made from `benchmarks/results/` by `python docs/generate.py`; that folder's READ
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
 (training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
 the better of one and two threads (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
-(control_plane); ours and the peer ran in turns. Beside memory stands its bound.
+(control_plane), pyarrow's reads of row groups (reader), float32 where a row says so; ours and
+the peer ran in turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -73,6 +74,8 @@ CASES = (
     ("memory", "1,024 MB in one row group: peak of a worker"),
     ("two_hosts", "64 MB, 2 hosts x 1: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
+    ("two_hosts", "64 MB, 2 hosts x 2: as bfloat16, beside float32"),
+    ("reader", "row groups of 10,000, against pyarrow"),
     ("recovery", "child killed: p50 to the next step"),
     ("recovery", "executor killed: p50 to the next step"),
     ("recovery", "executor killed: p99 to the next step"),
