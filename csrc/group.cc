@@ -152,7 +152,7 @@ void Group::reduceDirectly(void* data, size_t count, const Reduction& reduction,
   reduceParts(route(tag), reduction, data, evenParts(count, size_), nullptr);
 }
 
-// As if every rank had handed in 16-bit floats, but for the factors, which are applied to float32.
+// What is handed on as 16-bit floats. The factor `before` was applied to float32.
 Reduction Group::pack(const float* data, size_t count, const Reduction& reduction) {
   if (count > packedRoom_) {
     packedRoom_ = 0;

@@ -165,9 +165,8 @@ class Client:
             case SlotJobEnded():
                 self._mail.post({"ended": event.job, "reason": event.reason, "cancelled": event.cancelled})
             case SlotsWanted():
-                self._mail.post({"wanted": event.reason, "training": event.training})
-                if event.training:
-                    self._waits_since = event.now
+                self._mail.post({"wanted": event.reason})
+                self._waits_since = event.now
 
     def _heard(self, letter: Letter) -> None:
         match letter:

@@ -56,8 +56,8 @@ class MailLauncher:
                     self._open.discard(job)
                     self._change.notify_all()
                 self._post(SlotJobEnded(now, job, reason, cancelled))
-            case {"wanted": str(reason), "training": bool(training)}:
-                self._post(SlotsWanted(now, reason, training))
+            case {"wanted": str(reason)}:
+                self._post(SlotsWanted(now, reason))
             case {"cancel": str(reason)}:
                 self._post(CancelRequested(now, reason))
 

@@ -156,4 +156,4 @@ class GatherTurn:
                 )
                 told = holder
             reason = f"its job has too few slots to begin, and job {holder} of this application may need them"
-            post(SlotsWanted(self._clock.now(), reason, training=True))
+            post(SlotsWanted(self._clock.now(), reason))

@@ -76,7 +76,7 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
 
 def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
     jobs.yield_slots(turn, event.reason)
-    if event.training and turn.state.short_since is not None:
+    if turn.state.short_since is not None:
         turn.state.short_since = turn.now
 
 

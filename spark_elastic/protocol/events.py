@@ -194,13 +194,11 @@ class DrainRequested(Event):
 
 @dataclass(frozen=True)
 class SlotsWanted(Event):
-    """R17: another job of the application lacks workers. Whoever has no world yet gives its slots back for a while.
-
-    training: the other has a world, so that the slots that are missing here are in use, and no time is counted.
+    """R17: another job of the application trains. Whoever has no world yet gives its slots back for a while; those that
+    it lacks are in use, so no time is counted.
     """
 
     reason: str
-    training: bool = False
 
 
 @dataclass(frozen=True)
