@@ -7,6 +7,7 @@ until then it is a warm spare with everything imported. The end of standard inpu
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -111,6 +112,7 @@ def die_with_parent(parent: int) -> None:
 
 def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
     """The prepared program, or None with fingerprint and traceback of what its loading raised."""
+    gc.disable()  # a framework's import makes objects that stay: to look through them again and again is a tenth of it
     try:
         program: Program = cloudpickle.loads(payload)
         os.environ.update(getattr(program, "environment", {}))  # before what is preloaded looks at it
@@ -122,6 +124,8 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
         Exception
     ) as error:  # the driver decides what follows; it hears of it once this process is a worker
         return None, (fingerprint(error), traceback.format_exc())
+    finally:
+        gc.enable()
     return program, ("", "")
 
 
