@@ -63,7 +63,7 @@ def describe(
 
     Raises:
         InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
-            lengths, no rows. StoreError: no Parquet files, or one that cannot be read.
+            lengths, no rows, a table of Delta, Iceberg or Hudi. StoreError: no Parquet files, or unreadable ones.
     """
     found = [each for name in dict.fromkeys(names) for each in _parquet(store, name)]
     files = [_File(store, each) for each in found]
@@ -143,15 +143,31 @@ class _File:
 
 def _parquet(store: Store, name: str) -> list[Found]:
     """What Spark and others take for data: names that begin with _ or . are not."""
+    listed = store.find(name)
+    _refuse_table_formats(store, name, listed)
     found = [
         each
-        for each in store.find(name)
+        for each in listed
         if each.name.endswith(_PARQUET)
         and not any(part.startswith(("_", ".")) for part in each.name[len(name) :].split("/"))
     ]
     if not found:
         raise StoreError(f"There is no Parquet file under {store.join(name)}.")
     return found
+
+
+def _refuse_table_formats(store: Store, name: str, listed: Sequence[Found]) -> None:
+    """Their folders hold files, too, whose rows were deleted or updated: only the format's own log knows which."""
+    for each in listed:
+        *folders, file = each.name[len(name) :].split("/")
+        iceberg = folders[-1:] == ["metadata"] and ".metadata.json" in file
+        kind = "delta" if "_delta_log" in folders else "hudi" if ".hoodie" in folders else None
+        kind = "iceberg" if iceberg else kind
+        if kind is not None:
+            raise InvalidInput(
+                f"{store.join(name)} holds a table of {kind}, in whose files there may be rows that it has no more: "
+                f"train with fit(spark.read.format({kind!r}).load(...))."
+            )
 
 
 def _column(name: str, files: Sequence[_File], transformed: bool) -> Column:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from spark_elastic.data.foreign import describe, locate
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on, recorded
@@ -67,6 +69,7 @@ class FileRows:
             self._describe(request, self._names),
             self._describe(request, self._seen) if self._seen else None,
         )
+        _same_columns(*self._described)
 
     @contextmanager
     def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
@@ -94,3 +97,17 @@ class FileRows:
                 f"run_id {run_id!r} was begun on other files than those now in {self._files.url}, or on a table: bring "
                 "them back, or use another run_id."
             )
+
+
+def _same_columns(trained: Manifest, seen: Manifest | None) -> None:
+    """Of another precision they may be."""
+    for one, other in zip(trained.columns, () if seen is None else seen.columns, strict=seen is not None):
+        if (_kind(one), one.shape) != (_kind(other), other.shape):
+            raise InvalidInput(
+                f"column {one.name!r} is {other.dtype} of shape {other.shape} in validation_paths, and {one.dtype} of "
+                f"shape {one.shape} in the files that are trained on: write them alike."
+            )
+
+
+def _kind(column: Column) -> str:
+    return np.dtype(column.dtype).kind.replace("u", "i")

@@ -67,7 +67,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class Fitted:
-    """weights: as the workers wrote them. features: as the model sees them."""
+    """weights: as the workers wrote them. features: see `_inputs`."""
 
     weights: bytes
     features: tuple[Column, ...]
@@ -184,8 +184,10 @@ def _limits(request: Request, global_batch: int) -> Limits:
 
 
 def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
-    """The feature columns as the model sees them."""
+    """The feature columns as the model sees them, or as the user's function does: what it returns is reshaped."""
     columns = [manifest.column(name) for name in request.feature_cols]
+    if request.brought.transformation is not None:
+        return tuple(columns)
     shapes = request.input_shapes or [column.shape for column in columns]
     for column, shape in zip(columns, shapes, strict=True):
         if math.prod(shape) != math.prod(column.shape):

@@ -90,7 +90,9 @@ class ColumnParams(Params):
     label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", names)
     sample_weight_col: Param[str] = declare("column of row weights, or None")
     input_shapes: Param[Any] = declare(
-        "shape of one row of each feature column, such as [(1, 28, 28)], or None", listed
+        "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "
+        "returns",
+        listed,
     )
     prediction_col: Param[str] = declare(
         "column that `transform` adds: a double for one number a row, else an array; the class with probability_col"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector, vector_to_array
-from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import (
     DefaultParamsReader,
     DefaultParamsWriter,
@@ -24,12 +23,12 @@ from pyspark.ml.util import (
 )
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import DateType, TimestampType
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.history import FitSummary
+from spark_elastic.estimators.inputs import folding, model_input
 from spark_elastic.estimators.outputs import Outputs
 from spark_elastic.estimators.params import ColumnParams
 
@@ -132,7 +131,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
         _check_new(dataset, Outputs.known(**wanted))  # before `_widths`, which may run a job
-        inputs = [self._input(dataset, column) for column in self._predictor.columns]
+        inputs = [model_input(dataset, column) for column in self._predictor.columns]
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
@@ -157,29 +156,24 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
             raise InvalidInput(
                 "the table has no rows: with a transformation_fn the model's outputs are tried on its first one."
             )
-        return self._predictor.widths([[bytes(v) if isinstance(v, bytearray) else v] for v in row])
-
-    @staticmethod
-    def _input(dataset: DataFrame, column: Column) -> SparkColumn:
-        if column.name not in dataset.columns:
-            raise InvalidInput(
-                f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
-            )
-        reference = F.col(f"`{column.name}`")
-        kind = dataset.schema[column.name].dataType
-        if isinstance(kind, TimestampType):  # as in training: no time zone of a session
-            return F.unix_micros(reference)
-        if isinstance(kind, DateType):
-            return F.unix_date(reference)
-        return vector_to_array(reference) if isinstance(kind, VectorUDT) else reference
+        return self._predictor.widths([[value] for value in row])
 
 
 def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
+    """Names as the session compares them."""
+    folded = folding(dataset)
+    there = {folded(name): name for name in dataset.columns}
     for name in names:
-        if name in dataset.columns:
+        found = there.get(folded(name))
+        if found is not None:
             raise InvalidInput(
-                f"the table has a column {name!r} already: choose another name for the prediction."
+                f"the table has a column {found!r} already: choose another name for the prediction."
             )
+    if len({folded(name) for name in names}) < len(names):
+        raise InvalidInput(
+            f"the predictions' columns would be called {', '.join(names)}: give each another name in prediction_col, "
+            "probability_col and output_cols."
+        )
 
 
 class ModelWriter(saving.OverwritingWriter):

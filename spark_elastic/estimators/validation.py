@@ -18,6 +18,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
 from spark_elastic.spark.missing import Missing
 from spark_elastic.state import attempts
+from spark_elastic.training.transformation import reshaping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         InvalidInput: the first mistake, in one sentence.
     """
     values = dict(values)
-    seed, objects = _whole(values, "seed", least=0), brought(values)
+    seed, columns = _whole(values, "seed", least=0), _columns(values)
+    objects = _reshaping(brought(values), columns)
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
         attempts.check_name(run_id)
@@ -88,7 +90,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         brought=objects,
         learning_rate=values["learning_rate"],
         scale_lr=bool(values["scale_lr"]),
-        **_columns(values),
+        **columns,
         **_workers(values),
         validation=_validation(values["validation"]),
         batch_size=_whole(values, "batch_size", least=1),
@@ -115,6 +117,15 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         on_progress=_listener(values["on_progress"]),
         config=_config(values["config"], values["settings"]),
     )
+
+
+def _reshaping(objects: Any, columns: Mapping[str, Any]) -> Any:
+    """`input_shapes` are of what a function returns, where there is one."""
+    shapes = columns["input_shapes"]
+    if shapes is None or objects.transformation is None:
+        return objects
+    named = dict(zip(columns["feature_cols"], shapes, strict=True))
+    return dataclasses.replace(objects, transformation=reshaping(objects.transformation, named))
 
 
 def _columns(values: Mapping[str, Any]) -> dict[str, Any]:

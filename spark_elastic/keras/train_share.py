@@ -22,7 +22,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """How feature columns become the model's inputs. columns: as the model sees them, in the order of its inputs."""
+    """How feature columns become the model's inputs. columns: as the model sees them, in the order of its inputs.
+    dtypes, shapes: () for what the arrays have."""
 
     columns: tuple[Column, ...]
     dtypes: tuple[str, ...]
@@ -40,6 +41,8 @@ class Inputs:
         if len(names) > 1 and set(names) == {column.name for column in columns}:
             columns = tuple(sorted(columns, key=lambda column: names.index(column.name)))
         if not tensors:  # a class of its own, which takes what comes
+            if free:
+                return cls(columns, (), ())
             return cls(
                 columns, tuple(_plain_dtype(c.dtype) for c in columns), tuple(c.shape for c in columns)
             )
@@ -50,7 +53,8 @@ class Inputs:
         arrays = [np.asarray(columns[c.name]) for c in self.columns]
         if self.shapes:
             arrays = [a.reshape(len(a), *s) for a, s in zip(arrays, self.shapes, strict=True)]
-        return tuple(a.astype(dtype, copy=False) for a, dtype in zip(arrays, self.dtypes, strict=True))
+        dtypes = self.dtypes or tuple(_plain_dtype(str(a.dtype)) for a in arrays)
+        return tuple(a.astype(dtype, copy=False) for a, dtype in zip(arrays, dtypes, strict=True))
 
 
 class Columns:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,28 @@ def changed(
     names = [column.name for column in columns]
     made = checked_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
     return [made[name] for name in names]
+
+
+def reshaping(transformation: Transformation, shapes: Mapping[str, tuple[int, ...]]) -> Transformation:
+    """`transformation`, then each named column's rows in the given shape, in training and for predictions alike."""
+    return partial(_reshaped, transformation, shapes)
+
+
+def _reshaped(
+    transformation: Transformation, shapes: Mapping[str, tuple[int, ...]], columns: dict[str, Any]
+) -> Mapping[str, Any]:
+    made = dict(transformation(columns))
+    for name, shape in shapes.items():
+        if name not in made:
+            continue  # `checked_columns` says so
+        array = np.asarray(made[name])
+        if array.size != len(array) * math.prod(shape):
+            raise InvalidInput(
+                f"input_shapes says {shape} for column {name!r}, of which transformation_fn made an array of shape "
+                f"{array.shape}: the numbers of a row do not fill it."
+            )
+        made[name] = array.reshape(len(array), *shape)
+    return made
 
 
 def checked_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:

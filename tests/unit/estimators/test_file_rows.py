@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,40 @@ def test_without_a_session_or_a_path(tmp_path: Path) -> None:
         FileRows.found(None, [str(tmp_path)], [], {})
     with pytest.raises(InvalidInput, match="paths is empty"):
         FileRows.found(SESSION, [], [], {})
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "says"),
+    [
+        ([[1.0, 2.0]], [1], r"column 'x' is float64 of shape \(2,\) in validation_paths"),
+        ([1.0], [1.5], "column 'y' is float64 of shape .* and int64 of"),
+        (pa.array([1.0], "float32"), pa.array([1], "int32"), None),
+    ],
+)
+def test_what_validates_has_the_columns_of_what_trains(
+    tmp_path: Path, x: Any, y: Any, says: str | None
+) -> None:
+    train, folder = write(tmp_path / "t", 3), tmp_path / "v"
+    folder.mkdir()
+    pq.write_table(pa.table({"x": x, "y": y}), folder / "a.parquet")
+    with nullcontext() if says is None else pytest.raises(InvalidInput, match=says):
+        found(train, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "delta"),
+        ("metadata/v1.metadata.json", "iceberg"),
+        (".hoodie/hoodie.properties", "hudi"),
+    ],
+)
+def test_a_folder_whose_log_says_which_files_count_is_refused(tmp_path: Path, entry: str, kind: str) -> None:
+    train = write(tmp_path / "t", 3)
+    found(train)
+    (tmp_path / "t" / entry).parent.mkdir()
+    (tmp_path / "t" / entry).write_text("{}")
+    with pytest.raises(
+        InvalidInput, match=rf"holds a table of {kind}, .* fit\(spark.read.format\('{kind}'\)"
+    ):
+        found(train)

@@ -96,11 +96,17 @@ def test_a_ledger_needs_a_folder(tmp_path: Path) -> None:
 def test_inputs_have_the_shapes_that_were_asked_for() -> None:
     columns = (Column("x", "float32", (4,)), Column("n", "int64"))
     manifest = Manifest(columns, (), (), fingerprint="f", content="c")
-    plain = request(feature_cols=("x", "n"))
+    none: Any = SimpleNamespace(transformation=None)
+    plain = request(feature_cols=("x", "n"), brought=none)
     assert [c.shape for c in _inputs(plain, manifest)] == [(4,), ()]
-    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)))
+    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)), brought=none)
     assert [(c.name, c.shape) for c in _inputs(shaped, manifest)] == [("n", (1,)), ("x", (2, 2))]
     with pytest.raises(
         InvalidInput, match=r"input_shapes says \(5,\) for column 'x', whose rows have 4 numbers"
     ):
-        _inputs(request(feature_cols=("x",), input_shapes=((5,),)), manifest)
+        _inputs(request(feature_cols=("x",), input_shapes=((5,),), brought=none), manifest)
+    changed: Any = SimpleNamespace(
+        transformation=dict
+    )  # whose results are reshaped: what is stored, it says itself
+    bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), brought=changed)
+    assert [c.shape for c in _inputs(bytes_shaped, manifest)] == [(4,)]

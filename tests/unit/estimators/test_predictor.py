@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import pickle
+from decimal import Decimal as D
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.objects import brought
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor, Transformed
-from spark_elastic.estimators.stacking import ROWS_AT_ONCE
+from spark_elastic.estimators.stacking import ROWS_AT_ONCE, stacked
+from spark_elastic.estimators.validation import checked
+from spark_elastic.torch.columns import Columns
+from tests.unit.estimators.test_validation import values
 
 
 def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:
@@ -123,3 +130,67 @@ def test_a_transformation_makes_the_inputs() -> None:
         predictor.predict([[b"a", None], [1, 2]])
     with pytest.raises(InvalidInput, match="'day' has nulls"):
         predictor.predict([[b"a", b"b"], [1.0, float("nan")]])
+
+
+def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_result_is_reshaped() -> None:
+    def centred(columns: dict[str, Any]) -> dict[str, Any]:
+        assert columns["x"].shape == (2, 4)
+        return {**columns, "x": columns["x"] - columns["x"].mean(1, keepdims=True)}
+
+    wanted = checked(values(transformation_fn=centred, input_shapes=[(1, 2, 2)]), brought)
+    change, stored = wanted.brought.transformation, (Column("x", "float32", (4,)),)
+    x, y = np.arange(8, dtype=np.float32).reshape(2, 4) ** 2, np.zeros(2, np.float32)
+    rows = StepRows(0, 0, 2, np.arange(2), {"x": x, "y": y})
+    seen = Columns(stored, ("y",), None, torch.float32, None, change).share(rows).features[0]
+    assert seen.shape == (2, 1, 2, 2)
+    module = torch.nn.Flatten()
+    (predicted,) = Predictor(pack(Transformed(module, change), module), stored).predict([list(x)])
+    assert predicted.tolist() == module(seen).tolist()
+    with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) for column 'x', of which"):
+        checked(values(transformation_fn=centred, input_shapes=[(3, 1)]), brought).brought.transformation(
+            rows.columns
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "rows", "says"),
+    [
+        ("int32", (), np.array([1.7, 2.0]), "has 1.7; the model was trained on int32"),
+        ("int32", (), [D("1.7")], "has 1.7"),
+        ("int32", (2,), [np.array([1.0, 1.5])], "has 1.5"),
+        ("int8", (), np.array([5, 300]), "has 300; the model was trained on int8"),
+        ("uint8", (2,), [[3, -1]], "has -1"),
+        ("int64", (), [1e19], "has 1e"),
+        ("bool", (), [2, 0], "has 2; the model was trained on bool"),
+        ("int32", (2,), [np.array([1.0, np.nan])], "has nulls"),
+        ("int32", (2,), [[1, None]], "has nulls"),
+        ("float32", (2, 2), [[[1.0, 2.0, 3.0], [4.0]]], "not of the lengths .* trained on .2, 2."),
+        ("datetime64[us]", (), np.array(["2020-01-01", "NaT"], "datetime64[ns]"), "has nulls"),
+        ("object", (2,), [["a", "b"], ["c"]], "not of the lengths"),
+        ("object", (2,), [["a", None]], "has nulls"),
+    ],
+)
+def test_no_value_is_made_another(dtype: str, shape: tuple[int, ...], rows: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        stacked(rows, Column("x", dtype, shape))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "rows", "found"),
+    [
+        ("int8", (), np.array([5, 7], "int64"), [5, 7]),
+        ("float32", (), [1, 2], [1.0, 2.0]),
+        ("float64", (), [D("1.5")], [1.5]),
+        ("float64", (2,), [np.array([D("1.5"), D("2.5")], object)], [[1.5, 2.5]]),
+        ("int64", (), [True, False], [1, 0]),
+        ("datetime64[D]", (1,), [np.array([3])], [[dt.date(1970, 1, 4)]]),
+        ("datetime64[us]", (), [dt.datetime(2020, 1, 1)], [dt.datetime(2020, 1, 1)]),
+        ("object", (2,), [np.array(["a", "b"], object), ["c", "d"]], [["a", "b"], ["c", "d"]]),
+        ("object", (1,), [[bytearray(b"a\0")]], [[b"a\0"]]),
+        ("object", (2, 1), [[["a"], ["b"]]], [[["a"], ["b"]]]),
+    ],
+)
+def test_rows_are_what_training_had(dtype: str, shape: tuple[int, ...], rows: Any, found: Any) -> None:
+    array = stacked(rows, Column("x", dtype, shape))
+    assert array.dtype == np.dtype(dtype)
+    assert array.tolist() == found

@@ -10,7 +10,12 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.transformer import ElasticModel
+from spark_elastic.estimators.transformer import ElasticModel, _check_new
+
+
+def table(columns: list[str], sensitive: str = "false") -> Any:
+    session = SimpleNamespace(conf={"spark.sql.caseSensitive": sensitive})
+    return SimpleNamespace(columns=columns, sparkSession=session)
 
 
 @pytest.mark.parametrize(
@@ -27,4 +32,13 @@ def test_a_column_that_is_there_already_is_named_before_any_job(wanted: dict[str
     model = ElasticModel(predictor, SimpleNamespace())  # type: ignore[arg-type]
     model._set(**wanted)
     with pytest.raises(InvalidInput, match=f"the table has a column {column!r} already"):
-        model._transform(SimpleNamespace(columns=["x", column]))  # type: ignore[arg-type]
+        model._transform(table(["x", column]))
+
+
+def test_names_are_compared_as_the_session_compares_them() -> None:
+    with pytest.raises(InvalidInput, match="the table has a column 'Prediction' already"):
+        _check_new(table(["x", "Prediction"]), ["prediction"])
+    _check_new(table(["x", "Prediction"], sensitive="true"), ["prediction"])
+    with pytest.raises(InvalidInput, match="would be called p, P: give each another name"):
+        _check_new(table(["x"]), ["p", "P"])
+    _check_new(table(["x"], sensitive="true"), ["p", "P"])

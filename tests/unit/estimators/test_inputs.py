@@ -1,0 +1,111 @@
+"""A column that is not what the model was trained on is refused from the schema alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import inputs
+from spark_elastic.estimators.inputs import model_input
+
+
+@pytest.fixture(autouse=True)
+def _said(monkeypatch: Any) -> None:
+    """Expressions as text: without a JVM there are none of Spark's."""
+
+    class Text(str):
+        def cast(self, name: str) -> Text:
+            return Text(f"{self}::{name}")
+
+    functions = SimpleNamespace(
+        col=Text,
+        unix_date=lambda c: Text(f"unix_date({c})"),
+        unix_micros=lambda c: Text(f"unix_micros({c})"),
+        transform=lambda c, change: Text(f"each({c}, {change(Text('e'))})"),
+    )
+    monkeypatch.setattr(inputs, "F", functions)
+    monkeypatch.setattr(inputs, "vector_to_array", lambda c: Text(f"vector_to_array({c})"))
+
+
+def taken(kind: DataType, dtype: str, shape: tuple[int, ...] = ()) -> str:
+    table: Any = SimpleNamespace(columns=["x"], schema=StructType([StructField("x", kind)]))
+    return str(model_input(table, Column("x", dtype, shape)))
+
+
+def arrays(kind: DataType, depth: int = 1) -> DataType:
+    return ArrayType(arrays(kind, depth - 1)) if depth else kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape", "expression"),
+    [
+        (IntegerType(), "int32", (), "`x`"),
+        (LongType(), "int32", (), "`x`"),
+        (BooleanType(), "int64", (), "`x`"),
+        (DoubleType(), "float32", (1,), "`x`"),
+        (DecimalType(), "float64", (), "`x`::double"),
+        (arrays(DecimalType(), 2), "float64", (2, 2), "`x`::array<array<double>>"),
+        (arrays(DoubleType()), "float32", (1, 2, 2), "`x`"),
+        (VectorUDT(), "float32", (3,), "vector_to_array(`x`)"),
+        (BinaryType(), "object", (), "`x`"),
+        (DateType(), "datetime64[D]", (), "unix_date(`x`)"),
+        (arrays(DateType()), "datetime64[D]", (2,), "each(`x`, unix_date(e))"),
+        (arrays(TimestampType(), 2), "datetime64[us]", (2, 1), "each(`x`, each(e, unix_micros(e)))"),
+    ],
+)
+def test_a_column_of_a_type_that_fits(
+    kind: DataType, dtype: str, shape: tuple[int, ...], expression: str
+) -> None:
+    assert taken(kind, dtype, shape) == expression
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        (DoubleType(), "int32", ()),
+        (DecimalType(), "int64", ()),
+        (VectorUDT(), "int64", (3,)),
+        (IntegerType(), "bool", ()),
+        (StringType(), "float32", ()),
+        (IntegerType(), "object", ()),
+        (DateType(), "datetime64[us]", ()),
+        (TimestampType(), "datetime64[D]", ()),
+        (IntegerType(), "datetime64[D]", ()),
+        (arrays(DoubleType()), "float32", ()),
+        (DoubleType(), "float32", (2,)),
+    ],
+)
+def test_a_column_of_another_type_is_refused(kind: DataType, dtype: str, shape: tuple[int, ...]) -> None:
+    sentence = f"column 'x' is {kind.simpleString()}; the model was trained on {dtype}"
+    with pytest.raises(InvalidInput) as error:
+        taken(kind, dtype, shape)
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_column_that_is_not_there_is_named() -> None:
+    table: Any = SimpleNamespace(columns=["a", "b"])
+    with pytest.raises(InvalidInput, match="column 'x' is not in the table; it has: a, b"):
+        model_input(table, Column("x", "int64"))
