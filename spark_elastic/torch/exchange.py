@@ -63,6 +63,7 @@ class GradientExchange:
         self._opener = opener
         self._arrivals = [0] * len(self._parameters)
         self._waiting: list[int] = []  # gradients that a bucket still lacks
+        self._versions: list[int | None] = []  # of the buckets, as their newest gradients left them
         self._launched = 0
         self._passes = 0
         self._open = False
@@ -151,6 +152,7 @@ class GradientExchange:
         self._found_sparse[:] = False
         buckets = [] if self._fusion is None else self._fusion.buckets
         self._waiting = [len(bucket.slices) * passes for bucket in buckets]
+        self._versions = [None] * len(buckets)
 
     def clear(self) -> None:
         """No gradient is there."""
@@ -174,7 +176,9 @@ class GradientExchange:
         Raises:
             MismatchError: in the first step of a world, ranks have other parameters than rank 0; on every rank alike.
             CollectiveError: the group broke; the gradients are void.
+            InvalidInput: gradients were changed since they arrived; the group is of no more use.
         """
+        self._check_untouched()
         for index, arrivals in enumerate(self._arrivals):
             if not arrivals:
                 self._adopt(index)
@@ -206,6 +210,15 @@ class GradientExchange:
             self._group.abort("a step was given up in the middle of its exchange")
         self.drain()
         self._open = False
+
+    def changed(self, name: str = "") -> InvalidInput:
+        """The open step is given up, since gradients were changed behind backward. name: of a parameter near by."""
+        self.abandon()
+        return InvalidInput(
+            f"gradients were changed between backward() and step(){f', at parameter {name!r}' if name else ''}: call "
+            "optimizer.synchronize() before they are clipped or unscaled, and then optimizer.step() or "
+            "scaler.step(optimizer) within `with optimizer.skip_synchronize():`."
+        )
 
     def scale(self, factor: float) -> None:
         """All gradients, times `factor`."""
@@ -263,9 +276,22 @@ class GradientExchange:
         self._adopt(index)
         self._arrivals[index] += 1
         if self._fusion is not None and index not in self._sparse:
-            self._waiting[self._fusion.bucket_of[index]] -= 1
+            number = self._fusion.bucket_of[index]
+            self._waiting[number] -= 1
+            self._versions[number] = self._fusion.version(number)
         while self._launched < len(self._waiting) and self._waiting[self._launched] == 0:
             self._launch()
+
+    def _check_untouched(self) -> None:
+        """Buckets are summed while backward runs: a change behind it would count on this rank alone, or not at all."""
+        if self._fusion is None:
+            return
+        for number, version in enumerate(self._versions):
+            if version is not None and version != self._fusion.version(number):
+                raise self.changed(self._names[self._fusion.buckets[number].slices[0].index])
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._fusion.views, strict=True)):
+            if parameter.grad is not view and view is not None and self._arrivals[index]:
+                raise self.changed(self._names[index])
 
     def _adopt(self, index: int) -> None:
         """The parameter's gradient, wherever autograd or the user put it, becomes the view of its bucket."""

@@ -49,9 +49,15 @@ class Fusion:
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Those of a bucket, each in its shape, in the memory of `array`."""
-        flat = self._on_host(number)
+        flat = self._on_host(
+            number
+        ).data  # what the engine's thread writes is no change that `version` counts
         parts = self.buckets[number].slices
         return [flat[part.offset : part.offset + part.numel].view(self._shapes[part.index]) for part in parts]
+
+    def version(self, number: int) -> int:
+        """Grows with every change of a bucket in place by torch; all gradients in it share that count."""
+        return self._flat[number]._version
 
     def send(self, number: int) -> None:
         """The bucket is complete: begin to bring it to where `array` is."""

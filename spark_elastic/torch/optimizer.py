@@ -148,6 +148,15 @@ class _Distributed(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined] # torch then leaves the profiling hooks to the own class's step
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's name. A `GradScaler` asks in its `step`, whatever it found on this rank; what it does to gradients
+        leaves no other trace."""
+        exchange = self._rounds.exchange
+        if exchange.is_open and exchange.group is not None and exchange.group.size > 1:
+            raise exchange.changed()
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients become None, whatever `set_to_none` says: one that no rank computes is None behind `step`, too."""
         self._rounds.clear()

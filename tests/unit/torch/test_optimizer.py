@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -83,6 +83,53 @@ def test_sum_is_not_divided_and_clipping_comes_between(here: Here) -> None:
     for seen, replica in in_a_world(2, work):
         assert seen == pytest.approx(float(norm), rel=1e-12)
         assert torch.allclose(replica, weights(model), rtol=0, atol=1e-12)
+
+
+def clip(opt: Any, scaler: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(opt.param_groups[0]["params"], 1e-3)
+    opt.step()
+
+
+def unscale(opt: Any, scaler: Any) -> None:
+    scaler.unscale_(opt)
+    scaler.step(opt)
+
+
+def scaled_step(opt: Any, scaler: Any) -> None:
+    scaler.step(opt)
+
+
+def replace(opt: Any, scaler: Any) -> None:
+    opt.param_groups[0]["params"][0].grad = torch.zeros(7, 5, dtype=torch.float64)
+    opt.step()
+
+
+@pytest.mark.parametrize("by", [1, 2], ids=["one rank", "both"])
+@pytest.mark.parametrize("change", [clip, unscale, scaled_step, replace])
+def test_gradients_changed_between_backward_and_step_are_an_error(
+    here: Here, change: Callable[[Any, Any], None], by: int
+) -> None:
+    """Some of them have been summed already, without the change. The others do not wait for who did it."""
+
+    def work(group: Group) -> str:
+        enter(here, group)
+        model = net()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
+        opt.step()  # the ranks have met
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        x = X * (float("inf") if group.rank == 0 and change is scaled_step else 1.0)
+        scaler.scale(model(x).pow(2).mean()).backward()  # type: ignore[no-untyped-call]
+        try:
+            change(opt, scaler) if group.rank < by else opt.step()
+        except (InvalidInput, CollectiveError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            opt.close()
+        return "went on"
+
+    found = in_a_world(2, work)
+    assert all("call optimizer.synchronize() before they are clipped" in said for said in found[:by])
+    assert all("a step was given up" in said for said in found[by:]), found
 
 
 @pytest.mark.parametrize("by_model", [False, True])
