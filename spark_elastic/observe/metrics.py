@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from spark_elastic.observe.progress import PLACE
+
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "spark_elastic_"
 
@@ -44,6 +46,13 @@ def _metrics(value: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[
     )
     for name in ("epoch", "step", "loss"):
         yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", numbers.get(name))]
+    others = sorted(set(numbers) - set(PLACE))
+    yield (
+        "reported",
+        "gauge",
+        "What else rank 0 reported: metrics, losses of validation, learning rate.",
+        [(f',name="{_quoted(name)}"', numbers[name]) for name in others],
+    )
     yield (
         "phase_seconds_total",
         "counter",

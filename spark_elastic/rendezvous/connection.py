@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 from starlette.types import Receive, Scope, Send
@@ -71,7 +72,8 @@ class _Whole:
 class Connection(H11Protocol):
     """Closes itself when the head of a request is not there `head_seconds` after its first byte (or the connect).
 
-    With one stranger more than `most_strangers` the one that came first is hung up on.
+    With one stranger more than `most_strangers` the one that came first is hung up on: each counts from `accepted` on,
+    before anything was read and, with TLS, before anything was agreed on.
     """
 
     head_seconds: ClassVar[float] = 10.0
@@ -80,18 +82,27 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._head_deadline: asyncio.TimerHandle | None = None
-        self._strangers: dict[Connection, None] = vars(self.server_state).setdefault("strangers", {})
+        self._stands = False  # it has a transport; of a TLS connection, since the handshake
+        self._strangers: dict[Connection, socket.socket] = vars(self.server_state).setdefault("strangers", {})
         self._served, self.app = self.app, self._introduced
 
+    def accepted(self, connection: socket.socket) -> None:
+        """The event loop has it from the listening socket."""
+        self._strangers[self] = connection
+        if len(self._strangers) > self.most_strangers():
+            first = next(iter(self._strangers))
+            first._hang_up(self._strangers.pop(first))
+
+    def begun(self) -> None:
+        """Its transport stands, or never will: no `connection_lost` follows a TLS handshake that failed."""
+        if not self._stands:
+            self._strangers.pop(self, None)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._stands = True
         super().connection_made(cast(asyncio.Transport, _Whole(transport, self.loop)))
         keep_alive(transport.get_extra_info("socket"))
         self._await_head()
-        self._strangers[self] = None
-        if len(self._strangers) > self.most_strangers():
-            first = next(iter(self._strangers))
-            del self._strangers[first]
-            first.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._idle() and self._head_deadline is None:
@@ -108,6 +119,13 @@ class Connection(H11Protocol):
     async def _introduced(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[PROVEN] = lambda: self._strangers.pop(self, None)
         await self._served(scope, receive, send)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        if self._stands:
+            self.transport.abort()
+            return
+        with suppress(OSError):  # it has hung up itself
+            connection.shutdown(socket.SHUT_RDWR)
 
     def _idle(self) -> bool:
         """No request of this connection is being answered."""

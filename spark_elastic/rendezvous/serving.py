@@ -32,6 +32,7 @@ RESTART_PAUSE = 0.05  # seconds between the death of a loop and the next, double
 LONGEST_PAUSE = 1.0  # seconds
 CLOSE_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0  # for TLS to be agreed on
+ACCEPT_AT_ONCE = 64  # connections
 IDLE_SECONDS = 600  # an idle connection is kept so long
 
 
@@ -94,12 +95,35 @@ class _Life(uvicorn.Server):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Gives a stranger that does not agree on TLS less time than asyncio's minute."""
+    """Gives a stranger that does not agree on TLS less time than asyncio's minute, and tells connections that they were
+    accepted: a protocol hears of a socket first when TLS is agreed on. It accepts a few at a time: a whole queue at once
+    could take the process's files before the first of them is hung up on.
+    """
 
     async def create_server(self, *arguments: Any, **named: Any) -> asyncio.Server:
         if named.get("ssl") is not None:
             named["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
         return await super().create_server(*arguments, **named)
+
+    def _accept_connection(
+        self, factory: Any, sock: Any, tls: Any = None, server: Any = None, backlog: int = 100, *more: Any
+    ) -> None:
+        super()._accept_connection(factory, sock, tls, server, min(backlog, ACCEPT_AT_ONCE), *more)  # type: ignore[misc]
+
+    def _make_socket_transport(self, sock: socket.socket, protocol: Any, *more: Any, **named: Any) -> Any:
+        _accepted(sock, protocol, named.get("waiter"))
+        return super()._make_socket_transport(sock, protocol, *more, **named)  # type: ignore[misc]
+
+    def _make_ssl_transport(self, rawsock: socket.socket, protocol: Any, *more: Any, **named: Any) -> Any:
+        _accepted(rawsock, protocol, named.get("waiter"))
+        return super()._make_ssl_transport(rawsock, protocol, *more, **named)  # type: ignore[misc]
+
+
+def _accepted(connection: socket.socket, protocol: Any, begun: asyncio.Future[None] | None) -> None:
+    if isinstance(protocol, Connection):
+        protocol.accepted(connection)
+        if begun is not None:
+            begun.add_done_callback(lambda _: protocol.begun())
 
 
 class Serving:

@@ -138,7 +138,7 @@ class TrainingLoop:
                     verdict = self._learner.take(group, rows, heard, account, self._show_step)
                 session.tell(self._state.position)
                 self._keep(world, applied=True)
-                self._report(group, session, verdict)
+                self._report(group, session, verdict.loss / (verdict.denominator or 1.0), verdict.rows)
                 version = verdict.version
                 if self._state.position.phase is not Phase.TRAIN:
                     break
@@ -213,6 +213,7 @@ class TrainingLoop:
         decided = self._hooks.epoch_ends(group, entry)
         state.extras["stopped"] = state.extras["stopped"] or decided
         state.extras["history"].append(entry)
+        self._report(group, session, entry["loss"], entry["rows"] // entry["steps"])
         state.extras.update(_no_sums(), validation=no_sums())
         self._learner.reset()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
@@ -245,16 +246,19 @@ class TrainingLoop:
     def _mark(self, event: str, group: Group) -> None:
         self._ledger.mark(event, group.fence, self._state.position)
 
-    def _report(self, group: Group, session: Session, verdict: Verdict) -> None:
-        here = self._state.position
+    def _report(self, group: Group, session: Session, loss: float, rows: int) -> None:
+        """loss: of the newest step, behind an epoch its mean. rows: of a step. With them goes what is known of the last
+        closed epoch alone: losses of validation, metrics, learning rate."""
+        here, history = self._state.position, self._state.extras["history"]
         session.report(
             {
+                **(_figures(history[-1]) if history else {}),
                 "epoch": here.epoch,
                 "epochs": self._spec.epochs,
                 "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,
                 "steps": self._spec.plan.steps,
-                "loss": verdict.loss / (verdict.denominator or 1.0),
-                "rows": verdict.rows,
+                "loss": loss,
+                "rows": rows,
                 "world": group.size,
                 "checkpoint_seconds": self._checkpointing.seconds if self._checkpointing is not None else 0.0,
             }
@@ -282,6 +286,10 @@ class TrainingLoop:
 def _no_sums() -> dict[str, Any]:
     """What an epoch begins with."""
     return {"loss": 0.0, "divisor": 0.0, "rows": 0, "steps": 0, "seconds": 0.0, "sizes": []}
+
+
+def _figures(entry: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if isinstance(value, float) and name != "seconds"}
 
 
 def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from spark_elastic.clock import Clock
@@ -45,7 +46,7 @@ class Control:
 
     def start(self) -> None:
         self._loop.membership_version = lambda: self._version
-        self._loop.report = self._report
+        self._loop.report, self._loop.ship_report = self._report, self._ship
         for thread in self._threads:
             thread.start()
 
@@ -57,12 +58,14 @@ class Control:
 
     def _ship_reports(self) -> None:
         while not self._closing.wait(REPORT_EVERY):
-            numbers, self._latest = self._latest, None
-            if numbers is not None:
-                try:
-                    self._driver.report(dict(numbers))
-                except ElasticError:
-                    continue  # progress is for people; the watch thread is who minds the driver's absence
+            self._ship()
+
+    def _ship(self) -> None:
+        numbers, self._latest = self._latest, None
+        if numbers is not None:
+            # Progress is for people; the watch thread is who minds the driver's absence.
+            with suppress(ElasticError):
+                self._driver.report(dict(numbers))
 
     def _watch(self) -> None:
         heard = self._clock.now()

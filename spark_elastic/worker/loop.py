@@ -66,6 +66,7 @@ class WorkerLoop:
         self._aborted: Fence | None = None
         self.membership_version: Callable[[], int] = lambda: 0
         self.report: Callable[..., None] = lambda numbers: None
+        self.ship_report: Callable[[], None] = lambda: None
         self.watched: Callable[[Group], Group] = lambda group: group
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         self._session = Session(
@@ -146,6 +147,7 @@ class WorkerLoop:
             case do.ReportFailure():
                 self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
             case do.ReportDone(_, fence, position, result):
+                self.ship_report()  # the driver may end the job with our word, and nobody would see the last numbers
                 return self._ask(lambda: self._driver.done(fence, position, result))
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for here

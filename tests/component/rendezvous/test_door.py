@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import Unauthorized
 from spark_elastic.protocol import events
-from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous import auth, tls
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.connection import Connection
 from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
@@ -282,40 +283,77 @@ class _Narrow(Connection):
     most_strangers = staticmethod(lambda: 3)
 
 
-def test_strangers_cannot_take_all_connections() -> None:
-    """With one more than there may be, the first is hung up on; whoever proved the key keeps its connection."""
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
+    """With one more than there may be, the first is hung up on; whoever proved the key keeps its connection. Strangers
+    that never begin to speak of TLS count as well."""
 
     async def beat(call: Call) -> object:
         return Acknowledged()
 
     listener = listen(Bind())
     port = listener.getsockname()[1]
-    serving = Serving(Gate(KEY, ATTEMPT, {Beat: beat}), listener, _Narrow)
+    certificate = tls.made() if encrypted else None
+    serving = Serving(
+        Gate(KEY, ATTEMPT, {Beat: beat}), listener, _Narrow, certificate and certificate.context
+    )
     serving.start()
-    honest = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-    silent = []
+    honest = (
+        http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        if certificate is None
+        else http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=PATIENCE, context=tls.only(certificate.public)
+        )
+    )
+    silent: list[socket.socket] = []
+    count = itertools.count(1)
+    session = auth.new_id()
+
+    def ask(path: str, body: str, number: int) -> bytes:
+        header = auth.sign_request(KEY, path, session, number, body.encode()).header()
+        honest.request("POST", path, body, {"authorization": header})
+        answer = honest.getresponse()
+        assert answer.status == 200
+        return answer.read()
+
     try:
-        signing = Stranger(port)
-        session = signing.session()
-
-        def ask() -> int:
-            header = signing.signed(Beat.path, BEAT.encode(), session)
-            honest.request("POST", Beat.path, BEAT, {"authorization": header})
-            answer = honest.getresponse()
-            answer.read()
-            return answer.status
-
-        assert ask() == 200
+        session = str(json.loads(ask(auth.HELLO, "", 0))["session"])
+        ask(Beat.path, BEAT, next(count))
         kept = honest.sock
         silent = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(6)]
         for hung_up_on in silent[:3]:
             assert hung_up_on.recv(1) == b""
-        assert ask() == 200
+        ask(Beat.path, BEAT, next(count))
         assert honest.sock is kept
         for still_there in silent[3:]:
+            if certificate is not None:
+                still_there = tls.only(certificate.public).wrap_socket(still_there)
+                silent.append(still_there)
             still_there.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert _parse(read_all(still_there))[0] == 401
     finally:
         for connection in (honest, *silent):
             connection.close()
+        serving.close()
+
+
+def test_strangers_whose_tls_fails_are_forgotten() -> None:
+    """Else those who came later would be hung up on for their sake."""
+
+    async def nothing(call: Call) -> object:
+        return Acknowledged()
+
+    listener = listen(Bind())
+    serving = Serving(Gate(KEY, ATTEMPT, {Beat: nothing}), listener, _Narrow, tls.made().context)
+    serving.start()
+    try:
+        with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as first:
+            for _ in range(6):
+                with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as noisy:
+                    noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    read_all(noisy)
+            first.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                first.recv(1)
+    finally:
         serving.close()

@@ -85,7 +85,7 @@ def test_what_json_has_no_number_for_is_null() -> None:
 
 def test_metrics_are_in_the_exposition_format() -> None:
     chronicle = job(3)
-    chronicle.heard(2.0, {"epoch": 0, "step": 4, "loss": math.inf})
+    chronicle.heard(2.0, {"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
     lines = metrics.exposition(snapshot(chronicle, 'a "job"\\', 3.0)).decode().splitlines()
     sample = re.compile(
         r'spark_elastic_\w+\{job_name="a \\"job\\"\\\\"(,\w+="[\w ]+")?\} (-?[\d.e+-]+|Inf|NaN)'
@@ -93,6 +93,7 @@ def test_metrics_are_in_the_exposition_format() -> None:
     assert [line for line in lines if not line.startswith("#") and not sample.fullmatch(line)] == []
     assert 'spark_elastic_slots{job_name="a \\"job\\"\\\\",status="running"} 3.0' in lines
     assert 'spark_elastic_loss{job_name="a \\"job\\"\\\\"} Inf' in lines
+    assert 'spark_elastic_reported{job_name="a \\"job\\"\\\\",name="val_loss"} 0.5' in lines
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(typed) == len(set(typed))
 

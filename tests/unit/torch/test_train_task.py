@@ -30,11 +30,13 @@ pytestmark = pytest.mark.native
 def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
     world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
-    session: Any = SimpleNamespace(
-        membership_version=lambda: 0, tell=lambda position: None, report=lambda numbers: None
-    )
+    told: list[Any] = []
 
     def work(group: Group) -> tuple[Any, Any]:
+        report = told.append if group.rank == 0 else lambda numbers: None
+        session: Any = SimpleNamespace(
+            membership_version=lambda: 0, tell=lambda position: None, report=report
+        )
         task = job.task(store, manifest)
         task._spec = replace(task._spec, checkpoints=None)
         task.prepare()
@@ -47,6 +49,23 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     theirs, history = plain(job, store, manifest)
     assert difference(ours, theirs) < 1e-9
     same_history(SimpleNamespace(results=[outcome.result]), history)
+    shows_what_the_history_has(told, json.loads(outcome.result)["history"])
+
+
+def shows_what_the_history_has(told: list[Any], history: list[Any]) -> None:
+    """Each report has the numbers of the last closed epoch, for the progress line, the status page and /metrics."""
+    names = {name for name, value in history[0].items() if isinstance(value, float)} - {"seconds", "loss"}
+    steps = history[0]["steps"]
+    assert {"val_loss", "learning_rate"} < names
+    assert not names & told[0].keys()
+    for entry in history:
+        closing = told[(entry["epoch"] + 1) * (steps + 1) - 1]
+        assert (closing["epoch"], closing["step"]) == (entry["epoch"], steps)
+        assert {name: closing[name] for name in (*names, "loss")} == {
+            name: entry[name] for name in (*names, "loss")
+        }
+    assert told[steps + 1]["val_loss"] == history[0]["val_loss"], "stays until the next epoch's is known"
+    assert told[-1] == closing
 
 
 @dataclass(frozen=True)
