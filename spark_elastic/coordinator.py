@@ -22,6 +22,7 @@ from spark_elastic.driver.ports import Contact, Discovery, Launcher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers
 from spark_elastic.launch import LaunchResult, Narrator, Site, WorldSpan, supervise
 from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.told_log import Passed, log_again, log_passed_on
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.held_run import HeldRun
@@ -52,10 +53,10 @@ class Coordinator:
         launcher = MailLauncher(self.box, clock, patience(self.config))
         run = None if self.run is None else HeldRun(self.box.store, *self.run)
         site = Site(bind=host, encrypted=self.encrypted, admit=self.admit, run=run, key=self.box.key)
+        told = _Told(launcher.mail)
         try:
-            done = supervise(
-                launcher, Together(), site, self.limits, self.config, self.name, _Told(launcher.mail)
-            )
+            with log_passed_on(told.logged):
+                done = supervise(launcher, Together(), site, self.limits, self.config, self.name, told)
             worlds = [dataclasses.astuple(world) for world in done.worlds]
             report = done.report.to_json()
             launcher.mail.post({"results": list(done.results), "worlds": worlds, "report": report})
@@ -82,6 +83,10 @@ class _Told:
 
     def tell(self, text: str) -> None:
         self.mail.post({"tell": text})
+
+    def logged(self, record: Passed) -> None:
+        """The driver's own words would stay in this executor's standard error."""
+        self.mail.post({"record": record})
 
 
 def checked(config: ElasticConfig) -> ElasticConfig:
@@ -185,6 +190,8 @@ class Client:
                 self._narrate.world(size, reason)
             case {"tell": str(text)}:
                 self._narrate.tell(text)
+            case {"record": [level, name, text, told]}:
+                log_again(level, name, text, told)
             case {"results": _} | {"failed": _}:
                 self._end = letter
                 self._ended.set()

@@ -1,24 +1,28 @@
-"""The log of spark_elastic shown where a job is watched, for `verbose=2`. The root logger is left as it is."""
+"""The log of spark_elastic where a job is watched: shown there for `verbose=2`, and passed on by a driver that runs
+elsewhere. The root logger is left as it is.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import TypeAlias
 
+Passed: TypeAlias = tuple[
+    int, str, str, bool
+]  # level, logger, text, and whether those who watch are told anyway
 TOLD = {"told": True}  # `extra` of records that those who watch are told anyway
 
 
-class _Teller(logging.Handler):
-    def __init__(self, tell: Callable[[str], None]) -> None:
+class _Taker(logging.Handler):
+    def __init__(self, take: Callable[[logging.LogRecord], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._take = take
 
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "told", False):
-            return
         try:
-            self._tell(f"{record.levelname.lower()}: {record.getMessage()}")
+            self._take(record)
         except Exception:  # whoever logs must not suffer from a stream that is closed
             self.handleError(record)
 
@@ -29,16 +33,41 @@ def log_told(tell: Callable[[str], None], wanted: bool = True) -> Iterator[None]
 
     wanted: False changes nothing.
     """
-    if not wanted:
+
+    def take(record: logging.LogRecord) -> None:
+        if not getattr(record, "told", False):
+            tell(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    with _taken(take) if wanted else nullcontext():
         yield
-        return
-    logger, teller = logging.getLogger("spark_elastic"), _Teller(tell)
+
+
+@contextmanager
+def log_passed_on(post: Callable[[Passed], None]) -> Iterator[None]:
+    """Inside the block `post` gets all of it, as what `log_again` takes on the other side."""
+
+    def take(record: logging.LogRecord) -> None:
+        told = getattr(record, "told", False)
+        post((record.levelno, record.name, logging.Formatter().format(record), told))
+
+    with _taken(take):
+        yield
+
+
+def log_again(level: int, name: str, text: str, told: bool) -> None:
+    """Log here what was logged elsewhere."""
+    logging.getLogger(name).log(level, "%s", text, extra=TOLD if told else None)
+
+
+@contextmanager
+def _taken(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    logger, taker = logging.getLogger("spark_elastic"), _Taker(take)
     level = logger.level
-    logger.addHandler(teller)
+    logger.addHandler(taker)
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.setLevel(level)
-        logger.removeHandler(teller)
+        logger.removeHandler(taker)

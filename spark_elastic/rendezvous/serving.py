@@ -96,8 +96,8 @@ class _Life(uvicorn.Server):
 
 class _Loop(asyncio.SelectorEventLoop):
     """Gives a stranger that does not agree on TLS less time than asyncio's minute, and tells connections that they were
-    accepted: a protocol hears of a socket first when TLS is agreed on. It accepts a few at a time: a whole queue at once
-    could take the process's files before the first of them is hung up on.
+    accepted: a protocol hears of a socket first when TLS is agreed on. It accepts a few at a time: a whole queue at
+    once could take the process's files before the first of them is hung up on.
     """
 
     async def create_server(self, *arguments: Any, **named: Any) -> asyncio.Server:

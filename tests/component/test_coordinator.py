@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -81,7 +82,10 @@ class Task:
         return client.follow(self.carry, 1, ElasticConfig())
 
 
-def test_a_job_by_mail_lives_through_the_loss_of_a_slot(tmp_path: Path) -> None:
+def test_a_job_by_mail_lives_through_the_loss_of_a_slot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "spark_elastic")
     program = Held(steps=30, seconds=0.03)
     cluster = ProcessLauncher(program, SystemClock(), room=3)
     watcher = Watcher(10, lambda: cluster.kill(max(cluster.slots())), program.release)
@@ -91,6 +95,9 @@ def test_a_job_by_mail_lives_through_the_loss_of_a_slot(tmp_path: Path) -> None:
     assert watcher.sizes[0] == 2
     assert len(watcher.sizes) >= 2
     assert result.report.recoveries
+    assert any(record.getMessage().startswith("world 1 is over: ") for record in caplog.records), (
+        "its log, too"
+    )
     assert Store.open(str(tmp_path)).list("mail/1") == []
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from spark_elastic.observe.told_log import TOLD, log_told
+from spark_elastic.observe.told_log import TOLD, Passed, log_again, log_passed_on, log_told
 
 
 def test_the_log_is_told_inside_the_block_alone() -> None:
@@ -34,3 +34,29 @@ def test_a_stream_that_fails_is_not_the_job_s_worry(capsys: pytest.CaptureFixtur
     with log_told(closed):
         logging.getLogger("spark_elastic").warning("a worry")
     assert "closed file" in capsys.readouterr().err
+
+
+def test_what_a_driver_elsewhere_logs_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    passed: list[Passed] = []
+    with log_passed_on(passed.append):
+        logging.getLogger("spark_elastic.driver").warning("rank %d keeps others waiting", 1)
+        logging.getLogger("spark_elastic").info("told anyway", extra=TOLD)
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("spark_elastic").exception("it failed")
+    assert logging.getLogger("spark_elastic").level == logging.NOTSET
+    caplog.clear()
+    told: list[str] = []
+    with log_told(told.append):
+        for record in passed:
+            log_again(*record)
+    again = [(record.levelno, record.name) for record in caplog.records]
+    assert again == [
+        (logging.WARNING, "spark_elastic.driver"),
+        (logging.INFO, "spark_elastic"),
+        (logging.ERROR, "spark_elastic"),
+    ]
+    assert told[0] == "warning: rank 1 keeps others waiting"
+    assert len(told) == 2
+    assert "ValueError: why" in told[1]
