@@ -15,7 +15,7 @@ from spark_elastic.protocol import durable, jobs, listing, slot_events, stall, w
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
-from spark_elastic.protocol.evidence import judge, mark_hiccup, scan
+from spark_elastic.protocol.evidence import judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.forming import end, settle
 from spark_elastic.protocol.registry import JobRecord
 from spark_elastic.protocol.types import Checkpoint, Limits
@@ -39,6 +39,7 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
     if state.stage is Stage.ENDED:
         _after_the_end(turn, event)
         return state, tuple(turn.commands)
+    notice_sleep(turn)
     handler: Callable[[Turn, Any], None] = HANDLERS[type(event)]
     handler(turn, event)
     if not isinstance(event, on.SlotBeat) or turn.commands:  # a mere sign of life changes nothing

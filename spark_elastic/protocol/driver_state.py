@@ -56,7 +56,7 @@ class DriverState:
     absent, unformed: how many living members of the world have not come back from it / have not built it yet.
     waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
     suspected: members that peers saw break in this world. hiccup: when last all workers were cut at once.
-    deaf: when last the driver itself was cut off or asleep.
+    scanned: when the leases were last looked at. deaf: when last the driver itself was cut off or asleep.
     slots_on, slots_of: living slots by host and by slot job. starting: how many workers have that status.
     stalled: members of this world that kept others waiting, and what they were doing.
     regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
@@ -111,6 +111,7 @@ class DriverState:
     vain_since: float = 0.0
     next_lease_scan: float = 0.0
     hiccup: float = float("-inf")
+    scanned: float = float("inf")
     deaf: float = float("-inf")
     gather_since: float | None = None
     regroup_since: float | None = None

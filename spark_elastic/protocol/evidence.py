@@ -114,7 +114,7 @@ def judge(turn: Turn, name: WorkerId) -> None:
     worker, since = state.workers.get(name), state.cut.get(name)
     if worker is None or since is None or _everybody_is_cut(turn):
         return
-    broken = turn.now - max(since, state.hiccup)
+    broken = turn.now - max(since, state.hiccup, state.deaf)
     slot = state.slots.get(worker.slot)
     own = state.hiccup < since
     if own and name in state.suspected:
@@ -123,6 +123,15 @@ def judge(turn: Turn, name: WorkerId) -> None:
         lose(turn, worker, "its connection and its slot's broke", kill=True, liable=True)
     elif broken >= state.limits.reconnect_grace:
         lose(turn, worker, f"its connection has been broken for {broken:.1f} s", kill=True, liable=True)
+
+
+def notice_sleep(turn: Turn) -> None:
+    """Before any event is answered. A scan that did not come for half a lease shows that the driver was stopped, and
+    what it was sent meanwhile it may still have to read: whatever was heard first says nothing of the others (R12).
+    """
+    state = turn.state
+    if turn.now - state.scanned > state.limits.lease / 2:
+        state.deaf = turn.now
 
 
 def mark_hiccup(turn: Turn) -> None:
@@ -140,6 +149,7 @@ def scan(turn: Turn) -> None:
     if turn.now < state.next_lease_scan:
         return
     lease = state.limits.lease
+    state.scanned = turn.now
     state.next_lease_scan = turn.now + lease / SCANS_PER_LEASE
     if _driver_is_deaf(turn):
         state.deaf = turn.now

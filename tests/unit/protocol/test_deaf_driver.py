@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -53,6 +55,33 @@ def test_r12_a_driver_that_slept_takes_nobody_for_lost() -> None:
         bench.on(on.SlotBeat(0, f"{job}-0", name(job), "S"))
     bench.wait(5.0, beating=ALL)
     assert not bench.all(Abort)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_r12_a_driver_that_slept_takes_one_fresh_beat_for_no_evidence_against_others(first: int) -> None:
+    """The beats of the others still lie in its sockets when the first tick comes."""
+    bench = _running()
+    bench.wait(1.0, beating=ALL)
+    bench.now += 10.0
+    bench.on(on.SlotBeat(0, f"{first}-0", name(first), "S"))
+    bench.on(on.Tick(0))
+    bench.wait(4.0, beating=(first,))
+    assert len(bench.state.workers) == 4
+    bench.wait(2.0, beating=(first,))
+    assert set(bench.state.workers) == {name(first)}, "a lease is enough to be heard again"
+
+
+def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
+    bench = _running()
+    bench.wait(1.0, beating=ALL)
+    bench.on(on.ConnectionLost(0, "2-0", name(2)))
+    bench.now += 10.0
+    bench.on(on.SlotBeat(0, "1-0", name(1), "S"))
+    bench.on(on.Tick(0))
+    assert len(bench.state.workers) == 4
+    bench.on(on.ConnectionBack(0, "2-0", name(2)))
+    bench.wait(4.0, beating=ALL)
+    assert len(bench.state.workers) == 4
 
 
 def test_r12_after_the_drivers_timeout_they_have_ended_themselves() -> None:

@@ -100,9 +100,9 @@ def test_r12_who_does_not_come_back_from_a_hiccup_is_lost() -> None:
     bench.wait(2.0)
     for job in (1, 3, 4):
         bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
-    bench.wait(0.9)
+    bench.wait(0.9, beating=(1, 3, 4))
     assert not bench.all(Abort)
-    bench.wait(0.2)
+    bench.wait(0.2, beating=(1, 3, 4))
     assert W2 in bench.all(Abort)[0].reason
 
 
