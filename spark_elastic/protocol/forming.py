@@ -16,7 +16,7 @@ from spark_elastic.protocol.failures import in_vain, whence
 from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
 from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
-from spark_elastic.protocol.time_limit import GRACE, may_end, time_is_up
+from spark_elastic.protocol.time_limit import GRACE, is_told, may_end, time_is_up
 from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, WorkerStatus, World
 
 
@@ -97,7 +97,7 @@ def _mind_running(turn: Turn, over_time: str) -> None:
 def _announce(turn: Turn, over_time: str) -> None:
     """A planned change that would change the world, once no other is about to join it; or the job's end."""
     state = turn.state
-    if state.announced or state.results:
+    if state.results or (state.announced and not (over_time and not is_told(turn))):
         return
     if not over_time and not _change_possible(state):
         state.change_since = None

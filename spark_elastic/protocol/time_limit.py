@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.types import LAST_CHANGE
 
 GRACE = 60.0  # seconds for the way to the next boundary; some functions have none
 
@@ -17,9 +18,22 @@ def time_is_up(turn: Turn) -> str:
     return f"the job has had its {limit:g} s (max_runtime)"
 
 
+def is_told(turn: Turn) -> bool:
+    """Whether the world's members were told that their next boundary is the job's last."""
+    state = turn.state
+    return state.world is not None and state.version >= state.world.version + LAST_CHANGE
+
+
 def may_end(turn: Turn) -> bool:
-    """Once its time is up: whether nobody is in the middle of a step, or the grace is over, too."""
+    """Once its time is up: whether the last boundary is behind everybody, nobody is left to save anything, or the
+    grace is over, too. A world that broke, or may have stopped for another change, is followed by one that is told.
+    """
     state = turn.state
     assert state.began is not None
     assert state.limits.max_runtime is not None
-    return state.stage is not Stage.RUNNING or turn.now - state.began >= state.limits.max_runtime + GRACE
+    if turn.now - state.began >= state.limits.max_runtime + GRACE:
+        return True
+    if state.stage is Stage.RUNNING:
+        return False
+    told_only_that = state.world is not None and state.version == state.world.version + LAST_CHANGE
+    return not turn.anybody_survives() or (told_only_that and not state.because)

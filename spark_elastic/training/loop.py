@@ -195,7 +195,7 @@ class TrainingLoop:
 
     def _stops(self, world: World, version: int) -> None:
         """Where the boundary is the job's last, it is made durable before anybody leaves."""
-        if self._checkpointing is not None and is_last(version):
+        if self._checkpointing is not None and version > world.version and is_last(version):
             self._checkpointing.finish(world.fence, self._state)
 
     def _keep(self, world: World, applied: bool) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Outcome, Publish
 from spark_elastic.protocol.time_limit import GRACE
-from spark_elastic.protocol.types import START, Fence, Limits
+from spark_elastic.protocol.types import START, Fence, Limits, is_last
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 LIMITS = Limits(1, 1, 1, max_runtime=100.0)
 
@@ -64,3 +67,75 @@ def test_while_workers_are_gathered_it_ends_at_once() -> None:
 def test_without_a_limit_nothing_ends() -> None:
     driver = Driver(Limits(1, 1, 1)).trains()
     assert not any(ends(driver.beats(2.0 + 50.0 * second)) for second in range(100))
+
+
+# ---- the end comes together with something else: it still needs a boundary that all know to be the last
+
+
+def _two(most: int = 2) -> Bench:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=most, max_runtime=100.0))
+    bench.start(1, 2)
+    return bench
+
+
+def _stops_as_told(bench: Bench, step: int, *jobs: int) -> None:
+    """The newest world is told, stops, and the job ends."""
+    assert not bench.all(End)
+    bench.form()
+    bench.wait(0.5, beating=jobs)
+    assert is_last(bench.all(Announce)[-1].version)
+    assert bench.all(Announce)[-1].version > bench.world.version
+    bench.stop_planned(step, *(name(job) for job in jobs))
+    assert bench.end.outcome is Outcome.TIME_LIMIT
+
+
+def test_a_change_whose_boundary_comes_late_is_followed_by_a_world_that_is_told() -> None:
+    bench = _two(3)
+    bench.wait(98.0 - bench.now, beating=[1, 2])
+    bench.warm(3)
+    bench.wait(1.0, beating=[1, 2, 3])
+    assert not is_last(bench.all(Announce)[-1].version)
+    bench.wait(3.0, beating=[1, 2, 3])
+    assert is_last(bench.all(Announce)[-1].version), "a boundary that is not yet reached may be the last"
+    bench.stop_planned(50, name(1), name(2))  # it may have been on its way: nobody knows whether they knew
+    assert bench.members() == [name(1), name(2), name(3)]
+    _stops_as_told(bench, 51, 1, 2, 3)
+
+
+def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
+    bench = _two()
+    bench.wait(101.0 - bench.now, beating=[1, 2])
+    bench.on(on.WorkerExited(0, name(2), -9))
+    assert not bench.all(End)
+    bench.regroup(50, name(1))
+    assert bench.members() == [name(1)]
+    _stops_as_told(bench, 51, 1)
+
+
+def test_a_loss_just_before_the_time_is_up_costs_no_checkpoint() -> None:
+    bench = _two()
+    bench.wait(99.5 - bench.now, beating=[1, 2])
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.wait(1.0, beating=[1])
+    bench.regroup(50, name(1))
+    _stops_as_told(bench, 51, 1)
+
+
+def test_with_nobody_left_it_ends_at_once() -> None:
+    bench = _two()
+    bench.wait(101.0 - bench.now, beating=[1, 2])
+    for job in (1, 2):
+        bench.on(on.WorkerExited(0, name(job), -9))
+    assert bench.end.outcome is Outcome.TIME_LIMIT
+
+
+def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
+    bench = _two()
+    bench.wait(101.0 - bench.now, beating=[1, 2])
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.regroup(50, name(1))
+    bench.form()
+    bench.wait(GRACE - 2.0, beating=[1])
+    assert not bench.all(End)
+    bench.wait(2.0, beating=[1])
+    assert bench.end.outcome is Outcome.TIME_LIMIT
