@@ -18,7 +18,7 @@ R = TypeVar("R")
 class Asks(Protocol):
     """What `RendezvousClient` offers."""
 
-    def ask(self, request: m.Request[R], hold: float = 0.0) -> R: ...
+    def ask(self, request: m.Request[R], hold: float = 0.0, within: float | None = None) -> R: ...
 
     def now(self) -> float: ...
 
@@ -51,9 +51,9 @@ class SlotCalls:
     ) -> m.Acknowledged:
         return self._client.ask(m.Exited(self._slot, worker, exit_code, reason, out_of_memory))
 
-    def watch(self, seen: int, hold: float = m.HOLD) -> m.SlotOrders:
+    def watch(self, seen: int, hold: float = m.HOLD, within: float | None = None) -> m.SlotOrders:
         """Orders after the first `seen`, at once when there are some; else after `hold` seconds, none."""
-        return self._client.ask(m.WatchSlot(self._slot, seen), hold)
+        return self._client.ask(m.WatchSlot(self._slot, seen), hold, within)
 
     def logs(self, worker: WorkerId, rank: int | None, lines: tuple[str, ...]) -> m.Acknowledged:
         return self._client.ask(m.LogLines(self._slot, worker, rank, lines))
@@ -80,9 +80,11 @@ class WorkerCalls:
         request = m.JoinWorld(self._worker, self._slot, fence, position, suspects, reason, planned)
         return self._client.ask(request, hold)
 
-    def watch(self, over: Fence | None, version: int, hold: float = m.HOLD) -> m.News:
+    def watch(
+        self, over: Fence | None, version: int, hold: float = m.HOLD, within: float | None = None
+    ) -> m.News:
         """News once the version is not `version`, a generation after `over` is over, or this worker is to stop."""
-        return self._client.ask(m.WatchWorker(self._worker, self._slot, over, version), hold)
+        return self._client.ask(m.WatchWorker(self._worker, self._slot, over, version), hold, within)
 
     def report(self, numbers: dict[str, Any]) -> m.Acknowledged:
         return self._client.ask(m.Report(self._worker, self._slot, numbers))

@@ -104,17 +104,20 @@ class RendezvousClient:
 
     # ---- asking
 
-    def ask(self, request: Request[R], hold: float = 0.0) -> R:
-        """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD and 2/3 of `timeout`.
+    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
+        """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD and 2/3 of the time
+        that there is: `within` seconds, if given, and never more than `timeout`.
 
         Raises:
-            DriverUnreachable: no answer within `timeout`; names host:port.
+            DriverUnreachable: no answer in that time; names host:port.
             Unauthorized: one side does not prove the job's key.
             StaleGeneration: the request belongs to an attempt or generation that is over.
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
-        patience = _Patience(self._clock.now() + self._timeout)
+        patience = _Patience(
+            self._clock.now() + min(self._timeout, self._timeout if within is None else within)
+        )
         while True:
             left = patience.deadline - self._clock.now()
             # Short enough for a driver that went silent to be noticed in time, at a second try too.

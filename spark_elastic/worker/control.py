@@ -21,7 +21,8 @@ from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.worker.loop import Identity, WorkerLoop
 
 LAST_WORDS = 2.0  # seconds that a stopped main thread gets to end by itself
-PAUSE = 0.2  # seconds between tries while the driver is away
+PAUSE = 0.2  # seconds between tries while the driver is away; the last ones come closer together
+LEAST_PAUSE = 0.01
 REPORT_EVERY = 0.25  # seconds between two progress messages
 
 
@@ -71,15 +72,14 @@ class Control:
         heard = self._clock.now()
         over: Fence | None = None  # the newest generation that is known to be over
         while not self._closing.is_set():
+            left = heard + self._driver_timeout - self._clock.now()
+            if left <= 0.0:
+                silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
+                self._leave(self._loop.hear(silent), "the driver is silent")
             try:
-                news = self._driver.watch(over, self._version)
+                news = self._driver.watch(over, self._version, within=max(0.0, left))
             except ElasticError:
-                silence = self._clock.now() - heard
-                if silence > self._driver_timeout:
-                    self._leave(
-                        self._loop.hear(DriverSilent(self._clock.now(), silence)), "the driver is silent"
-                    )
-                self._closing.wait(PAUSE)
+                self._closing.wait(min(PAUSE, max(LEAST_PAUSE, left)))
                 continue
             heard = self._clock.now()
             self._version = max(self._version, news.version)

@@ -200,8 +200,9 @@ class SlotAgent:
         seen = 0
         heard = self._clock.now()
         while not self._closing.is_set():
+            left = heard + self._plan.driver_timeout - self._clock.now()
             try:
-                orders = self._driver.watch(seen)
+                orders = self._driver.watch(seen, within=max(0.0, left))
             except ElasticError as error:
                 if self._closing.is_set():
                     return

@@ -128,9 +128,9 @@ class WatchedAsks:
         self._asks = asks
         self._sampler = sampler
 
-    def ask(self, request: Request[R], hold: float = 0.0) -> R:
+    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
         with self._sampler.waiting() if isinstance(request, self._WAITING) else nullcontext():
-            return self._asks.ask(request, hold)
+            return self._asks.ask(request, hold, within)
 
     def now(self) -> float:
         return self._asks.now()

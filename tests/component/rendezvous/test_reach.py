@@ -102,11 +102,11 @@ def test_a_host_that_has_no_address_is_named() -> None:
 
 def _assert_unreachable(address: str) -> None:
     clock = SystemClock()
-    client = RendezvousClient(address, KEY, ATTEMPT, clock, timeout=0.6)
+    client = RendezvousClient(address, KEY, ATTEMPT, clock)
     began = clock.now()
     try:
         with pytest.raises(DriverUnreachable, match=f"{address} does not answer"):
-            client.slot("1-0").watch(0)
+            client.slot("1-0").watch(0, within=0.6)
     finally:
         client.close()
     # By default 30 s, the hold of a poll included; here 0.6 s, and what a busy machine adds.

@@ -1,0 +1,66 @@
+"""R12, R18: a worker and a slot whose driver is silent end after `driver_timeout`, not after twice that."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from spark_elastic.errors import DriverUnreachable
+from spark_elastic.protocol.events import DriverSilent
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.messages import News, SlotOrders
+from spark_elastic.testing.clock import FakeClock
+from spark_elastic.worker.control import Control
+from spark_elastic.worker.loop import Identity, WorkerLoop
+from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
+
+TIMEOUT = 8.0
+SHORT = 0.4  # seconds before its end, a refused request has no time for another try
+
+
+class Refused:
+    """Answers once, after which connections are refused for as long as a request may take."""
+
+    def __init__(self, answer: News | SlotOrders, clock: FakeClock) -> None:
+        self._answer: Any = answer
+        self._clock = clock
+        self.at: float = clock.now()
+
+    def slot(self, slot: str) -> Refused:
+        return self
+
+    def watch(self, *seen: object, within: float = TIMEOUT) -> Any:
+        answer, self._answer = self._answer, None
+        if answer is None:
+            self._clock.advance(max(0.1, min(TIMEOUT, within) - SHORT))
+            raise DriverUnreachable("refused")
+        self._clock.advance(3.0)
+        self.at = self._clock.now()
+        return answer
+
+
+def test_r12_a_worker_lives_for_one_timeout_after_the_drivers_last_word() -> None:
+    clock, heard = FakeClock(), []
+
+    class Loop:
+        def hear(self, event: object) -> None:
+            heard.append(event)
+            control.close()
+
+    driver = Refused(News(0), clock)
+    control = Control(Identity("1-0.1", "1-0"), cast(WorkerLoop, Loop()), cast(Any, driver), clock, TIMEOUT)
+    control._watch()
+    (silent,) = heard
+    assert isinstance(silent, DriverSilent)
+    assert silent.seconds == pytest.approx(silent.now - driver.at)
+    assert TIMEOUT <= silent.seconds < 1.2 * TIMEOUT
+
+
+def test_r12_a_slot_ends_after_one_timeout() -> None:
+    clock = FakeClock()
+    driver = Refused(SlotOrders(0), clock)
+    plan = SlotPlan("1-0", 1, "h", {}, b"", cast(Any, None), TIMEOUT)
+    agent = SlotAgent(plan, cast(RendezvousClient, driver), clock)
+    agent._watch()
+    assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT
