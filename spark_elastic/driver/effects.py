@@ -18,6 +18,8 @@ class Audience(Protocol):
 
     def said(self, text: str) -> None: ...
 
+    def announces(self, text: str) -> None: ...
+
 
 Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
 """Makes checkpoints count, newest first, and deletes others; returns at once."""
@@ -53,5 +55,7 @@ class Effects:
                 self._server.release_slot(slot, reason)
             case do.PublishCheckpoint(_, kept):
                 self._publisher(kept)
+            case do.Remark(reason):
+                self._audience.announces(reason)
             case do.End(reason):
                 self._server.end(reason)

@@ -16,7 +16,8 @@ from spark_elastic.protocol.events import CancelRequested, DrainRequested, Drive
 class JobHandle:
     """Hand it to `run(..., handle=...)`; its methods work from then until the job's end.
 
-    Orders that are given before the job has begun are carried out at its start.
+    Orders that are given before the job has begun are carried out at its start, those for a worker or a rank once its
+    first world stands. One that meets nobody is said in the log and the narration, in a sentence.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -43,7 +44,8 @@ class JobHandle:
         """
         if sum(choice is not None for choice in (worker, rank, host)) != 1:
             raise InvalidInput("drain takes exactly one of worker, rank and host.")
-        self._order(DrainRequested(self._clock.now(), reason, worker=worker, host=host, rank=rank))
+        now = self._clock.now()
+        self._order(DrainRequested(now, reason, worker=worker, host=host, rank=rank, by_hand=True))
 
     def cancel(self, reason: str = "the user cancelled it") -> None:
         """End the job: the call that runs it raises `JobCancelled`."""

@@ -74,6 +74,11 @@ class PublishCheckpoint(Command):
     kept: tuple[Checkpoint, ...]
 
 
+@dataclass(frozen=True)
+class Remark(Command):
+    """Nothing is to be done, and the caller should know why."""
+
+
 class Outcome(Enum):
     SUCCESS = "success"
     USER_ERROR = "user error"
@@ -96,7 +101,7 @@ class End(Command):
 
 
 DriverCommand: TypeAlias = (
-    LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | PublishCheckpoint | End
+    LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | PublishCheckpoint | Remark | End
 )
 
 

@@ -44,6 +44,7 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
     handler(turn, event)
     if not isinstance(event, on.SlotBeat) or turn.commands:  # a mere sign of life changes nothing
         settle(turn)
+        listing.carry_out_early_orders(turn)
     return turn.state, tuple(turn.commands)
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from spark_elastic.protocol.blacklist import Blacklist
 from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, WorkerRecord
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
@@ -65,7 +66,8 @@ class DriverState:
     fruitless_end: what the last slot job said that ended before its worker was warm.
     checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most;
     unsure_in: numbers of their slot jobs.
-    listed: discovery's newest answer. kills: by slot, how many of its workers in a row were killed before they took
+    listed: discovery's newest answer. hosts: all that ever had a slot. early: orders that wait for the first world.
+    kills: by slot, how many of its workers in a row were killed before they took
     part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
@@ -88,12 +90,14 @@ class DriverState:
     slots_of: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
     starting: int = 0
     listed: tuple[tuple[str, int], ...] | None = None
+    hosts: frozenset[HostId] = frozenset()
     blacklist: Blacklist = field(default_factory=Blacklist)
     kills: Table[SlotId, int] = field(default_factory=Table)
     killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)
     yielded: str = ""
     withheld: int = 0
     recall: bool = False
+    early: tuple[DrainRequested, ...] = ()
     arrivals: int = 0
     draining: int = 0
     world: World | None = None

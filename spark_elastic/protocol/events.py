@@ -183,13 +183,15 @@ class DrainRequested(Event):
     """A worker or all workers of a host shall leave at a step boundary. Exactly one of the three is set.
 
     host: its id or its machine's name. rank: of the newest world. The slot of a single worker is not asked for
-    again before a member is lost; what a host had to give is looked for elsewhere.
+    again before a member is lost; what a host had to give is looked for elsewhere. by_hand: somebody asked for it, and
+    is told where it meets nobody.
     """
 
     reason: str
     worker: WorkerId | None = None
     host: HostId | None = None
     rank: int | None = None
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)

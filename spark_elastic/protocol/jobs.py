@@ -112,12 +112,15 @@ def strike(turn: Turn, slot: SlotId, host: HostId) -> None:
 
 
 def all_blacklisted(turn: Turn) -> tuple[list[HostId], float] | None:
-    """The hosts, where each that could take part is blacklisted, and when the first returns; else None."""
+    """The hosts, where each that could take part is blacklisted, and when the first returns; else None.
+
+    Without a listing a host that was lost, with its failures forgotten, could come back.
+    """
     state = turn.state
     out = [host for host in state.blacklist.hosts if state.blacklist.host_until(host, turn.now) is not None]
     if not out or (state.listed is None and state.generation == 0):
         return None
-    known = {slot.host for slot in state.slots.values()} if state.listed is None else set(dict(state.listed))
+    known = state.hosts if state.listed is None else set(dict(state.listed))
     if known - set(out):
         return None
     return sorted(out), min(state.blacklist.hosts[host].until for host in out)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Remark
 from spark_elastic.protocol.driver_state import Turn
 from spark_elastic.protocol.jobs import PARKED_FOR, give_back
 from spark_elastic.protocol.registry import Leave, SlotRecord, WorkerRecord
@@ -96,6 +97,7 @@ def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
     if event.host is not None:
         state.draining_hosts = state.draining_hosts.put(event.host, event.reason)
     kind = Leave.BY_HAND if event.host is None else Leave.HOST
+    met = False
     for slot in tuple(state.slots.values()):
         worker = state.workers.get(slot.worker) if slot.worker is not None else None
         by_host = event.host is not None and event.host in (slot.host, slot.node)
@@ -104,6 +106,7 @@ def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
         )
         if not by_host and not by_worker:
             continue
+        met = True
         if worker is not None and worker.rank is not None:
             leave(turn, worker, event.reason, kind)
             job = state.jobs.get(slot.job)
@@ -111,6 +114,33 @@ def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
                 state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
         else:
             give_back(turn, slot, f"slot {slot.slot} drains: {event.reason}", withhold=kind is Leave.BY_HAND)
+
+    if not met and event.by_hand:
+        _met_nobody(turn, event)
+
+
+def carry_out_early_orders(turn: Turn) -> None:
+    """Those that came when there was no world whose workers or ranks could be meant."""
+    state = turn.state
+    if state.early and state.generation:
+        early, state.early = state.early, ()
+        for event in early:
+            drain_requested(turn, event)
+
+
+def _met_nobody(turn: Turn, event: on.DrainRequested) -> None:
+    state = turn.state
+    if event.host is not None:
+        text = f"no slot is on host {event.host}; one that comes up there is not let in"
+    elif state.generation == 0:
+        state.early = (*state.early, event)
+        return
+    elif event.worker is not None:
+        text = f"worker {event.worker} is not alive in this job, so nothing changes"
+    else:
+        size = state.world.size if state.world is not None else 0
+        text = f"rank {event.rank} does not live in world {state.generation} of {size} workers, so nothing changes"
+    turn.say(Remark(f"a drain met nobody ({event.reason}): {text}"))
 
 
 def leave(turn: Turn, worker: WorkerRecord, reason: str, kind: Leave) -> None:

@@ -30,6 +30,8 @@ def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:
         refuse(turn, event.slot, why)
     else:
         state.jobs = state.jobs.put(event.job, replace(job, slots=job.slots + 1))
+        if event.host not in state.hosts:
+            state.hosts |= {event.host}
         extra = job.slots > 0
         turn.put_slot(SlotRecord(event.slot, event.job, event.host, turn.now, extra, node=event.node))
 

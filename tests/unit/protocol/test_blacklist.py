@@ -175,6 +175,24 @@ def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() ->
     assert bench.now < 11.0 + bench.limits.gather_timeout
 
 
+def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklisted() -> None:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(math.inf, math.inf)))
+    bench.start(1, 2)
+    _crash(bench, 1)
+    bench.regroup(3, name(2))
+    bench.form()
+    bench.on(on.HostLost(0, "h2", "a spot instance went"))
+    bench.on(on.SlotJobEnded(0, 2, "its executor was lost"))
+    bench.wait(1.0)
+    assert not bench.all(End)
+    job = bench.all(LaunchSlot)[-1].job
+    bench.on(on.SlotRegistered(0, f"{job}-0", "h2", job))
+    bench.on(on.WorkerStarted(0, f"{job}-0", name(job)))
+    bench.join(name(job))
+    bench.wait(bench.limits.driver_timeout + 10.0, beating=[job])
+    assert bench.members() == [name(job)]
+
+
 def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(20.0, 60.0)))
     bench.start(1)

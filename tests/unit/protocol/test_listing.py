@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, Announce, End, LaunchSlot, Publish, ReleaseSlot
+from spark_elastic.protocol.commands import Abort, Announce, End, LaunchSlot, Publish, ReleaseSlot, Remark
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
@@ -176,6 +176,43 @@ def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() ->
     bench.on(on.SlotJobEnded(0, 1, "released"))
     bench.on(on.SlotRegistered(0, "5-0", "executor 9", 5, "left"))
     assert "5-0" not in bench.state.slots
+
+
+@pytest.mark.parametrize("order", [{"rank": 1}, {"worker": name(2)}])
+def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, object]) -> None:
+    bench = Bench()
+    bench.on(on.DrainRequested(0, "wanted elsewhere", by_hand=True, **order))  # type: ignore[arg-type]
+    bench.start(1, 2, 3, 4)
+    assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
+    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert not bench.all(Remark)
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ({"rank": 4}, "rank 4 does not live in world 1 of 4 workers"),
+        ({"worker": "9-0.1"}, "worker 9-0.1 is not alive"),
+        ({"host": "h99"}, "no slot is on host h99"),
+    ],
+)
+def test_a_drain_that_meets_nobody_is_said(order: dict[str, object], said: str) -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.DrainRequested(0, "wanted elsewhere", by_hand=True, **order))  # type: ignore[arg-type]
+    (remark,) = bench.all(Remark)
+    assert said in remark.reason
+    assert "wanted elsewhere" in remark.reason
+    assert not bench.state.draining
+
+
+def test_spark_decommissions_executors_that_this_job_has_no_slot_on() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    bench.on(on.DrainRequested(0, "executor 9 is being decommissioned", host="9"))
+    assert not bench.all(Remark)
 
 
 # ---- idle slots
