@@ -25,7 +25,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import InvalidInput, JobFailed, StoreError
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.run_record import RunRecord, RunResult
@@ -148,7 +148,7 @@ def _trained(
         result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
         spec = _spec(request, store, data, record, run, result, training.ledger)
         launched = _train(training.platform, request, framework, spec, run)
-    trained = json.loads(launched.results[0])
+    trained = _agreed([json.loads(result) for result in launched.results])
     ended = RunResult(
         trained["model"],
         trained["sha256"],
@@ -161,6 +161,22 @@ def _trained(
     ended.save(store, run_id)
     store.remove_tree(f"runs/{run_id}/checkpoints")
     return record, ended, launched.worlds, launched.report
+
+
+def _agreed(results: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Rank 0's result, which the replicas must bear out (P4). None: of a worker that was lost behind its last step."""
+    trained = results[0]
+    if trained is None:
+        raise JobFailed("rank 0 told no result, though training ended: train again.")
+    differ = [
+        rank for rank, each in enumerate(results) if each is not None and each["digest"] != trained["digest"]
+    ]
+    if differ:
+        raise JobFailed(
+            f"the weights or the optimizer of ranks {differ} came to differ from rank 0's, so that no model is "
+            "written: look for callbacks, hooks or layers that act otherwise on one worker than on another."
+        )
+    return trained
 
 
 @contextmanager

@@ -15,11 +15,14 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
-from spark_elastic.torch.callbacks import Callback
+from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.metrics import named
 from spark_elastic.torch.objective import is_lightning
 from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.state_bytes import readable
 from spark_elastic.torch.train_spec import Brought
+
+Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # an optimizer over a copy, and its schedules
 
 ACTIVATIONS: dict[Any, str] = {
     torch.nn.CrossEntropyLoss: "softmax",
@@ -43,13 +46,16 @@ def brought(values: Mapping[str, Any]) -> Brought:
     own_step = values["train_minibatch_fn"] is not None or is_lightning(model)
     losses = _losses(values["loss"], len(values["label_cols"] or ()), own_step)
     learning_rate = _learning_rate(values["learning_rate"])
+    callbacks = _callbacks(values["callbacks"])
+    optimizer, trial = _optimizer(values["optimizer"], model, values["model"], learning_rate)
+    _check_readable(*trial, callbacks)
     return Brought(
         model=model,
-        optimizer=_optimizer(values["optimizer"], model, values["model"], learning_rate),
+        optimizer=optimizer,
         losses=losses,
         loss_weights=_loss_weights(values["loss_weights"], len(losses)),
         metrics=named(values["metrics"] or ()),
-        callbacks=_callbacks(values["callbacks"]),
+        callbacks=callbacks,
         train_minibatch_fn=_minibatch_fn(values["train_minibatch_fn"]),
         transformation=_function(values["transformation_fn"], "transformation_fn"),
     )
@@ -110,7 +116,10 @@ def _loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
     return found
 
 
-def _optimizer(optimizer: Any, model: torch.nn.Module, given: Any, learning_rate: float | None) -> Any:
+def _optimizer(
+    optimizer: Any, model: torch.nn.Module, given: Any, learning_rate: float | None
+) -> tuple[Any, Trial]:
+    """As the user gave it, and a trial of it."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if given is not model:
             raise InvalidInput(
@@ -118,8 +127,7 @@ def _optimizer(optimizer: Any, model: torch.nn.Module, given: Any, learning_rate
                 "such as lambda params: SGD(params, lr=0.1)."
             )
         _same_parameters(optimizer, model)
-        made(*copy.deepcopy((model, optimizer)), learning_rate)
-        return optimizer
+        return optimizer, made(*copy.deepcopy((model, optimizer)), learning_rate)
     if not (optimizer is None and is_lightning(model)) and (
         isinstance(optimizer, type) or not callable(optimizer)
     ):
@@ -129,8 +137,22 @@ def _optimizer(optimizer: Any, model: torch.nn.Module, given: Any, learning_rate
             f"lambda params: SGD(params, lr=0.1); got {name}."
         )
     trial = copy.deepcopy(model)
-    _same_parameters(made(trial, optimizer, learning_rate)[0], trial)
-    return optimizer
+    tried = made(trial, optimizer, learning_rate)
+    _same_parameters(tried[0], trial)
+    return optimizer, tried
+
+
+def _check_readable(
+    optimizer: torch.optim.Optimizer, schedules: Sequence[Callback], callbacks: Sequence[Callback]
+) -> None:
+    """Checkpoints will hold the state of all of them. optimizer, schedules: of a trial."""
+    readable(optimizer.state_dict(), type(optimizer).__name__)
+    for callback in (*schedules, *callbacks):
+        tried = callback
+        if isinstance(callback, LearningRateSchedule):
+            tried = copy.copy(callback)  # a user's own is bound to nothing
+            tried.bind(optimizer)
+        readable(tried.state_dict(), f"callback {type(callback).__name__}")
 
 
 def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

@@ -50,6 +50,9 @@ class KerasHooks:
         for callback, kept in zip(self._callbacks, captured["kept"], strict=True):
             vars(callback).update(kept)
 
+    def begins(self, group: Group) -> None:
+        """All that can has begun already."""
+
     def world(self, group: Group) -> None:
         self._rank = group.rank
         for number, callback in enumerate(self._callbacks):

@@ -57,7 +57,8 @@ class Callback:
     """
 
     def on_fit_begin(self, training: Training) -> None:
-        """Once in each worker, before its first step; the state is the one that training goes on from."""
+        """Once in each worker, before its first step. A newcomer, or a run that goes on, takes over the state behind
+        it: rates, weights and attributes are then those that the others have, whatever was set here."""
 
     def on_epoch_begin(self, training: Training, epoch: int) -> None:
         """Before an epoch's first step; also where a new world goes on with the epoch from there."""

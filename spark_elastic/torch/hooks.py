@@ -27,6 +27,10 @@ class Hooks:
 
     def world(self, group: Group) -> None:
         """A world begins."""
+        self.begins(group)
+
+    def begins(self, group: Group) -> None:
+        """See `training.learner.Hooks`."""
         self._training.rank, self._training.size = group.rank, group.size
         if not self._begun:
             self._begun = True

@@ -41,6 +41,10 @@ class TrainingState(Protocol):
 class Hooks(Protocol):
     """The user's callbacks, called at the right moments."""
 
+    def begins(self, group: Group) -> None:
+        """Once, in the first world, before a state is taken over: what callbacks set as they begin gives way to it."""
+        ...
+
     def world(self, group: Group) -> None:
         """A world begins."""
         ...

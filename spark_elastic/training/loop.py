@@ -19,6 +19,7 @@ import numpy.typing as npt
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position, World, is_last
 from spark_elastic.training.checkpointing import Checkpointing, restore
 from spark_elastic.training.evaluation import Evaluation, no_sums
@@ -62,6 +63,7 @@ class TrainingLoop:
     def sync(self, world: World, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
+        self._hooks.begins(group)
         if world.resume and group.rank == world.source:
             assert self._spec.checkpoints is not None
             restore(self._spec.store, self._spec.checkpoints.run_id, world.resume, self._state)
@@ -212,7 +214,7 @@ class TrainingLoop:
         state, entry = self._state, self._epoch_entry()
         decided = self._hooks.epoch_ends(group, entry)
         state.extras["stopped"] = state.extras["stopped"] or decided
-        state.extras["history"].append(entry)
+        state.extras["history"].append(_recorded(entry))
         self._report(group, session, entry["loss"], entry["rows"] // entry["steps"])
         state.extras.update(_no_sums(), validation=no_sums())
         self._learner.reset()
@@ -290,6 +292,21 @@ def _no_sums() -> dict[str, Any]:
 
 def _figures(entry: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in entry.items() if isinstance(value, float) and name != "seconds"}
+
+
+def _recorded(entry: dict[str, Any]) -> dict[str, Any]:
+    """As the history keeps it: what callbacks added may be arrays' numbers."""
+
+    def listed(value: Any) -> Any:
+        if not hasattr(value, "tolist"):
+            raise InvalidInput(
+                "the history keeps numbers, strings, and lists of them: a callback added a "
+                f"{type(value).__name__} to logs."
+            )
+        return value.tolist()
+
+    kept: dict[str, Any] = json.loads(json.dumps(entry, default=listed))
+    return kept
 
 
 def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

@@ -15,9 +15,9 @@ pytest.importorskip("pyspark")
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, JobFailed
 from spark_elastic.estimators import fitting
-from spark_elastic.estimators.fitting import _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
 from spark_elastic.estimators.torch_fit import TORCH
 from spark_elastic.estimators.validation import Request
 from spark_elastic.protocol.types import Limits
@@ -110,3 +110,10 @@ def test_inputs_have_the_shapes_that_were_asked_for() -> None:
     )  # whose results are reshaped: what is stored, it says itself
     bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), brought=changed)
     assert [c.shape for c in _inputs(bytes_shaped, manifest)] == [(4,)]
+
+
+def test_p4_replicas_that_came_to_differ_are_an_error() -> None:
+    same: list[Any] = [{"digest": "a", "rank": 0}, None, {"digest": "a", "rank": 2}]
+    assert _agreed(same) == same[0]
+    with pytest.raises(JobFailed, match=r"ranks \[1\] came to differ"):
+        _agreed([same[0], {"digest": "b", "rank": 1}])

@@ -8,17 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train_task import TorchTrainTask
-from spark_elastic.training.loop import CHANGE
+from spark_elastic.training.loop import CHANGE, _recorded
 from spark_elastic.worker.program import Stopped
 from tests.component.torch.job import ROWS, RUN, difference, make_data
 from tests.component.torch.test_training_hooks import HookedJob, make_job, plain, same_history
@@ -66,6 +68,41 @@ def shows_what_the_history_has(told: list[Any], history: list[Any]) -> None:
         }
     assert told[steps + 1]["val_loss"] == history[0]["val_loss"], "stays until the next epoch's is known"
     assert told[-1] == closing
+
+
+class Warms(Callback):
+    def on_fit_begin(self, training: Training) -> None:
+        training.learning_rate = 0.01
+
+
+def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path) -> None:
+    (store, manifest), job = make_data(tmp_path), make_job()
+    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=(1,))
+
+    def work(group: Group) -> float:
+        task = job.task(store, manifest)
+        learner: Any = task._learner
+        learner._brought = replace(learner._brought, callbacks=(Warms(),))
+        task.prepare()
+        if group.rank == 0:  # three epochs later
+            task._hooks.begins(group)
+            learner.state.optimizer.param_groups[0]["lr"] = 0.04
+        task.sync(world, group)
+        task._hooks.world(group)
+        task.close()
+        return float(learner.state.optimizer.param_groups[0]["lr"])
+
+    assert in_a_world(2, work) == [0.04, 0.04]
+
+
+def test_the_history_keeps_plain_values() -> None:
+    assert _recorded({"a": np.int64(3), "b": np.arange(2), "c": np.float32(0.5)}) == {
+        "a": 3,
+        "b": [0, 1],
+        "c": 0.5,
+    }
+    with pytest.raises(InvalidInput, match="a callback added a set to logs"):
+        _recorded({"a": {1}})
 
 
 @dataclass(frozen=True)
