@@ -121,9 +121,14 @@ def _settings() -> list[str]:
     for names, meaning in re.findall(r"^([a-z_, ]+): (.*)$", text, re.MULTILINE):
         says |= dict.fromkeys(names.split(", "), meaning)
     return [
-        _row(f"`{field.name}`", _default(field.default), f"`{PREFIX}{field.name.upper()}`", says[field.name])
+        _row(f"`{field.name}`", _default(field.default), _variable(field), says[field.name])
         for field in dataclasses.fields(ElasticConfig)
     ]
+
+
+def _variable(field: dataclasses.Field[object]) -> str:
+    """Of an object there is none."""
+    return "" if str(field.type).startswith("object") else f"`{PREFIX}{field.name.upper()}`"
 
 
 def _default(value: object) -> str:

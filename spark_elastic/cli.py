@@ -31,6 +31,8 @@ from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.narration import Narration
 from spark_elastic.local.order import SlotSettings
 from spark_elastic.local.places import Hosts, foreign
+from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.output import Output
 from spark_elastic.running.call import prepare
 
 HERE = "localhost"
@@ -144,9 +146,11 @@ def play(wanted: Wanted) -> None:
     launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))
     folder = Path(wanted.output_filename) if wanted.output_filename else None
     limits = call.limits(number)
-    with closing(
-        Narration(sys.stdout, clock, wanted.prefix_output_with_timestamp, folder, wanted.verbose)
-    ) as narration:
+    limit = LineLimit() if sys.stdout.isatty() else None
+    shown = Output(
+        sys.stdout, clock, wanted.prefix_output_with_timestamp, wanted.verbose, config.show_logs, limit
+    )
+    with closing(Narration(shown, folder)) as narration:
         discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
         supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
 

@@ -157,7 +157,7 @@ class ElasticConfig:
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
     """Config from `SPARK_ELASTIC_<NAME>` variables, or Horovod's where ours are unset, overridden by every explicit
-    argument that is not None.
+    argument that is not None, or is where that says something (`said`).
 
     Raises:
         InvalidInput: a variable or argument has no setting of its name, or a value that does not fit.
@@ -167,8 +167,13 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     unknown = sorted(set(explicit) - fields)
     if unknown:
         raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}.")
-    values.update({name: value for name, value in explicit.items() if value is not None})
+    values.update({name: value for name, value in explicit.items() if said(name, value)})
     return ElasticConfig(**values)
+
+
+def said(name: str, value: object) -> bool:
+    """Whether an argument changes a setting: None stands for the default, but where it is another value than that."""
+    return value is not None or name == "checkpoint_seconds"
 
 
 def log_level(text: str) -> str:
@@ -187,6 +192,8 @@ def _given(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
     """The settings that a variable of the environment gives, ours before Horovod's."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
+        if str(field.type).startswith("object"):
+            continue  # no text stands for one
         for variable in (PREFIX + field.name.upper(), *_HOROVODS.get(field.name, ())):
             if variable in environment:
                 values[field.name] = _parse(variable, field, environment[variable])

@@ -189,7 +189,7 @@ class Connect:
 
         config, clock = self._config, SystemClock()
         settings = connect.settings_of(self._spark)
-        warn(settings, self._spark)
+        warn(settings, self._spark, connect.plain_server(self._spark))
         program, room = carried(self._spark, cloudpickle.dumps(order.program)), room_of(settings)
 
         make_task = tasks_of(program, order.preload, config, room)

@@ -71,7 +71,7 @@ class Store:
         if scheme == "dbfs":  # Databricks mounts it on every machine, and its volumes beside it
             path = rest.lstrip("/")
             url = f"/{path}" if path.startswith("Volumes/") else f"/dbfs/{path}"
-        if ":" in urlsplit(url).netloc.rpartition("@")[0]:
+        if any(":" in urlsplit(part).netloc.rpartition("@")[0] for part in url.split("::")):
             raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
         try:
             filesystem, root = url_to_fs(url, **storage_options)

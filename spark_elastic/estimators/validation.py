@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
@@ -240,7 +240,7 @@ def _listener(listener: Any) -> Any:
 
 
 def _config(config: Any, settings: Mapping[str, Any] | None) -> ElasticConfig:
-    settings = {name: value for name, value in (settings or {}).items() if value is not None}
+    settings = {name: value for name, value in (settings or {}).items() if said(name, value)}
     if config is None:
         return from_env(**settings)
     if not isinstance(config, ElasticConfig):

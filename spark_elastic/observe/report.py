@@ -23,7 +23,8 @@ PHASES = ("start", "training", "recovery", "planned", "closing")
 
 @dataclass(frozen=True)
 class EpochRows:
-    """Rows of one epoch that entered an applied step, against those that were due."""
+    """How many rows of one epoch entered an applied step, against how many were due: missing and doubled are what is
+    lacking and what is too much of the whole. That each was another one, a ledger of ids shows (`ledger=True`)."""
 
     epoch: int
     seen: int
@@ -36,8 +37,8 @@ class JobReport:
     """seconds: the whole job. phases: seconds of each of PHASES: until the first world stood; in which a world trained;
     nobody trained because of losses, because of planned changes; after the last step.
 
-    checkpoint_seconds: for how long checkpoints held up training. reserved_hours, useful_hours: hours of all slots, and
-    of all workers while their world trained. curve: thinned.
+    checkpoint_seconds: for how long checkpoints, the copy of the state among it, held up training. reserved_hours,
+    useful_hours: hours of all slots, and of all workers while their world trained. curve: thinned.
     """
 
     seconds: float = 0.0

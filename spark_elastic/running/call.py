@@ -11,7 +11,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -23,11 +23,12 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch import LaunchResult, Site, bounds, supervise
+from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.output import Output
 from spark_elastic.observe.told_log import log_told
 from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
-from spark_elastic.running.output import Output
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
@@ -166,8 +167,9 @@ class Call:
             timestamps=chosen.prefix_output_with_timestamp,
             worlds=chosen.verbose > 0,
             lines=chosen.config.show_logs,
+            limit=LineLimit() if chosen.stdout is None else None,
         )
-        with log_told(narrator.tell, chosen.verbose > 1):
+        with closing(narrator), log_told(narrator.tell, chosen.verbose > 1):
             yield narrator
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.store import Store, url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import attempts
@@ -104,7 +104,8 @@ class Options:
 
 
 def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Options:
-    """given: keyword arguments, with ours or Horovod's names; None says nothing. config: what they are put on top of.
+    """given: keyword arguments, with ours or Horovod's names; None says nothing, but
+    checkpoint_seconds=None: not by time. config: what they are put on top of.
 
     Beside `elastic_timeout`, Horovod's wait for `min_workers`, `start_timeout` is the start's wait for `num_workers`.
 
@@ -122,7 +123,7 @@ def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Opti
                 raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
             continue
         own = names.get(name, name)
-        if value is None:
+        if not said(own, value):
             continue
         if own in values:
             raise InvalidInput(f"{spelled[own]} and {name} are two names of one setting: give one of them.")

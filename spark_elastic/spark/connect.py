@@ -98,6 +98,13 @@ def bind_of(spark: SparkSession, config: ElasticConfig) -> Bind:
     return Bind(config.bind_address or own, config.driver_port, own)
 
 
+def plain_server(spark: SparkSession) -> str | None:
+    """The server's host where the client speaks to it without TLS; None where it does not, or cannot say."""
+    client: Any = None if hasattr(spark, "_jsparkSession") else spark.client
+    secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
+    return None if secure else str(client.host)
+
+
 def check(config: ElasticConfig, number: int | None) -> int:
     """The number of workers. Says what cannot work before any job.
 

@@ -28,18 +28,26 @@ def ssl_enabled(settings: Mapping[str, str]) -> bool:
     return settings.get("spark.ssl.enabled", "false").lower() == "true"
 
 
-def warn(settings: Mapping[str, str], application: object) -> None:
+def warn(settings: Mapping[str, str], application: object, plain: str | None = None) -> None:
     """Log what `remarks` finds, a line each, once an application: its context or session keeps what was told."""
     told: set[str] = vars(application).setdefault("_spark_elastic_told", set())
-    for remark in remarks(settings):
+    for remark in remarks(settings, plain):
         if remark not in told:
             told.add(remark)
             log.warning("%s", remark)
 
 
-def remarks(settings: Mapping[str, str]) -> list[str]:
-    """What Spark decides for the whole application, and what limits workers unseen; a sentence each."""
+def remarks(settings: Mapping[str, str], plain: str | None = None) -> list[str]:
+    """What Spark decides for the whole application, and what limits workers unseen; a sentence each.
+
+    plain: host of a Spark Connect server to which the session speaks without TLS.
+    """
     found = []
+    if plain is not None and not _is_loopback(plain):
+        found.append(
+            f"a job's key travels to the Spark Connect server {plain} in the clear, and who listens to the network can "
+            "take it and join a job. Connect with sc://...;use_ssl=true."
+        )
     master = settings.get("spark.master", "")
     if master == "yarn" or master.startswith("k8s://"):
         found += _failure_count(settings)
@@ -61,8 +69,11 @@ def remarks(settings: Mapping[str, str]) -> list[str]:
 def _stays_on_one_machine(settings: Mapping[str, str]) -> bool:
     if settings.get("spark.master", "local").startswith("local"):
         return True
-    host = settings.get("spark.driver.host", "")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return _is_loopback(settings.get("spark.driver.host", ""))
+
+
+def _is_loopback(host: str) -> bool:
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
 def _failure_count(settings: Mapping[str, str]) -> list[str]:

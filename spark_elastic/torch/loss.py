@@ -30,6 +30,11 @@ _MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
     F.binary_cross_entropy: nn.BCELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
+# Those that compare number by number, where a label per row and an output of one column can only mean each other.
+_ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
+    nn.PoissonNLLLoss,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,14 @@ class RowLoss:
     def __call__(
         self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
     ) -> LossSum:
-        """labels: one tensor per label column, (n, ...). weights: (n,) or None.
+        """labels: one tensor per label column, (n, ...). weights: (n,) or None. A loss of torch's that compares number
+        by number takes labels (n,) against an output (n, 1), as Horovod's estimator and Keras do.
 
         Raises:
             InvalidInput: sample weights are given, and the loss returns no number per row.
         """
         rows = len(labels[0])
-        value = self._loss(output, *labels)
+        value = self._loss(output, *self._fitting(output, labels))
         self._check(value, output, rows)
         if value.ndim == 0:
             if self._weighted:
@@ -90,6 +96,12 @@ class RowLoss:
         if self._by_class(labels[0]):
             divisors = self._class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
         return float((divisors if weights is None else divisors * weights).sum())
+
+    def _fitting(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        one_column = isinstance(output, torch.Tensor) and output.shape == (len(labels[0]), 1)
+        if one_column and type(self._loss) in _ELEMENTWISE and labels[0].ndim == 1:
+            return labels[0].unsqueeze(1), *labels[1:]
+        return labels
 
     def _check(self, value: Any, output: Any, rows: int) -> None:
         if not isinstance(value, torch.Tensor):

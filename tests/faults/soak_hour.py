@@ -31,6 +31,7 @@ import torch  # noqa: E402
 
 from report import machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
+from spark_elastic.observe.changes import Kind, WorldChange  # noqa: E402
 from spark_elastic.testing import Blow, ClusterFaults  # noqa: E402
 from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment  # noqa: E402
@@ -147,6 +148,12 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in theirs)
 
 
+def beyond_p3(change: WorldChange) -> int:
+    """Steps that a change must not cost: only a restart from a checkpoint goes back, and a loss breaks one step."""
+    allowed = {Kind.RESTART: change.steps_lost, Kind.LOSS: 1}.get(change.kind, 0)
+    return max(0, change.steps_lost - allowed)
+
+
 def grown(samples: list[dict[str, float]]) -> dict[str, float]:
     """Of each figure: the most in the last third over the most in the first. Less would say how busy the hour was."""
     third = max(1, len(samples) // 3)
@@ -177,6 +184,7 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
                     "goodput": report.goodput,
                     "recoveries": len(report.recoveries),
                     "steps lost": report.steps_lost,
+                    "lost beyond P3": sum(map(beyond_p3, report.changes)),
                     "lost by": [str(change) for change in report.changes if change.steps_lost],
                     "rows missing or doubled": sum(e.missing + e.doubled for e in report.epochs),
                     "to undisturbed": difference(model.getModel().state_dict(), weights),
@@ -203,7 +211,9 @@ def verdict(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict
         "rows missing or doubled": sum(f["rows missing or doubled"] for f in fits),
         "to undisturbed, most": max(f["to undisturbed"] for f in fits),
     }
-    held = row["rows missing or doubled"] == 0 and row["to undisturbed, most"] < TOLERANCE and len(struck) > 0
+    beyond = sum(f["lost beyond P3"] for f in fits)
+    right = row["rows missing or doubled"] == 0 and row["to undisturbed, most"] < TOLERANCE
+    held = beyond == 0 and right and len(struck) > 0
     bounded = all(value < GROWTH for value in growth.values())
     return {
         "name": "soak_hour",

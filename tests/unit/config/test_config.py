@@ -10,6 +10,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.running.options import parse
 
 
 def test_an_explicit_argument_wins_over_the_environment() -> None:
@@ -135,3 +136,15 @@ def test_the_page_for_those_who_come_from_horovod_names_every_variable() -> None
     rows = [row for row in page.splitlines() if row.startswith("|")]
     patterns = {name for row in rows for name in re.findall(r"`(HOROVOD_[A-Z0-9_]+\*?)", row)}
     assert [knob for knob in KNOBS.split() if not any(fnmatchcase(knob, one) for one in patterns)] == []
+
+
+@pytest.mark.parametrize("name", ["checkpoint_seconds", "max_runtime"])
+def test_none_is_heard_where_it_says_something(name: str) -> None:
+    """Checkpoints by time are on unless they are turned off; of all else None is what holds without a word."""
+    assert getattr(from_env({}, **{name: None}), name) is None
+    assert getattr(parse({name: None}).config, name) is None
+    assert from_env({}, lease=None, checkpoint_steps=None) == from_env({})
+
+
+def test_what_no_text_stands_for_has_no_variable() -> None:
+    assert from_env({"SPARK_ELASTIC_HANDLE": "x"}).handle is None

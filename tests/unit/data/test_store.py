@@ -102,7 +102,13 @@ def test_the_root_is_not_removed(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "error", "says"), [("", InvalidInput, "empty"), ("nowhere://x", StoreError, "cannot be opened")]
+    ("url", "error", "says"),
+    [
+        ("", InvalidInput, "empty"),
+        ("nowhere://x", StoreError, "cannot be opened"),
+        ("memory://k:secret@b/x", InvalidInput, "storage_options"),
+        ("simplecache::memory://k:secret@b/x", InvalidInput, "storage_options"),
+    ],
 )
 def test_wrong_urls(url: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):

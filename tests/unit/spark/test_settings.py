@@ -41,6 +41,14 @@ def test_a_key_that_travels_in_the_clear_is_told(encrypted: str) -> None:
     assert remarks(settings | {encrypted: "false"}) == [said]
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", None])
+def test_a_key_that_a_connect_client_sends_in_the_clear_is_told(host: str | None) -> None:
+    (said,) = remarks(ENCRYPTED, "10.0.0.7")
+    assert "the Spark Connect server 10.0.0.7 in the clear" in said
+    assert "use_ssl=true" in said
+    assert remarks(ENCRYPTED, host) == []
+
+
 def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixture) -> None:
     class Application:
         """Keeps what it was told."""

@@ -161,7 +161,7 @@ def test_the_users_loss_stays_as_it_is() -> None:
     [
         (lambda output, label: 3.0, REAL, "returned float"),
         (lambda output, label: output[:5, 0], REAL, "5 numbers for 12 rows"),
-        (nn.MSELoss(), REAL[:, :1], r"made \(12, 12\) out of the model's output \(12, 1\)"),
+        (nn.MSELoss(), REAL[:, :1, None], r"made \(12, 1, 12\) out of the model's output \(12, 1, 1\)"),
     ],
 )
 def test_losses_of_a_wrong_shape_are_named(loss: Any, output: torch.Tensor, says: str) -> None:
@@ -172,3 +172,14 @@ def test_losses_of_a_wrong_shape_are_named(loss: Any, output: torch.Tensor, says
 def test_sample_weights_need_a_loss_per_row() -> None:
     with pytest.raises(InvalidInput, match="sample_weight_col"):
         RowLoss(mean_of_rows, weighted=True)(REAL, (SHARE,), WEIGHTS)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.HuberLoss(), nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_a_label_per_row_meets_an_output_of_one_column(loss: Any, weights: torch.Tensor | None) -> None:
+    """Alone torch would compare each row's output with every row's label."""
+    output, label = REAL[:, :1], SHARE[:, 0]
+    ours = RowLoss(loss, weights is not None)(output, (label,), weights)
+    theirs = RowLoss(loss, weights is not None)(output[:, 0], (label,), weights)
+    assert torch.allclose(ours.total, theirs.total)
+    assert ours.denominator == theirs.denominator

@@ -1,0 +1,66 @@
+"""What workers of a function or script print, on one stream: a narrator, called from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import IO, Any
+
+from spark_elastic.clock import Clock
+from spark_elastic.observe.line_limit import LineLimit
+
+
+class Output:
+    """Lines prefixed with their rank, and with the time of day where wanted; one lock owns the stream."""
+
+    def __init__(
+        self,
+        stream: IO[str],
+        clock: Clock,
+        timestamps: bool,
+        worlds: bool,
+        lines: bool,
+        limit: LineLimit | None = None,
+    ) -> None:
+        """worlds: tell of each new world. lines: show what workers print. limit: of their lines, None for all."""
+        self._stream = stream
+        self._clock = clock
+        self._timestamps = timestamps
+        self._worlds = worlds
+        self._lines = lines
+        self._limit = limit
+        self._lock = threading.Lock()
+
+    def log(self, rank: int | None, line: str) -> None:
+        if not self._lines:
+            return
+        who = "-" if rank is None else str(rank)
+        with self._lock:
+            for shown in (
+                (line,) if self._limit is None else self._limit.pass_on(self._clock.now(), who, line)
+            ):
+                self._write(f"[{who}] {shown}")
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        """A function has no progress but what it prints."""
+
+    def world(self, size: int, reason: str) -> None:
+        """It is told with its cost, once it stands."""
+
+    def tell(self, text: str) -> None:
+        if self._worlds:
+            with self._lock:
+                self._write(text)
+
+    def close(self) -> None:
+        """Say what was left out last."""
+        with self._lock:
+            for who, count in () if self._limit is None else self._limit.left_out():
+                self._write(f"[{who}] {count} lines were left out")
+
+    def _write(self, text: str) -> None:
+        if self._timestamps:
+            text = f"{datetime.fromtimestamp(self._clock.wall()).astimezone().isoformat(timespec='seconds')} {text}"
+        self._stream.write(text + "\n")
+        self._stream.flush()

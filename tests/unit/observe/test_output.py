@@ -1,0 +1,43 @@
+"""What workers print is limited on a screen, and said to be; what goes into files is whole."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.local.narration import Narration
+from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.output import Output
+from spark_elastic.testing.clock import FakeClock
+
+
+def output(stream: io.StringIO, lines: bool = True, limit: LineLimit | None = None) -> Output:
+    return Output(stream, FakeClock(), timestamps=False, worlds=True, lines=lines, limit=limit)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_worker_that_prints_much_is_cut_short_where_it_is_to_be(limited: bool, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    narration = Narration(output(stream, limit=LineLimit(burst=3.0) if limited else None), tmp_path)
+    for number in range(5):
+        narration.log(1, f"line {number}")
+    narration.log(0, "another")
+    narration.tell("world 2")
+    narration.close()
+    shown = stream.getvalue().splitlines()
+    lines = [f"line {number}" for number in range(5)]
+    first = [f"[1] {line}" for line in (lines[:3] if limited else lines)]
+    last = ["[1] 2 lines were left out"] if limited else []
+    assert shown == [*first, "[0] another", "[driver] world 2", *last]
+    assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == lines
+
+
+def test_without_logs_the_files_are_still_written(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    narration = Narration(output(stream, lines=False), tmp_path)
+    narration.log(None, "a line")
+    narration.close()
+    assert stream.getvalue() == ""
+    assert (tmp_path / "rank.none" / "stdout").read_text() == "a line\n"
