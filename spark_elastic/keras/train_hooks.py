@@ -1,7 +1,9 @@
 """Keras's own callbacks in an elastic training: each hook once for what became history, whatever resets happen (W6).
 
 What a callback keeps in its attributes is part of the state, as far as it is plain values and arrays. Those that write
-files run on rank 0 alone, and what they keep follows rank 0 behind each epoch. Main thread only.
+files run on rank 0 alone, and what they keep follows rank 0 behind each epoch. `on_train_batch_end` comes once the step
+is history, that is behind the next one's `on_train_batch_begin`, with the loss alone; `on_test_batch_*` are not called.
+Main thread only.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class KerasHooks:
         self._model = model
         self._rank = 0
         self._epoch = -1  # that has begun
+        self._step = [-1, -1]  # epoch and step that have begun
+        self._tested = -1  # epoch whose validation has begun
         self._begun: set[int] = set()  # numbers of the callbacks that know that training began
         model.stop_training = False
         for callback in self._callbacks:
@@ -43,12 +47,13 @@ class KerasHooks:
 
     def captured(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
-        return {"epoch": self._epoch, "kept": [_kept(callback) for callback in self._callbacks]}
+        begun = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
+        return {**begun, "kept": [_kept(callback) for callback in self._callbacks]}
 
     def load(self, captured: Mapping[str, Any]) -> None:
-        self._epoch = captured["epoch"]
+        self._epoch, self._step, self._tested = captured["epoch"], captured["step"], captured["tested"]
         for callback, kept in zip(self._callbacks, captured["kept"], strict=True):
-            vars(callback).update(kept)
+            _put_back(callback, kept)
 
     def begins(self, group: Group) -> None:
         """All that can has begun already."""
@@ -57,10 +62,10 @@ class KerasHooks:
         self._rank = group.rank
         for number, callback in enumerate(self._callbacks):
             if self._runs(callback) and number not in self._begun:
-                kept = _kept(callback)  # as the former rank 0 left it
-                self._begin(number, callback)
                 if self._epoch >= 0:
-                    vars(callback).update(kept)
+                    self._take_over(number, callback)
+                else:
+                    self._begin(number, callback)
 
     def epoch_begins(self, epoch: int) -> None:
         if epoch > self._epoch:  # not again where a new world goes on with it
@@ -68,7 +73,14 @@ class KerasHooks:
             self._each("on_epoch_begin", epoch, {})
 
     def step_begins(self, epoch: int, step: int) -> None:
-        self._each("on_train_batch_begin", step, {})
+        if [epoch, step] != self._step:  # not again where it was given up
+            self._step = [epoch, step]
+            self._each("on_train_batch_begin", step, {})
+
+    def tests_begin(self) -> None:
+        if self._tested < self._epoch:
+            self._tested = self._epoch
+            self._each("on_test_begin", {})
 
     def applied(self) -> None:
         """Keras's schedules count the optimizer's iterations."""
@@ -84,6 +96,8 @@ class KerasHooks:
             return None
         before, rate, stop = json_copy(self.captured()), self._rate(), self._model.stop_training
         try:
+            if self._tested == self._epoch >= 0:
+                self._each("on_test_end", tested(logs))
             self._each("on_epoch_end", logs["epoch"], numbers(logs))
             self._follow_rank_0(group)
         except BaseException:
@@ -99,6 +113,18 @@ class KerasHooks:
     def _begin(self, number: int, callback: Any) -> None:
         self._begun.add(number)
         callback.on_train_begin({})
+
+    def _take_over(self, number: int, callback: Any) -> None:
+        """A writer goes on, here, from what the former rank 0 kept."""
+        kept = _kept(callback)
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True  # the rows that there are stay, where the path is a shared one
+            kept = {name: value for name, value in kept.items() if name != "append_header"}
+        self._begin(number, callback)
+        callback.on_epoch_begin(self._epoch, {})
+        if self._tested == self._epoch:
+            callback.on_test_begin({})
+        _put_back(callback, kept)
 
     def _each(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -127,7 +153,7 @@ class KerasHooks:
         if theirs["rate"] != decided["rate"]:
             self._set_rate(theirs["rate"])
         for callback, attributes in zip(self._callbacks, kept, strict=True):
-            vars(callback).update(attributes)
+            _put_back(callback, attributes)
 
     def _rate(self) -> float | None:
         """None: a schedule of the optimizer's own, which callbacks cannot set."""
@@ -146,6 +172,11 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if name not in ours}
 
 
+def tested(logs: Mapping[str, Any]) -> dict[str, float]:
+    """What Keras tells of a validation: losses and metrics without val_ before their names."""
+    return {n.removeprefix("val_"): v for n, v in numbers(logs).items() if n.startswith("val_")}
+
+
 def json_copy(captured: Mapping[str, Any]) -> Any:
     """A copy that later changes of attributes do not reach."""
     arrays: list[Any] = []
@@ -154,3 +185,9 @@ def json_copy(captured: Mapping[str, Any]) -> Any:
 
 def _kept(callback: Any) -> dict[str, Any]:
     return {n: v for n, v in vars(callback).items() if n.lstrip("_") not in _FOREIGN and is_plain(v)}
+
+
+def _put_back(callback: Any, kept: Mapping[str, Any]) -> None:
+    """None does not take the place of what is no plain value: of what a callback opened since."""
+    here = vars(callback)
+    here.update({n: v for n, v in kept.items() if v is not None or is_plain(here.get(n))})

@@ -92,6 +92,7 @@ class KerasLearner:
         return self._taker.take(group, share, version, accounted, before_apply, ends)
 
     def evaluating(self) -> AbstractContextManager[None]:
+        self.hooks.tests_begin()
         return nullcontext()
 
     def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,74 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
     )
     assert hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
+
+
+def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    said: list[bytes] = []
+    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    first, _ = make(keras.callbacks.CSVLogger(path))
+    second, _ = make(keras.callbacks.CSVLogger(path))
+    first.world(told)
+    second.world(alone(rank=1))
+    first.epoch_begins(0)
+    first.epoch_ends(told, {"epoch": 0, "loss": 1.0})
+    second.epoch_begins(0)
+    second.epoch_ends(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    second.epoch_begins(1)
+    second.world(alone())  # rank 0 was lost
+    second.epoch_ends(alone(), {"epoch": 1, "loss": 0.5})
+    resumed, _ = make(keras.callbacks.CSVLogger(path))  # all were lost
+    resumed.load(second.captured())
+    resumed.world(alone())
+    resumed.epoch_ends(alone(), {"epoch": 2, "loss": 0.25})
+    for hooks in (first, second, resumed):
+        hooks._callbacks[0].csv_file.close()
+    assert path.read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA", "2,0.25,NA"]
+
+
+@pytest.mark.parametrize("name", ["ProgbarLogger", "TensorBoard"])
+def test_a_writer_of_keras_goes_on_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
+    arguments = {"log_dir": str(tmp_path), "write_graph": False} if name == "TensorBoard" else {}
+    hooks, _ = make(getattr(keras.callbacks, name)(**arguments))
+    hooks.world(alone(rank=1))
+    hooks.epoch_begins(0)
+    hooks.tests_begin()
+    hooks.world(alone())
+    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0})
+    hooks.fit_ends([{"epoch": 0, "loss": 1.0}])
+
+
+def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() -> None:
+    class Told(keras.callbacks.Callback):
+        calls = ""
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.calls += f"{batch} "
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.calls += "test "
+
+        def on_test_end(self, logs: Any = None) -> None:
+            self.calls += f"{logs} "
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.calls += "end"
+
+    told, joined = Told(), Told()
+    hooks, _ = make(told)
+    hooks.epoch_begins(0)
+    hooks.step_begins(0, 0)
+    hooks.step_begins(0, 1)
+    newcomer, _ = make(joined)
+    newcomer.load(hooks.captured())
+    for one in (hooks, newcomer):  # a new world, after step 1 was given up
+        one.world(alone())
+        one.step_begins(0, 1)
+        one.tests_begin()
+        one.tests_begin()
+        one.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0, "val_rows": 7})
+    assert told.calls == joined.calls == "0 1 test {'loss': 2.0} end"
 
 
 def test_logs_are_those_of_keras() -> None:
