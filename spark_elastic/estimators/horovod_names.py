@@ -64,8 +64,8 @@ REFUSED = {
 }
 # The same to users of the Keras estimator.
 KERAS_REFUSED = REFUSED | {
-    "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); Keras's own "
-    "ModelCheckpoint goes into callbacks",
+    "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); the best "
+    "epoch's weights are kept by callbacks=[keras.callbacks.EarlyStopping(..., restore_best_weights=True)]",
     "tensorflow_dataset_prefetch_buffer_size": _READERS,
 }
 _NOTHING: tuple[Any, ...] = (None, False, 0)

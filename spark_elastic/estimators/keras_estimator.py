@@ -37,12 +37,13 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
 
     Every parameter is a Param of Spark ML: a keyword here, `setX`/`getX`, `copy({estimator.epochs: 5})`.
     One step takes batch_size × num_workers rows, however many workers there are at that moment. The model is called
-    with one tensor per feature column: by the names of its inputs where the columns have these, else in order; labels
-    belong to the outputs in the same way.
+    with one tensor per feature column: by the keys or names of its inputs where the columns have these, else in order
+    (a dict of other keys is refused); labels belong to the outputs in the same way, and transform's columns to labels.
 
     model: compiled, or compiled here on a copy with optimizer, loss, loss_weights and metrics. Keras's callbacks are
     called once for each thing that became part of the training, whatever workers come and go; ModelCheckpoint and its
-    like write on rank 0 alone. Gradients of embeddings are dense sums (Keras alone hands its optimizers a repeated row
+    like write on rank 0 alone, where it runs. Batches' logs have the loss alone, on_train_batch_end comes once the step
+    is history (behind the next batch's begin), and on_test_batch_begin and on_test_batch_end are not called. Gradients of embeddings are dense sums (Keras alone hands its optimizers a repeated row
     as several entries, which Adam squares one by one). float16 losses that are scaled, and models with a train_step of
     their own, are refused. Horovod's names are taken, or refused with what to use instead.
     store: shared by driver and executors; where all run on this machine it may be left out.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import cloudpickle
 
 from spark_elastic.estimators import fitting
@@ -19,7 +17,9 @@ KERAS = fitting.Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)
 def fit(rows: RowSource, request: Request) -> ElasticKerasModel:
     """Train on `rows`."""
     fitted = fitting.fit(rows, request, KERAS)
-    archive = dataclasses.replace(request.brought.model, content=fitted.weights)
+    archive = request.brought.model.with_weights(fitted.weights)
     change = request.brought.transformation
     shipped = None if change is None else cloudpickle.dumps(change)
-    return ElasticKerasModel(KerasPredictor(archive, fitted.features, shipped), fitted.summary)
+    return ElasticKerasModel(
+        KerasPredictor(archive, fitted.features, shipped, request.label_cols), fitted.summary
+    )

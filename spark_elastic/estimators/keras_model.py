@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.stacking import Floats, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train_order import ordered_labels
 from spark_elastic.keras.train_share import Inputs
 from spark_elastic.training.transformation import changed
 
@@ -31,15 +33,17 @@ PART, TRANSFORMATION = "model.keras", "transformation"
 class KerasPredictor:
     """Rows in, predictions out; the model is called with training=False.
 
-    transformation: cloudpickle of what makes its inputs of the feature columns.
+    transformation: cloudpickle of what makes its inputs of the feature columns. labels: whose order the outputs have;
+    none: the model's own.
     """
 
     archive: Archive
     columns: tuple[Column, ...]
     transformation: bytes | None = None
+    labels: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"archive": self.archive, "columns": self.columns, "transformation": self.transformation}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -76,10 +80,16 @@ class KerasPredictor:
         def call(arrays: list[Any]) -> list[Any]:
             single = arrays[0] if len(arrays) == 1 else arrays
             inputs = single if nested is None else keras.tree.pack_sequence_as(nested, arrays)
-            return list(tf.nest.flatten(model(inputs, training=False)))
+            outputs = model(inputs, training=False)
+            found = list(keras.tree.flatten(outputs))
+            if not self.labels:
+                return found
+            order = ordered_labels(model, outputs, self.labels)
+            return [found[order.index(label)] for label in self.labels]
 
         change = None if self.transformation is None else cloudpickle.loads(self.transformation)
-        inputs = Inputs.of(model, self.columns, free=change is not None)
+        with self.archive.default_dtype():
+            inputs = Inputs.of(model, self.columns, free=change is not None)
         return inputs, tf.function(call, reduce_retracing=True), change
 
     def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[Floats]:
@@ -116,7 +126,8 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         archive = self._predictor.archive  # type: ignore[attr-defined]
         custom = cloudpickle.loads(archive.custom)
         named = {name: [thing.__module__, thing.__qualname__] for name, thing in custom.items()}
-        return {"floatx": archive.floatx, "custom_objects": named}
+        labels = self._predictor.labels  # type: ignore[attr-defined]
+        return {"floatx": archive.floatx, "custom_objects": named, "labels": list(labels)}
 
     @classmethod
     def _restored(
@@ -124,7 +135,8 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     ) -> KerasPredictor:
         custom = {name: imported(*place) for name, place in extra["custom_objects"].items()}
         archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=True)
-        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION))
+        labels = tuple(extra.get("labels", ()))  # none: saved before they were kept
+        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
 
 
 def imported(module: str, name: str) -> Any:

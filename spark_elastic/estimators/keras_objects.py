@@ -14,7 +14,10 @@ import keras
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
 from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train_objective import Objective
+from spark_elastic.keras.train_order import ordered_features, ordered_labels
 from spark_elastic.keras.train_spec import KerasBrought
+from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 _BY_OURSELVES = "BackupAndRestore"
 
@@ -36,8 +39,10 @@ def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
     transformation = values["transformation_fn"]
     if transformation is not None and not callable(transformation):
         raise InvalidInput(f"transformation_fn must be a function; got {kind(transformation)}.")
+    archive = Archive.of(model, values["custom_objects"])
+    _check_losses(archive.load())
     return KerasBrought(
-        model=Archive.of(model, values["custom_objects"]),
+        model=archive,
         callbacks=_callbacks(values["callbacks"]),
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
         transformation=transformation,
@@ -124,6 +129,13 @@ def _check_steps(model: Any) -> None:
             "steps_per_execution has no meaning here, since the workers exchange gradients in each step: compile "
             "without it."
         )
+    for layer in model._flatten_layers():
+        if isinstance(layer, SyncBatchNormalization):
+            raise InvalidInput(
+                f"layer {layer.name!r} is a SyncBatchNormalization, whose forward passes wait for those of the other "
+                "workers, which here have different numbers of them: use BatchNormalization, whose running statistics "
+                "are averaged by rows, or LayerNormalization."
+            )
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidInput("float16 with scaled losses is not supported: use the policy mixed_bfloat16.")
     if model.optimizer.gradient_accumulation_steps:
@@ -149,6 +161,24 @@ def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
         raise InvalidInput(
             f"the model has {len(outputs)} outputs and label_cols names {len(labels)} columns: name one for each."
         )
+    ordered_features(model, features)
+    ordered_labels(model, getattr(model, "output", None), labels)
+
+
+def _check_losses(model: Any) -> None:
+    """What workers find when they try the model, found here; a class of the user's own shows its outputs there alone.
+
+    model: a copy, which this builds.
+    """
+    if not getattr(model, "outputs", None):
+        return
+    outputs = getattr(model, "output", model.outputs[0])  # a Sequential has been called by nobody
+    Objective(model, outputs, outputs)
+    if model._compile_metrics is not None:
+        try:
+            model._compile_metrics.build(outputs, outputs)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"the metrics do not fit the model's outputs: {error}") from error
 
 
 def _check_rate(model: Any, rate: Any, scales: Any) -> None:

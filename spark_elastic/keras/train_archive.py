@@ -6,6 +6,7 @@ channel only. Any thread.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import io
 import os
@@ -14,12 +15,14 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import keras
 
+from spark_elastic.errors import StoreError
 from spark_elastic.training.identity import text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
@@ -53,16 +56,49 @@ class Archive:
 
     def load(self) -> Any:
         """The model, compiled as it was saved."""
-        keras.config.set_floatx(self.floatx)
-        with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-            path = os.path.join(folder, "model.keras")
-            with open(path, "wb") as file:
-                file.write(self.content)
+        with self.default_dtype(), _written(self.content) as path:
             custom = cloudpickle.loads(self.custom)
             with warnings.catch_warnings():
                 # An optimizer that has not taken a step has nothing to load.
                 warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
                 return keras.saving.load_model(path, custom_objects=custom, compile=True, safe_mode=self.safe)
+
+    @contextmanager
+    def default_dtype(self) -> Iterator[None]:
+        """Keras's default dtype is this model's here."""
+        before = keras.config.floatx()
+        keras.config.set_floatx(self.floatx)
+        try:
+            yield
+        finally:
+            keras.config.set_floatx(before)
+
+    def with_weights(self, trained: bytes) -> Archive:
+        """This model with the weights and the optimizer's variables of another `.keras` file, of which nothing else is
+        read: neither configuration nor code.
+
+        Raises:
+            StoreError: the file is of another model.
+        """
+        model = self.load()
+        model.optimizer.build(model.trainable_variables)
+        with _written(trained) as path:
+            try:
+                model.load_weights(path)
+            except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+                raise StoreError(
+                    f"the trained weights do not fit the model that was trained: {error}"
+                ) from error
+        return dataclasses.replace(self, content=saved(model))
+
+
+@contextmanager
+def _written(content: bytes) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
+        path = os.path.join(folder, "model.keras")
+        with open(path, "wb") as file:
+            file.write(content)
+        yield path
 
 
 def saved(model: Any) -> bytes:

@@ -108,6 +108,8 @@ class KerasHooks:
         return "a callback set stop_training" if self._model.stop_training else None
 
     def fit_ends(self, history: list[dict[str, Any]]) -> None:
+        if history and self._model.optimizer.use_ema:
+            self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
         self._each("on_train_end", numbers(history[-1]) if history else {})
 
     def _begin(self, number: int, callback: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
@@ -51,7 +52,7 @@ class StepMetrics:
 
     def build(self, labels: Any, outputs: Any) -> None:
         """labels, outputs: of one row, in the structure of the model's outputs."""
-        self._outputs = len(tf.nest.flatten(outputs))
+        self._outputs = len(keras.tree.flatten(outputs))
         if self._compiled is not None and not self._compiled.built:
             self._compiled.build(labels, outputs)
 

@@ -5,6 +5,7 @@ Loss objects are those that the model was compiled with; their reduction is take
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,18 @@ class Objective:
         self._model = model
         compiled = model._compile_loss
         if not compiled.built:
-            compiled.build(labels, outputs)
+            try:
+                compiled.build(labels, outputs)
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidInput(f"the loss does not fit the model's outputs: {error}") from error
         self._dtype = compiled.dtype
         self._parts = [_part(*found) for found in compiled._flat_losses]
+        for part in self._parts:
+            if getattr(_at(part.path, outputs), "_keras_mask", None) is not None:
+                raise InvalidInput(
+                    f"the output of loss {part.name!r} carries a mask, whose number of elements is known only behind "
+                    "the forward pass: weight the rows with sample_weight_col, or end the mask before the output."
+                )
 
     @property
     def names(self) -> list[str]:
@@ -76,11 +86,6 @@ class Objective:
 
     def _sum(self, part: _Part, labels: Any, outputs: Any, weights: Any) -> Any:
         label, output = _at(part.path, labels), _at(part.path, outputs)
-        if getattr(output, "_keras_mask", None) is not None:
-            raise InvalidInput(
-                f"the output of loss {part.name!r} carries a mask, whose number of elements is known only behind the "
-                "forward pass: weight the rows with sample_weight_col, or end the mask before the output."
-            )
         values = part.loss(label, output, sample_weight=weights)
         rows = tf.cast(tf.shape(tf.nest.flatten(output)[0])[0], part.loss.dtype)
         if values.shape.rank == 0:  # a function of the user's that takes the mean itself
@@ -95,8 +100,9 @@ def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str) -> 
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
         raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
-    loss.reduction = "none"
-    return _Part(path, loss, 1.0 if weight is None else float(weight), name, chosen)
+    summed = copy.copy(loss)  # the model's own goes on as the user compiled it
+    summed.reduction = "none"
+    return _Part(path, summed, 1.0 if weight is None else float(weight), name, chosen)
 
 
 def _at(path: Sequence[Any], structure: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.keras.train_order import ordered_features
 from spark_elastic.training.share import Share
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation, transformed
@@ -31,15 +32,13 @@ class Inputs:
 
     @classmethod
     def of(cls, model: Any, features: Sequence[Column], free: bool = False) -> Inputs:
-        """By the names of the model's inputs where all columns have such names, else in the columns' order.
+        """By the keys or names of the model's inputs where all columns have such names, else in the columns' order.
 
         free: shapes are what the user's transformation makes of the columns.
         """
         tensors = list(getattr(model, "inputs", None) or ())
-        columns = tuple(features)
-        names = [tensor.name for tensor in tensors]
-        if len(names) > 1 and set(names) == {column.name for column in columns}:
-            columns = tuple(sorted(columns, key=lambda column: names.index(column.name)))
+        by_name = {column.name: column for column in features}
+        columns = tuple(by_name[name] for name in ordered_features(model, list(by_name)))
         if not tensors:  # a class of its own, which takes what comes
             if free:
                 return cls(columns, (), ())

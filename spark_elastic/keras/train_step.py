@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
@@ -86,7 +87,7 @@ class Gradients:
     ) -> tuple[list[Any], list[Any]]:
         outputs = self._model(self._structure.inputs(inputs), training=training)
         total, own = self._objective.total(self._structure.outputs(labels), outputs, weights, factors, part)
-        return [total, *own], tf.nest.flatten(outputs)
+        return [total, *own], keras.tree.flatten(outputs)
 
 
 class Apply:

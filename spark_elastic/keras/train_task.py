@@ -19,6 +19,7 @@ from spark_elastic.keras.train_hooks import KerasHooks
 from spark_elastic.keras.train_metrics import StepMetrics
 from spark_elastic.keras.train_moving import world_dependence
 from spark_elastic.keras.train_objective import Objective
+from spark_elastic.keras.train_order import ordered_labels
 from spark_elastic.keras.train_share import Columns, Inputs
 from spark_elastic.keras.train_spec import KerasBrought
 from spark_elastic.keras.train_state import KerasState
@@ -26,6 +27,7 @@ from spark_elastic.keras.train_step import StepTaker, Structure
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.share import Share
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.trailer import Verdict
 
@@ -47,6 +49,7 @@ class KerasLearner:
     def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
         spec, brought = self._spec, self._brought
         keras.utils.set_random_seed(spec.seed)
+        keras.config.set_floatx(brought.model.floatx)
         self.model = model = brought.model.load()
         if spec.learning_rate is not None:
             model.optimizer.learning_rate = spec.learning_rate
@@ -55,13 +58,15 @@ class KerasLearner:
         model.optimizer.build(model.trainable_variables)
         transformed = brought.transformation is not None
         inputs = Inputs.of(model, spec.features, free=transformed)
-        labels = ordered_labels(model, spec.labels)
-        self._columns = Columns(spec, inputs, labels, brought.transformation, brought.class_weight)
-        self._seen = Columns(spec, inputs, labels, brought.transformation, None)  # as Keras validates
-        structure, outputs, row = self._tried()
-        objective = Objective(model, structure.outputs(list(row.labels)), outputs)
+        change = brought.transformation
+        structure, outputs = self._tried(self._row(Columns(spec, inputs, spec.labels, change, None)))
+        labels = ordered_labels(model, outputs, spec.labels)
+        self._columns = Columns(spec, inputs, labels, change, brought.class_weight)
+        self._seen = Columns(spec, inputs, labels, change, None)  # as Keras validates
+        known = structure.outputs(list(self._row(self._seen).labels))
+        objective = Objective(model, known, outputs)
         self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
-        self._metrics.build(structure.outputs(list(row.labels)), outputs)
+        self._metrics.build(known, outputs)
         params = {"epochs": spec.epochs, "steps": spec.plan.steps, "verbose": 0}
         self.hooks = KerasHooks(brought.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
@@ -121,11 +126,13 @@ class KerasLearner:
     def close(self) -> None:
         self._taker.close()
 
-    def _tried(self) -> tuple[Structure, Any, Any]:
-        """How inputs and outputs are nested, the outputs of a row of zeros, and that row."""
-        manifest, nothing = self._spec.manifest, np.zeros(1, np.int64)
-        stored = {c.name: np.zeros((1, *c.shape), c.dtype) for c in manifest.columns}
-        row = self._columns.share(StepRows(0, 0, 1, nothing, stored))
+    def _row(self, columns: Columns) -> Share[Any]:
+        """Of zeros."""
+        stored = {c.name: np.zeros((1, *c.shape), c.dtype) for c in self._spec.manifest.columns}
+        return columns.share(StepRows(0, 0, 1, np.zeros(1, np.int64), stored))
+
+    def _tried(self, row: Share[Any]) -> tuple[Structure, Any]:
+        """How inputs and outputs are nested, and the outputs of the row."""
         nested = getattr(self.model, "input", None) if getattr(self.model, "inputs", None) else None
 
         def inputs(arrays: Sequence[Any]) -> Any:
@@ -138,11 +145,4 @@ class KerasLearner:
         def structured(values: Sequence[Any]) -> Any:
             return keras.tree.pack_sequence_as(outputs, list(values))
 
-        return Structure(inputs, structured), outputs, row
-
-
-def ordered_labels(model: Any, labels: Sequence[str]) -> list[str]:
-    """By the names of the model's outputs where all labels have such names, else as they are given."""
-    names = list(getattr(model, "output_names", None) or ())
-    known = len(names) > 1 and set(names) == set(labels)
-    return [name for name in names if name in labels] if known else list(labels)
+        return Structure(inputs, structured), outputs

@@ -118,6 +118,7 @@ def plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], list[f
     columns["x"] = np.stack(table["x"].to_numpy())
     try:
         model, plan = job.archive().load(), job.plan(manifest)
+        keras.config.set_floatx("float64")  # what train_on_batch makes of labels
         losses = []
         for epoch in range(job.epochs):
             seen = 0.0

@@ -13,9 +13,12 @@ import pytest
 from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.keras_model import KerasPredictor
+from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.estimators.outputs import Outputs
 from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train_order import ordered_labels
+from spark_elastic.tensorflow import SyncBatchNormalization
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -34,6 +37,20 @@ class OwnStep(keras.Sequential):
 
 def own_step() -> Any:
     model = OwnStep([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def masked() -> Any:
+    taken = keras.Input((4,), dtype="int32")
+    coded = keras.layers.Embedding(5, 3, mask_zero=True)(taken)
+    model = keras.Model(taken, keras.layers.TimeDistributed(keras.layers.Dense(1))(coded))
+    model.compile("sgd", "mse")
+    return model
+
+
+def synchronised() -> Any:
+    model = keras.Sequential([keras.Input((2,)), SyncBatchNormalization(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
 
@@ -64,6 +81,13 @@ def values(**changes: Any) -> dict[str, Any]:
         ),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "learning_rate": -1}, "learning_rate must be"),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "class_weight": 3}, "class_weight must be"),
+        ({"model": synchronised}, "SyncBatchNormalization, whose forward passes wait"),
+        ({"model": masked}, "carries a mask"),
+        ({"model": net, "optimizer": "sgd", "loss": {"none": "mse"}}, "the loss does not fit the model's"),
+        (
+            {"model": net, "optimizer": "sgd", "loss": keras.losses.MeanSquaredError(reduction=None)},
+            "has reduction=None: choose",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
@@ -121,6 +145,54 @@ def test_predictions_are_the_models_own() -> None:
     assert predictor.widths() == [2]
 
 
+def two(nested: str) -> Any:
+    """A model of two inputs and two outputs: `sum` has twice their sum, `store` has two numbers of `store` alone."""
+    store, day = keras.Input((1,), name="store"), keras.Input((1,), name="day")
+    both = keras.layers.Add()([store, day])
+    total = keras.layers.Dense(1, name="sum", kernel_initializer="ones")(both)
+    kept = keras.layers.Dense(2, name="kept", kernel_initializer="ones")(store)
+    if nested == "list":
+        return keras.Model([store, day], [total, kept])
+    return keras.Model({"store": store, "day": day}, {"sum": total, "kept": kept})
+
+
+@pytest.mark.parametrize("nested", ["list", "dict"])
+def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> None:
+    """The labels' order is the reverse of the model's, and a dict's keys are flattened by the alphabet."""
+    model, labels = two(nested), ("kept", "sum")
+    columns = (Column("store", "float64"), Column("day", "float64"))
+    predictor = KerasPredictor(Archive.of(model), columns, None, labels)
+    kept, total = predictor.predict([np.array([1.0, 2.0]), np.array([10.0, 20.0])])
+    np.testing.assert_allclose(kept, [[1.0, 1.0], [2.0, 2.0]])
+    np.testing.assert_allclose(total, [[11.0], [22.0]])
+    assert Outputs.of(predictor.widths(), "p", labels=labels).widths == (2, 1)
+    ours = ordered_labels(model, model.output, labels)
+    assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
+    restored = ElasticKerasModel._restored(
+        predictor.parts(), columns, ElasticKerasModel(predictor, None)._extra()
+    )
+    assert restored.labels == labels
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "sentence"),
+    [
+        (["store", "a"], ["sum", "kept"], "inputs are a dict of store, day and feature_cols names store, a"),
+        (["day", "store"], ["y", "sum"], "outputs are a dict of sum, kept and label_cols names y, sum"),
+    ],
+)
+def test_a_dict_wants_columns_of_its_keys(features: list[str], labels: list[str], sentence: str) -> None:
+    model = two("dict")
+    model.compile("sgd", {"sum": "mse", "kept": "mae"})
+    given = values(model=model) | {"feature_cols": features, "label_cols": labels}
+    with pytest.raises(InvalidInput, match=sentence):
+        keras_brought(given)
+    given |= {"feature_cols": ["day", "store"], "label_cols": ["kept", "sum"]}
+    keras_brought(given)
+    with pytest.raises(InvalidInput, match="the metrics do not fit the model's outputs"):
+        keras_brought(given | {"metrics": {"none": ["mae"]}})
+
+
 def test_a_transformation_makes_the_inputs() -> None:
     model, columns = net(), (Column("x", "object"),)
     change = cloudpickle.dumps(
@@ -138,7 +210,7 @@ def test_a_transformation_makes_the_inputs() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("checkpoint_callback", "Keras's own ModelCheckpoint goes into callbacks"),
+        ("checkpoint_callback", "epoch's weights are kept by callbacks="),
         ("tensorflow_dataset_prefetch_buffer_size", "one thread reads ahead in each worker"),
     ],
 )

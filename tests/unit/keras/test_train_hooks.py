@@ -191,6 +191,35 @@ def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() 
     assert told.calls == joined.calls == "0 1 test {'loss': 2.0} end"
 
 
+def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() -> None:
+    hooks, model = make(keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True))
+    hooks.world(alone())
+    kept = []
+    for epoch, loss in enumerate((2.0, 1.0, 3.0)):
+        model.set_weights([np.full_like(weights, epoch) for weights in model.get_weights()])
+        kept.append(hooks.epoch_ends(alone(), {"epoch": epoch, "loss": loss}))
+    hooks.fit_ends([{"epoch": 2, "loss": 3.0}])
+    assert kept == [None, None, "a callback set stop_training"]
+    assert {float(value) for weights in model.get_weights() for value in weights.ravel()} == {1.0}
+
+
+def test_averaged_weights_are_the_final_ones_as_in_keras() -> None:
+    x, y = np.ones((4, 2), "f"), np.ones((4, 1), "f")
+
+    def averaged() -> Any:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+        return model
+
+    theirs, ours = averaged(), averaged()
+    theirs.fit(x, y, epochs=5, verbose=0)
+    for _ in range(5):
+        ours.train_on_batch(x, y)
+    KerasHooks([], ours, PARAMS).fit_ends([{"epoch": 4, "loss": 0.1}])
+    np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-6)
+
+
 def test_logs_are_those_of_keras() -> None:
     assert numbers({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
         "loss": 2.0,
