@@ -45,7 +45,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     like write on rank 0 alone, where it runs. Batches' logs have the loss alone, on_train_batch_end comes once the step
     is history (behind the next batch's begin), and on_test_batch_begin and on_test_batch_end are not called.
     Gradients of embeddings are dense sums (Keras alone hands its optimizers a repeated row as several
-    entries, which Adam squares one by one). float16 losses that are scaled, and models with a train_step of their own, are refused. Horovod's names are taken, or refused with what to use instead.
+    entries, which Adam squares one by one). float16 losses that are scaled, and models with a train_step of their own,
+    are refused. Horovod's names are taken, or refused with what to use instead.
     store: shared by driver and executors; where all run on this machine it may be left out.
     config, or any field of `ElasticConfig` as a keyword of its own: ports, addresses, time limits, ledger.
 
