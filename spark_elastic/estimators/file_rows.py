@@ -71,6 +71,9 @@ class FileRows:
         )
         _same_columns(*self._described)
 
+    def validates(self, request: Request) -> bool:
+        return bool(self._seen)
+
     @contextmanager
     def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
         """A run that goes on needs the files that it was begun with."""

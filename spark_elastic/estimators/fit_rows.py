@@ -41,6 +41,10 @@ class RowSource(Protocol):
         """InvalidInput where the columns cannot be what the request says; starts no job."""
         ...
 
+    def validates(self, request: Request) -> bool:
+        """Whether there are rows to look at behind each epoch."""
+        ...
+
     def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
         """InvalidInput where the run was begun on other rows (R19); may start a job."""
         ...
@@ -76,6 +80,9 @@ class TableRows:
                 f"validation names the column {request.validation!r}, which the table has not; it has: "
                 f"{', '.join(self._df.columns)}."
             )
+
+    def validates(self, request: Request) -> bool:
+        return request.validation is not None
 
     def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
         if "://" in record.data:

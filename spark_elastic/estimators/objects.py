@@ -6,6 +6,7 @@ Factories are tried on copies; nothing of the user's is changed. Knows torch, no
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +45,16 @@ def brought(values: Mapping[str, Any]) -> Brought:
     """
     model = _model(values["model"], values["seed"])
     own_step = values["train_minibatch_fn"] is not None or is_lightning(model)
+    if own_step and values["metrics"]:
+        raise InvalidInput(
+            "metrics are of the model's outputs, which train_minibatch_fn and a LightningModule's training_step keep "
+            "to themselves: leave metrics out (a LightningModule has self.log)."
+        )
     losses = _losses(values["loss"], len(values["label_cols"] or ()), own_step)
     learning_rate = _learning_rate(values["learning_rate"])
     callbacks = _callbacks(values["callbacks"])
     optimizer, trial = _optimizer(values["optimizer"], model, values["model"], learning_rate)
-    _check_readable(*trial, callbacks)
+    watched = _tried(*trial, callbacks)
     return Brought(
         model=model,
         optimizer=optimizer,
@@ -58,11 +64,14 @@ def brought(values: Mapping[str, Any]) -> Brought:
         callbacks=callbacks,
         train_minibatch_fn=_minibatch_fn(values["train_minibatch_fn"]),
         transformation=_function(values["transformation_fn"], "transformation_fn"),
+        watched=() if is_lightning(model) else watched,  # whose steps log what they like
     )
 
 
 def activation_of(loss: Any) -> str | None:
     """What makes probabilities of the outputs that a loss is given; None where that cannot be known."""
+    if isinstance(loss, functools.partial):
+        loss = loss.func
     kind = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
     return ACTIVATIONS.get(kind)
 
@@ -142,10 +151,11 @@ def _optimizer(
     return optimizer, tried
 
 
-def _check_readable(
+def _tried(
     optimizer: torch.optim.Optimizer, schedules: Sequence[Callback], callbacks: Sequence[Callback]
-) -> None:
-    """Checkpoints will hold the state of all of them. optimizer, schedules: of a trial."""
+) -> tuple[str, ...]:
+    """What they watch. optimizer, schedules: of a trial. Checkpoints will hold the state of all of them."""
+    watched = []
     readable(optimizer.state_dict(), type(optimizer).__name__)
     for callback in (*schedules, *callbacks):
         tried = callback
@@ -153,6 +163,8 @@ def _check_readable(
             tried = copy.copy(callback)  # a user's own is bound to nothing
             tried.bind(optimizer)
         readable(tried.state_dict(), f"callback {type(callback).__name__}")
+        watched.append(tried.watches)
+    return tuple(name for name in watched if name is not None)
 
 
 def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

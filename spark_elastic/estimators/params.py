@@ -164,7 +164,12 @@ class TorchParams(EstimatorParams):
     optimizer: Param[Any] = declare(
         "a torch optimizer over the model's parameters, or a function of parameters to one"
     )
-    loss: Param[Any] = declare("function or module of (output, *labels), or a list of one per label", listed)
+    loss: Param[Any] = declare(
+        "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
+        "them, or one that returns a loss per row, or their plain mean, so not one weighted by class or row; sample "
+        "weights w make it sum(w * loss) / sum(w)",
+        listed,
+    )
     metrics: Param[Any] = declare(
         "functions of (output, label) or torchmetrics, as a list or by name", listed
     )

@@ -10,6 +10,7 @@ import io
 
 import torch
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import fitting
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
@@ -25,6 +26,12 @@ TORCH = fitting.Framework(("torch",), PRELOAD, ".pt", TorchTrainTask)
 
 def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
     """Train on `rows`."""
+    for name in request.brought.watched:
+        if name.startswith("val_") and not rows.validates(request):
+            raise InvalidInput(
+                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
+                "fit_on_parquet), or the callback's monitor='loss'."
+            )
     fitted = fitting.fit(rows, request, TORCH)
     module, change = trained(request, fitted.weights), request.brought.transformation
     packed = pack(module) if change is None else pack(Transformed(module, change), module)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.readers import check_reader
 from spark_elastic.data.store import url_of
@@ -89,7 +91,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
     return Request(
         brought=objects,
         learning_rate=values["learning_rate"],
-        scale_lr=bool(values["scale_lr"]),
+        scale_lr=_flag(values, "scale_lr"),
         **columns,
         **_workers(values),
         validation=_validation(values["validation"]),
@@ -104,16 +106,16 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         precision=_one_of(values, "precision", ("bf16", "fp16")),
         gradient_compression=_one_of(values, "gradient_compression", ("bf16", "fp16")),
         reader=_reader(values["reader"]),
-        terminate_on_nan=bool(values["terminate_on_nan"]),
-        inmemory_cache_all=bool(values["inmemory_cache_all"]),
+        terminate_on_nan=_flag(values, "terminate_on_nan"),
+        inmemory_cache_all=_flag(values, "inmemory_cache_all"),
         store=None if store is None else url_of(store),
         storage_options=values["storage_options"] or {},
         missing=_missing(values["missing"]),
         seed=seed,
-        shuffle=bool(values["shuffle"]),
+        shuffle=_flag(values, "shuffle"),
         run_id=run_id,
         verbose=_whole(values, "verbose", least=0),
-        keep_data=bool(values["keep_data"]),
+        keep_data=_flag(values, "keep_data"),
         on_progress=_listener(values["on_progress"]),
         config=_config(values["config"], values["settings"]),
     )
@@ -210,6 +212,13 @@ def _whole(values: Mapping[str, Any], name: str, least: int) -> int:
     if number is None or number < least:
         raise InvalidInput(f"{name} must be a whole number of {least} or more; got {value!r}.")
     return number
+
+
+def _flag(values: Mapping[str, Any], name: str) -> bool:
+    value = values[name]
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInput(f"{name} must be True or False; got {value!r}.")
+    return bool(value)
 
 
 def _positive(values: Mapping[str, Any], name: str) -> float | None:

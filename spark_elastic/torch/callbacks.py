@@ -75,6 +75,11 @@ class Callback:
     def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
         """Before the final weights are written."""
 
+    @property
+    def watches(self) -> str | None:
+        """The number of the epoch's logs that there must be for it."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
@@ -91,6 +96,10 @@ class _Watching(Callback):
         self.monitor, self.mode, self.min_delta = monitor, mode, min_delta
         self.best: float | None = None
         self.best_epoch = -1
+
+    @property
+    def watches(self) -> str | None:
+        return self.monitor
 
     def improved(self, logs: Logs) -> bool:
         """Raises KeyError, with what there is, where the number is not logged."""
@@ -158,6 +167,17 @@ class LearningRateSchedule(Callback):
         self._make, self._every, self._monitor = make, every, monitor
         self._scheduler: Any = None
 
+    @property
+    def binding(self) -> tuple[Callable[[torch.optim.Optimizer], Any], str, str | None]:
+        """What a run is bound to: (what makes the scheduler, every, monitor)."""
+        return self._make, self._every, self._monitor
+
+    @property
+    def watches(self) -> str | None:
+        """Known once it is bound."""
+        plateau = isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        return (self._monitor or "val_loss") if plateau and self._every == "epoch" else None
+
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the scheduler, which sets the optimizer's first rate: before any state is loaded."""
         self._scheduler = self._make(optimizer)
@@ -170,8 +190,8 @@ class LearningRateSchedule(Callback):
     def on_epoch_end(self, training: Training, logs: Logs) -> None:
         if self._every != "epoch":
             return
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(watched(logs, self._monitor or "val_loss"))
+        if self.watches is not None:
+            self._scheduler.step(watched(logs, self.watches))
         else:
             self._scheduler.step()
 

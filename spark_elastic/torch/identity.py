@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from spark_elastic.torch.callbacks import BestWeights, EarlyStopping
+from spark_elastic.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
+from spark_elastic.torch.loss import module_of
 from spark_elastic.torch.optimizers import made
 from spark_elastic.training.identity import PLAIN, digest, text
 
@@ -27,6 +28,7 @@ def of_module(module: torch.nn.Module) -> str:
 
 def of_loss(loss: Any) -> str:
     """A loss's tensors, class weights for example, are part of it."""
+    loss = module_of(loss)
     if not isinstance(loss, torch.nn.Module):
         return digest(loss)
     return digest([of_module(loss), weights(loss)])
@@ -47,6 +49,25 @@ def of_callbacks(callbacks: tuple[Any, ...]) -> str:
     """Of those that end a training or choose its weights; what a user's own does cannot be known."""
     found = [each for each in callbacks if isinstance(each, EarlyStopping | BestWeights)]
     return digest([(type(each).__name__, *sorted(_settings(each))) for each in found])
+
+
+def of_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
+    """Of learning rates: the user's functions that make them, and the schedulers that a LightningModule makes."""
+    found = [text(each.binding) for each in callbacks if isinstance(each, LearningRateSchedule)]
+    if given is None:
+        optimizer, schedules = made(copy.deepcopy(model), None, None)
+        for each in schedules:
+            assert isinstance(each, LearningRateSchedule)
+            found.append(text([each.binding[1:], _of_scheduler(each.binding[0](optimizer))]))
+    return digest(found)
+
+
+def _of_scheduler(scheduler: Any) -> list[Any]:
+    """Its class, settings and functions, and of those that it is made of."""
+    settings = {
+        name: held for name, held in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
+    }
+    return [type(scheduler).__name__, settings, *map(_of_scheduler, getattr(scheduler, "_schedulers", ()))]
 
 
 def weights(module: torch.nn.Module) -> str:

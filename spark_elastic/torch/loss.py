@@ -1,6 +1,7 @@
 """Sums of per-row losses, and what to divide them by, so that any split of a batch gives the same gradient (R8).
 
-A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their mean.
+A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their plain
+mean; one that divides by something else is known by torch's own name, or by a `partial` of it.
 Each call gives (sum, denominator): over all ranks and micro-batches, sum(sums) / sum(denominators) is the loss that one
 process would have computed for the whole batch.
 """
@@ -8,6 +9,7 @@ process would have computed for the whole batch.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +48,33 @@ class LossSum:
     denominator: float
 
 
+def module_of(loss: Any) -> Any:
+    """The module of one of torch's functions, or of a `functools.partial` of it; any other loss as it is.
+
+    Raises:
+        InvalidInput: the partial holds what the module does not take.
+    """
+    function, settings = loss, {}
+    if isinstance(loss, functools.partial) and not loss.args:
+        function, settings = loss.func, loss.keywords
+    if not getattr(function, "__hash__", None) or function not in _MODULES:
+        return loss
+    try:
+        return _MODULES[function](**settings)
+    except TypeError:
+        raise InvalidInput(
+            f"loss is a partial of {function.__name__} with {', '.join(settings)}, which "
+            f"{_MODULES[function].__name__} does not take: pass a function that returns one loss per row."
+        ) from None
+
+
 class RowLoss:
     """Wraps the user's loss, which is never changed. weighted: rows carry sample weights."""
 
     def __init__(self, loss: Callable[..., torch.Tensor], weighted: bool = False) -> None:
-        if getattr(loss, "__hash__", None) and loss in _MODULES:
-            loss = _MODULES[loss]()
-        reduction = getattr(loss, "reduction", None)
+        loss = module_of(loss)
+        held = loss.keywords if isinstance(loss, functools.partial) else {}
+        reduction = getattr(loss, "reduction", held.get("reduction"))
         self._weighted = weighted
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
@@ -73,7 +95,7 @@ class RowLoss:
         """
         rows = len(labels[0])
         value = self._loss(output, *self._fitting(output, labels))
-        self._check(value, output, rows)
+        self._check(value, output, labels)
         if value.ndim == 0:
             if self._weighted:
                 raise InvalidInput(
@@ -103,7 +125,8 @@ class RowLoss:
             return labels[0].unsqueeze(1), *labels[1:]
         return labels
 
-    def _check(self, value: Any, output: Any, rows: int) -> None:
+    def _check(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
+        rows = len(labels[0])
         if not isinstance(value, torch.Tensor):
             raise InvalidInput(
                 f"the loss returned {type(value).__name__}: return a tensor, of one loss per row or their mean."
@@ -112,11 +135,17 @@ class RowLoss:
             raise InvalidInput(
                 f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
             )
-        broadcasts = isinstance(self._loss, _Loss) and isinstance(output, torch.Tensor)
-        if broadcasts and value.numel() > output.numel():
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        most = sum(part.numel() for part in outputs if isinstance(part, torch.Tensor))
+        if not isinstance(self._loss, _Loss):
+            most = max(most, *(label.numel() for label in labels))
+        if value.ndim and value.numel() > max(most, rows):
+            shapes = " and ".join(
+                str(tuple(part.shape)) for part in outputs if isinstance(part, torch.Tensor)
+            )
             raise InvalidInput(
-                f"the loss made {tuple(value.shape)} out of the model's output {tuple(output.shape)}: give output and "
-                "label the same shape."
+                f"the loss made {tuple(value.shape)} out of the model's output {shapes} and labels "
+                f"{tuple(labels[0].shape)}: give output and label the same shape."
             )
 
     def _by_row(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:

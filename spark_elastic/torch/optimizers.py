@@ -22,7 +22,7 @@ def made(
     """
     schedules: tuple[Callback, ...] = ()
     if given is None:
-        given, schedules = _configured(model, times)
+        given, schedules = _configured(model)
     elif not isinstance(given, torch.optim.Optimizer):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):
@@ -35,10 +35,19 @@ def made(
             "and one backward pass, so use an optimizer whose step() needs no closure."
         )
     if learning_rate is not None:
-        for group in given.param_groups:
-            group["lr"] = learning_rate
+        _set_rate(given, learning_rate)
     multiply_rates(given, times)
     return given, schedules
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of all groups; a schedule made beforehand starts from it, and keeps the factor that it begins with."""
+    for group in optimizer.param_groups:
+        first = group.get("initial_lr")
+        if not first or "max_lr" in group:  # of OneCycleLR and CyclicLR, whose rates are their own
+            group["lr"] = rate
+        else:
+            group["lr"], group["initial_lr"] = rate * (group["lr"] / first), rate
 
 
 def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
@@ -49,7 +58,7 @@ def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
                 group[name] = group[name] * times
 
 
-def _configured(model: Any, times: int) -> tuple[Any, tuple[Callback, ...]]:
+def _configured(model: Any) -> tuple[Any, tuple[Callback, ...]]:
     """What a LightningModule's `configure_optimizers` returns, in each of its forms."""
     found = model.configure_optimizers()
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list):
@@ -67,10 +76,10 @@ def _configured(model: Any, times: int) -> tuple[Any, tuple[Callback, ...]]:
     if isinstance(optimizer, Mapping):
         schedulers = [optimizer["lr_scheduler"]] if "lr_scheduler" in optimizer else []
         optimizer = optimizer["optimizer"]
-    return optimizer, tuple(_schedule(scheduler, times) for scheduler in schedulers)
+    return optimizer, tuple(_schedule(scheduler) for scheduler in schedulers)
 
 
-def _schedule(given: Any, times: int) -> LearningRateSchedule:
+def _schedule(given: Any) -> LearningRateSchedule:
     settings = given if isinstance(given, Mapping) else {"scheduler": given}
     scheduler, frequency = settings["scheduler"], settings.get("frequency", 1)
     if frequency != 1:
@@ -78,8 +87,17 @@ def _schedule(given: Any, times: int) -> LearningRateSchedule:
             f"configure_optimizers asks for a scheduler with frequency={frequency!r}: here it is advanced behind every "
             "epoch or step, so leave frequency out and give the scheduler a step_size, or a gamma, to match."
         )
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [rate * times for rate in scheduler.base_lrs]
     return LearningRateSchedule(
-        lambda optimizer: scheduler, settings.get("interval", "epoch"), settings.get("monitor")
+        lambda optimizer: _based(scheduler, optimizer),
+        settings.get("interval", "epoch"),
+        settings.get("monitor"),
     )
+
+
+def _based(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The scheduler, or those that it is made of, starting from the rates that the optimizer has by now."""
+    firsts = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if hasattr(part, "base_lrs") and "max_lr" not in optimizer.param_groups[0]:
+            part.base_lrs = list(firsts)
+    return scheduler

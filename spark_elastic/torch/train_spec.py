@@ -24,6 +24,7 @@ class Brought:
     optimizer: over the model's parameters (pickled together with it), a function that makes one, or None with a
     LightningModule. losses: one of (output, *labels), or one per label with `loss_weights`; () where
     `train_minibatch_fn` or the model has its own. metrics: by name. transformation: of the columns of a part, by name.
+    watched: numbers of an epoch that callbacks and schedules look at.
     """
 
     model: torch.nn.Module
@@ -34,6 +35,7 @@ class Brought:
     callbacks: tuple[Callback, ...] = ()
     train_minibatch_fn: Callable[..., Any] | None = None
     transformation: Transformation | None = None
+    watched: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
         """What a run is bound to (R19), by the words that an error has for it."""
@@ -44,6 +46,7 @@ class Brought:
             "train_minibatch_fn": digest(self.train_minibatch_fn),
             "transformation_fn": digest(self.transformation),
             "EarlyStopping or BestWeights": identity.of_callbacks(self.callbacks),
+            "learning rate schedule": identity.of_schedules(self.model, self.optimizer, self.callbacks),
             WEIGHTS: identity.weights(self.model),
         }
 

@@ -1,7 +1,8 @@
 """What a thing of the user's is, as text that is the same in every process: what a run is bound to (R19).
 
-Plain values, functions by their code and what they close over, other objects by class. Neither addresses, names of
-modules (a script is `__main__` in one process and not in another) nor line numbers. Values; any thread.
+Plain values, functions by their code, what they close over and the numbers of their module that they name, other
+objects by class. Neither addresses, names of modules (a script is `__main__` in one process and not in another) nor
+line numbers. Values; any thread.
 """
 
 from __future__ import annotations
@@ -33,13 +34,24 @@ def text(thing: Any) -> str:
         return f"code {thing.co_code.hex()} {thing.co_names} {text(thing.co_consts)}"
     if isinstance(thing, FunctionType):
         held = [_content(cell) for cell in thing.__closure__ or ()]
-        return f"function {text(thing.__code__)} {text(thing.__defaults__)} {text(held)}"
+        numbers = _globals(thing.__code__, thing.__globals__)
+        also = f" {text(numbers)}" if numbers else ""
+        return f"function {text(thing.__code__)} {text(thing.__defaults__)} {text(held)}{also}"
     if isinstance(thing, functools.partial):
         return f"partial {text(thing.func)} {text(thing.args)} {text(thing.keywords)}"
     if callable(thing) and hasattr(thing, "__name__"):
         return f"named {thing.__name__}"
     numbers = {name: value for name, value in getattr(thing, "__dict__", {}).items() if _is_number(value)}
     return f"{type(thing).__name__} {text(numbers)}"
+
+
+def _globals(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of its module that a function, or one within it, speaks of; a string may be a folder's name."""
+    found = {name: known[name] for name in code.co_names if _is_number(known.get(name))}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= _globals(inner, known)
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobFailed
-from spark_elastic.estimators import fitting
+from spark_elastic.estimators import fitting, torch_fit
 from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
 from spark_elastic.estimators.torch_fit import TORCH
 from spark_elastic.estimators.validation import Request
@@ -117,3 +117,9 @@ def test_p4_replicas_that_came_to_differ_are_an_error() -> None:
     assert _agreed(same) == same[0]
     with pytest.raises(JobFailed, match=r"ranks \[1\] came to differ"):
         _agreed([same[0], {"digest": "b", "rank": 1}])
+
+
+def test_what_a_callback_watches_must_come_about() -> None:
+    rows: Any = SimpleNamespace(validates=lambda request: False)
+    with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
+        torch_fit.fit(rows, request(brought=SimpleNamespace(watched=("loss", "val_loss"))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.objects import brought
 from spark_elastic.estimators.validation import Request, checked
+from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 
 
 def net() -> torch.nn.Module:
@@ -81,6 +83,18 @@ def test_a_store_may_be_a_path() -> None:
     assert ask(store=Path("/mnt/jobs")).store == "/mnt/jobs"
 
 
+def test_what_callbacks_watch_is_known() -> None:
+    plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau)
+    callbacks = [EarlyStopping(), plateau, BestWeights("loss")]
+    assert ask(callbacks=callbacks).brought.watched == ("val_loss", "val_loss", "loss")
+    assert plateau._scheduler is None  # the user's own stays as it is
+
+
+class Queues(Callback):
+    def __init__(self) -> None:
+        self.seen = deque([1])
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got dict."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
@@ -95,6 +109,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "store must be a path or url; got object: for a Store of Horovod's give what that was",
     ),
     ({"store": b"/mnt"}, "store must be a path or url; got bytes"),
+    ({"shuffle": "false"}, "shuffle must be True or False; got 'false'"),
+    ({"keep_data": 1}, "keep_data must be True or False; got 1"),
+    ({"callbacks": [Queues()]}, "a checkpoint cannot hold the deque of callback Queues, at 'seen'"),
+    (
+        {"loss": None, "metrics": [torch.nn.L1Loss()], "train_minibatch_fn": lambda model, x, y: x},
+        "leave metrics out",
+    ),
     ({"feature_cols": []}, "feature_cols is empty"),
     ({"label_cols": None}, "label_cols is empty"),
     ({"label_cols": ["x"]}, "'x' is named twice"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
 
-from spark_elastic.torch.callbacks import BestWeights, EarlyStopping
+from spark_elastic.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
 from spark_elastic.torch.train_spec import Brought
 from spark_elastic.training.identity import WEIGHTS
 
@@ -56,6 +58,7 @@ def test_another_draw_of_weights_is_told_apart_as_such() -> None:
         ("transformation_fn", {"transformation": lambda columns: columns}),
         ("EarlyStopping or BestWeights", {"callbacks": (EarlyStopping(patience=3),)}),
         ("EarlyStopping or BestWeights", {"callbacks": (BestWeights("loss"),)}),
+        ("learning rate schedule", {"callbacks": (LearningRateSchedule(lambda o: StepLR(o, 1, 0.1)),)}),
     ],
 )
 def test_another_thing_is_named(name: str, changes: dict[str, Any]) -> None:
@@ -65,6 +68,8 @@ def test_another_thing_is_named(name: str, changes: dict[str, Any]) -> None:
 def test_class_weights_are_part_of_a_loss() -> None:
     one, other = (nn.CrossEntropyLoss(torch.tensor([1.0, weight])) for weight in (1.0, 2.0))
     assert differing(made(losses=(one,)), made(losses=(other,))) == ["loss"]
+    one, other = (partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, w])) for w in (1.0, 2.0))
+    assert differing(made(losses=(one,)), made(losses=(other,))) == ["loss"]
 
 
 def test_an_optimizer_that_is_there_is_read_and_not_copied() -> None:
@@ -73,3 +78,25 @@ def test_an_optimizer_that_is_there_is_read_and_not_copied() -> None:
     first, same, other = (replace(brought, optimizer=optimizer) for optimizer in rates)
     assert differing(first, same) == []
     assert differing(first, other) == ["optimizer"]
+
+
+class Scheduled(Own):
+    """As a LightningModule has it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def configure_optimizers(self) -> Any:
+        optimizer, factor = torch.optim.SGD(self.parameters(), lr=0.1), self._factor
+        parts: list[LRScheduler] = [LambdaLR(optimizer, lambda e: factor**e), StepLR(optimizer, 2)]
+        return [optimizer], [SequentialLR(optimizer, parts, [2])]
+
+
+def test_the_schedules_that_a_module_makes_are_told_apart() -> None:
+    first, same, other = (
+        made(model=model, optimizer=None, losses=())
+        for model in (Scheduled(0.5), Scheduled(0.5), Scheduled(0.9))
+    )
+    assert differing(first, same) == [WEIGHTS]
+    assert differing(first, other) == ["learning rate schedule", WEIGHTS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ CASES: dict[str, Case] = {
         ("summed cross entropy", nn.CrossEntropyLoss(weight=BY_CLASS, reduction="sum"), CLASS),
         ("function cross_entropy", F.cross_entropy, CLASS),
         ("function nll_loss", F.nll_loss, CLASS),
+        ("partial cross_entropy", partial(F.cross_entropy, weight=BY_CLASS, label_smoothing=0.1), CLASS),
+        ("partial nll_loss", partial(F.nll_loss, weight=BY_CLASS), CLASS),
+        ("partial of squares, summed", partial(F.mse_loss, reduction="sum"), REAL),
+        ("partial of another, summed", partial(F.soft_margin_loss, reduction="sum"), REAL),
         ("mean squares", nn.MSELoss(), REAL),
         ("summed squares", nn.MSELoss(reduction="sum"), REAL),
         ("Huber", nn.HuberLoss(), REAL),
@@ -162,6 +167,7 @@ def test_the_users_loss_stays_as_it_is() -> None:
         (lambda output, label: 3.0, REAL, "returned float"),
         (lambda output, label: output[:5, 0], REAL, "5 numbers for 12 rows"),
         (nn.MSELoss(), REAL[:, :1, None], r"made \(12, 1, 12\) out of the model's output \(12, 1, 1\)"),
+        (lambda output, label: (output - label) ** 2, REAL[:, :1], r"made \(12, 12\) out of"),
     ],
 )
 def test_losses_of_a_wrong_shape_are_named(loss: Any, output: torch.Tensor, says: str) -> None:
@@ -183,3 +189,6 @@ def test_a_label_per_row_meets_an_output_of_one_column(loss: Any, weights: torch
     theirs = RowLoss(loss, weights is not None)(output[:, 0], (label,), weights)
     assert torch.allclose(ours.total, theirs.total)
     assert ours.denominator == theirs.denominator
+def test_a_partial_that_its_module_does_not_know_is_named() -> None:
+    with pytest.raises(InvalidInput, match="a partial of mse_loss with beta, which MSELoss does not take"):
+        RowLoss(partial(F.mse_loss, beta=2.0))

@@ -42,6 +42,36 @@ def test_a_schedule_made_beforehand_goes_on_from_the_multiplied_rates() -> None:
     assert rates(optimizer) == pytest.approx([0.4, 0.2])
 
 
+def chained(optimizer: torch.optim.Optimizer) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    warm = schedulers.LinearLR(optimizer, 0.1, total_iters=1)
+    return schedulers.SequentialLR(optimizer, [warm, schedulers.ExponentialLR(optimizer, 0.5)], [2])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch), [0.5, 0.25, 0.125]),
+        (lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=1), [0.05, 0.5, 0.5]),
+        (chained, [0.05, 0.5, 0.5, 0.25]),
+    ],
+)
+def test_a_schedule_made_beforehand_starts_from_the_rate_that_is_asked_for(
+    schedule: Any, expected: Any
+) -> None:
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    scheduler = schedule(optimizer)
+    model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [scheduler]))
+    _, (callback,) = made(model, None, 0.5)
+    callback.bind(optimizer)
+    found = rates(optimizer)
+    for _ in expected[1:]:
+        optimizer.step()
+        scheduler.step()
+        found += rates(optimizer)
+    assert found == pytest.approx(expected)
+
+
 def test_a_schedule_that_is_advanced_every_few_epochs_is_refused() -> None:
     optimizer = sgd(net().parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

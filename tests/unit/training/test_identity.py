@@ -45,6 +45,16 @@ def test_what_does_something_else_differs(one: Any, other: Any) -> None:
     assert digest(one) != digest(other)
 
 
+def test_a_number_of_the_module_is_part_of_a_function() -> None:
+    module: dict[str, Any] = {"ALPHA": 1.0, "FOLDER": "of today"}
+    exec("f = lambda x: [ALPHA * y for y in x] + [FOLDER]", module)
+    before = digest(module["f"])
+    module["FOLDER"] = "of tomorrow"
+    assert digest(module["f"]) == before
+    module["ALPHA"] = 2.0
+    assert digest(module["f"]) != before
+
+
 def test_what_does_the_same_does_not() -> None:
     assert digest(scaled(1.0)) == digest(scaled(1.0))
     assert digest(Held(1.0, "of today")) == digest(Held(1.0, "of tomorrow"))
