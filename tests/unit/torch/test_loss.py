@@ -189,6 +189,8 @@ def test_a_label_per_row_meets_an_output_of_one_column(loss: Any, weights: torch
     theirs = RowLoss(loss, weights is not None)(output[:, 0], (label,), weights)
     assert torch.allclose(ours.total, theirs.total)
     assert ours.denominator == theirs.denominator
+
+
 def test_a_partial_that_its_module_does_not_know_is_named() -> None:
     with pytest.raises(InvalidInput, match="a partial of mse_loss with beta, which MSELoss does not take"):
         RowLoss(partial(F.mse_loss, beta=2.0))
