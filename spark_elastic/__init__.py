@@ -46,6 +46,7 @@ _EXPORTS = {
     "TimeLimitReached": "spark_elastic.errors",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
+    "report": "spark_elastic.worker.reporting",
     "run": "spark_elastic.running.call",
     "task_resources": "spark_elastic.worker.resources",
 }
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from spark_elastic.estimators.keras_model import ElasticKerasModel
     from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
     from spark_elastic.running.call import run
+    from spark_elastic.worker.reporting import report
     from spark_elastic.worker.resources import task_resources
 
 __all__ = [
@@ -103,6 +105,7 @@ __all__ = [
     "TimeLimitReached",
     "Unauthorized",
     "WorkerFailed",
+    "report",
     "run",
     "task_resources",
 ]

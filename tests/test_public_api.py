@@ -38,6 +38,7 @@ PUBLIC = {
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
     "run": "running.call",
+    "report": "worker.reporting",
     "task_resources": "worker.resources",
 }
 HEAVY = (

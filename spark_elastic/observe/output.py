@@ -8,7 +8,11 @@ from datetime import datetime
 from typing import IO, Any
 
 from spark_elastic.clock import Clock
+from spark_elastic.observe.curve import Speed
 from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.progress import PLAIN_EVERY, figures
+
+COUNTED = {"step", "world"}  # of each job
 
 
 class Output:
@@ -30,6 +34,8 @@ class Output:
         self._worlds = worlds
         self._lines = lines
         self._limit = limit
+        self._pending: Mapping[str, Any] | None = None
+        self._next_line = 0.0
         self._lock = threading.Lock()
 
     def log(self, rank: int | None, line: str) -> None:
@@ -43,7 +49,14 @@ class Output:
                 self._write(f"[{who}] {shown}")
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
-        """A function has no progress but what it prints."""
+        """What it reports by itself; commits alone are no news."""
+        if not self._worlds or not (numbers.keys() - COUNTED):
+            return
+        with self._lock:
+            self._pending = numbers
+            if self._clock.now() >= self._next_line:
+                self._next_line = self._clock.now() + PLAIN_EVERY
+                self._show()
 
     def world(self, size: int, reason: str) -> None:
         """It is told with its cost, once it stands."""
@@ -56,8 +69,15 @@ class Output:
     def close(self) -> None:
         """Say what was left out last."""
         with self._lock:
+            self._show()
             for who, count in () if self._limit is None else self._limit.left_out():
                 self._write(f"[{who}] {count} lines were left out")
+
+    def _show(self) -> None:
+        numbers, self._pending = self._pending, None
+        if numbers is not None:
+            step = f"step {numbers['step']} " if "step" in numbers else ""
+            self._write(f"{step}{figures(numbers, Speed())}")
 
     def _write(self, text: str) -> None:
         if self._timestamps:

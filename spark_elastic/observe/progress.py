@@ -110,7 +110,7 @@ class Progress:
         self._bar.set_description_str(
             f"epoch {int(numbers.get('epoch', 0)) + 1}/{self._epochs}", refresh=False
         )
-        self._bar.set_postfix_str(_figures(numbers, self._speed), refresh=False)
+        self._bar.set_postfix_str(figures(numbers, self._speed), refresh=False)
         self._bar.refresh()
 
     def _plain(self, numbers: Numbers) -> None:
@@ -125,14 +125,14 @@ class Progress:
             return
         self._last = (now, epoch)
         where = f"epoch {epoch + 1}/{self._epochs} step {numbers['step']}/{numbers['steps']}"
-        self._stream.write(f"{where} {_figures(numbers, self._speed)}\n")
+        self._stream.write(f"{where} {figures(numbers, self._speed)}\n")
         self._stream.flush()
 
 
 PLACE = ("epoch", "epochs", "step", "steps", "rows", "loss", "world", "checkpoint_seconds")
 
 
-def _figures(numbers: Numbers, speed: Speed) -> str:
+def figures(numbers: Numbers, speed: Speed) -> str:
     """Loss, whatever else the program reports as a float, speed, world and time left, as far as they are known."""
     loss, world, left = numbers.get("loss"), numbers.get("world"), speed.seconds_left
     others = (f"{k} {v:.4g}" for k, v in numbers.items() if k not in PLACE and isinstance(v, float))

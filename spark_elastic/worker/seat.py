@@ -12,6 +12,7 @@ from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.worker.context import Current, current
 from spark_elastic.worker.engine_thread import EngineThread
 from spark_elastic.worker.program import Session
+from spark_elastic.worker.reporting import tell
 from spark_elastic.worker.surroundings import surround
 
 
@@ -38,6 +39,7 @@ class WorkerSeat:
 
     def at(self, commits: int) -> None:
         self._session.tell(Position(0, Phase.TRAIN, commits))
+        tell(self._session, {"step": commits, "world": self.world.size})
 
     def stop_wanted(self) -> bool:
         """By the version that came with the last exchange of gradients; by a small exchange where there was none."""

@@ -41,3 +41,20 @@ def test_without_logs_the_files_are_still_written(tmp_path: Path) -> None:
     narration.close()
     assert stream.getvalue() == ""
     assert (tmp_path / "rank.none" / "stdout").read_text() == "a line\n"
+
+
+def test_what_a_loop_reports_is_a_line_now_and_then() -> None:
+    stream, clock = io.StringIO(), FakeClock()
+    shown = Output(stream, clock, timestamps=False, worlds=True, lines=True)
+    shown.progress({"step": 1, "world": 2})
+    for step in (2, 3, 4):
+        shown.progress({"step": step, "world": 2, "loss": 0.5, "auc": 0.75})
+    clock.advance(2.0)
+    shown.progress({"step": 5, "world": 2, "loss": 0.25, "auc": 0.75})
+    shown.progress({"step": 6, "world": 2, "loss": 0.125, "auc": 0.75})
+    shown.close()
+    assert stream.getvalue().splitlines() == [
+        "step 2 loss 0.5000 auc 0.75 world 2",
+        "step 5 loss 0.2500 auc 0.75 world 2",
+        "step 6 loss 0.1250 auc 0.75 world 2",
+    ]

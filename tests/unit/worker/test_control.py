@@ -18,11 +18,11 @@ def test_the_last_report_comes_before_the_end() -> None:
     heard: list[Any] = []
     over = threading.Event()
 
-    def watch(*where: Any) -> News:
+    def watch(*where: Any, **named: Any) -> News:
         over.wait(30)
         return News(0)
 
-    def done(*what: Any) -> NextWorld:
+    def done(*what: Any, **named: Any) -> NextWorld:
         heard.append("done")
         return NextWorld(stop="the job is over")
 
