@@ -6,6 +6,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.types import START, Fence
@@ -14,7 +16,8 @@ from spark_elastic.worker.control import Control
 from spark_elastic.worker.loop import Identity, WorkerLoop
 
 
-def test_the_last_report_comes_before_the_end() -> None:
+def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_elastic.worker.control.REPORT_EVERY", 1000.0)
     heard: list[Any] = []
     over = threading.Event()
 
