@@ -17,8 +17,8 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.torch.lightning import check_lightning, is_lightning
 from spark_elastic.torch.metrics import named
-from spark_elastic.torch.objective import is_lightning
 from spark_elastic.torch.optimizers import made
 from spark_elastic.torch.state_bytes import readable
 from spark_elastic.torch.train_spec import Brought
@@ -87,11 +87,8 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
         raise InvalidInput(
             f"model must be a torch.nn.Module or a function that makes one; got {kind(model)}."
         )
-    if is_lightning(model) and not getattr(model, "automatic_optimization", True):
-        raise InvalidInput(
-            "the LightningModule has automatic_optimization = False: gradients are summed over the workers and applied "
-            "for it, so return the loss from training_step and leave the optimizer's step to the training."
-        )
+    if is_lightning(model):
+        check_lightning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
     return model

@@ -85,7 +85,7 @@ class Metrics:
         found: dict[str, Any] = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
         for name, (_, metric) in self._objects.items():
             if self._updates:
-                found[name] = torch.as_tensor(metric.compute()).tolist()
+                found.update(_numbers(name, metric.compute()))
         return {self._prefix + name: value for name, value in found.items()}
 
     def reset(self) -> None:
@@ -133,15 +133,25 @@ class Metrics:
 
 
 def named(metrics: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """By name: a function's own, else its class's in lower case.
+    """By name: a function's own, else its class's in lower case. Of a collection (torchmetrics) each member has its own
+    name, behind that of the collection where it was given one.
 
     Raises:
         InvalidInput: one is neither a function nor a metric object, or two have the same name.
     """
+    if accumulates(metrics) or callable(metrics):
+        metrics = [metrics]
+    pairs: list[tuple[str, Any]] = []
     if isinstance(metrics, Mapping):
-        pairs = [(str(name), metric) for name, metric in metrics.items()]
+        for name, metric in metrics.items():
+            members = (
+                [(f"{name}_{member}", each) for member, each in metric.items()] if _collects(metric) else []
+            )
+            pairs += members or [(str(name), metric)]
     else:
-        pairs = [(getattr(m, "__name__", type(m).__name__.lower()), m) for m in metrics]
+        for metric in metrics:
+            own = getattr(metric, "__name__", type(metric).__name__.lower())
+            pairs += list(metric.items()) if _collects(metric) else [(own, metric)]
     for name, metric in pairs:
         if isinstance(metric, type) or not (callable(metric) or accumulates(metric)):
             raise InvalidInput(
@@ -159,13 +169,42 @@ def accumulates(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
+def _collects(metric: Any) -> bool:
+    """Whether it is a collection of metrics, whose accumulators may be shared among them."""
+    return accumulates(metric) and callable(getattr(metric, "items", None))
+
+
+def _numbers(name: str, value: Any) -> dict[str, Any]:
+    """What `compute` returned, as the history takes it: numbers, or lists of them, those of a dict each by its name."""
+    if isinstance(value, Mapping):
+        return {k: v for key, part in value.items() for k, v in _numbers(f"{name}_{key}", part).items()}
+    return {name: _plain(name, value)}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(name, part) for part in value]
+    try:
+        return torch.as_tensor(value).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(
+            f"the metric {name!r} computed {value!r}: compute must return numbers, tensors, or lists or dicts of them."
+        ) from None
+
+
 def _state(metric: Any) -> dict[str, Any]:
     if not hasattr(metric, "state_dict"):
         return dict(vars(metric))
-    if hasattr(metric, "persistent"):  # torchmetrics leaves its accumulators out otherwise
-        metric.persistent(True)
+    for part in _parts(metric):  # torchmetrics leaves its accumulators out otherwise
+        part.persistent(True)
     state: dict[str, Any] = metric.state_dict()
     return state
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metric and those that it wraps, where they are torchmetrics'."""
+    inner = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+    return [part for part in inner if hasattr(part, "persistent")]
 
 
 def _restored(metric: Any, kept: dict[str, Any], updates: int) -> Any:
@@ -173,8 +212,8 @@ def _restored(metric: Any, kept: dict[str, Any], updates: int) -> Any:
     if not hasattr(metric, "load_state_dict"):
         vars(metric).update(kept)
         return metric
-    if hasattr(metric, "persistent"):
-        metric.persistent(True)
-        metric._update_count = updates  # without it torchmetrics warns of results without data
+    for part in _parts(metric):
+        part.persistent(True)
+        part._update_count = updates  # without it torchmetrics warns of results without data
     metric.load_state_dict(kept)
     return metric

@@ -16,6 +16,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Position
 from spark_elastic.torch.loss import RowLoss
 from spark_elastic.training.share import Share
 
@@ -38,7 +39,7 @@ class Objective(Protocol):
 
     logs: bool
 
-    def begin(self, group: Group, share: Share[torch.Tensor]) -> None: ...
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None: ...
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored: ...
 
@@ -54,7 +55,7 @@ class ModelLoss:
         self._loss = RowLoss(loss, weighted)
         self._forward = _Forward(precision)
 
-    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
         """Nothing to agree on: the denominator travels in the trailer."""
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
@@ -86,7 +87,7 @@ class ModelLosses:
         self._forward = _Forward(precision)
         self._factors: list[float] = []
 
-    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
         own = [
             loss.denominator((label,), share.weights) if len(share) else 0.0
             for loss, label in zip(self._losses, share.labels, strict=True)
@@ -126,62 +127,17 @@ class FunctionLoss:
 
     def __init__(self, function: Callable[..., Any], weighted: bool, precision: str | None = None) -> None:
         self._function = function
-        self._loss = RowLoss(_given, weighted)
+        self._loss = RowLoss(given_loss, weighted)
         self._precision = precision
 
-    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
         """Nothing to agree on."""
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
-        with _autocast(self._precision):
+        with autocast(self._precision):
             value = self._function(model, part.features, part.labels)
-        summed = self._loss(_widened(value), part.labels, part.weights)
+        summed = self._loss(widened(value), part.labels, part.weights)
         return Scored(summed.total, summed.denominator)
-
-
-class LightningLoss:
-    """A LightningModule's `training_step`, and its `validation_step` in evaluation mode where it has one.
-
-    The batch is (features, labels), each a tensor, or a tuple where there are several columns. What it logs is
-    averaged over rows. The whole step runs under autocast, as Lightning has it. Duck-typed: Lightning itself is not
-    imported.
-    """
-
-    logs = True
-
-    def __init__(self, weighted: bool, precision: str | None = None) -> None:
-        self._precision = precision
-        self._loss = RowLoss(_given, weighted)
-        self._logged: dict[str, float] = {}
-        self._step = 0
-
-    def begin(self, group: Group, share: Share[torch.Tensor]) -> None:
-        self._step += 1
-
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
-        batch = tuple(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
-        self._logged = {}
-        # Instance attributes: the module's own would ask for a Trainer.
-        vars(model).update(log=self._log, log_dict=self._log_all)
-        evaluates = not model.training and _overrides(model, "validation_step")
-        step: Any = model.validation_step if evaluates else model.training_step
-        try:
-            with _autocast(self._precision):
-                value = step(batch, self._step)
-        finally:
-            del vars(model)["log"], vars(model)["log_dict"]
-        value = value["loss"] if isinstance(value, Mapping) else value
-        if value is None and evaluates:
-            return Scored(torch.zeros(()), float(len(part)), logged=self._logged)
-        summed = self._loss(_widened(value), part.labels, part.weights)
-        return Scored(summed.total, summed.denominator, logged=self._logged)
-
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._logged[name] = float(value)
-
-    def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        for name, value in values.items():
-            self._log(name, value)
 
 
 class _Forward:
@@ -191,38 +147,25 @@ class _Forward:
         self._precision = precision
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Any:
-        with _autocast(self._precision):
+        with autocast(self._precision):
             output = model(*part.features)
-        return output if self._precision is None else _widened(output)
+        return output if self._precision is None else widened(output)
 
 
-def _autocast(precision: str | None) -> AbstractContextManager[Any]:
+def autocast(precision: str | None) -> AbstractContextManager[Any]:
     return nullcontext() if precision is None else torch.autocast("cpu", dtype=DTYPES[precision])
 
 
-def is_lightning(model: Any) -> bool:
-    """Whether a module brings its own step and optimizer, as LightningModules do."""
-    return all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers"))
-
-
-def _overrides(model: torch.nn.Module, name: str) -> bool:
-    """Lightning's own class has every hook, without content."""
-    method = getattr(type(model), name, None)
-    return method is not None and not str(getattr(method, "__module__", "")).startswith(
-        ("lightning.", "pytorch_lightning.")
-    )
-
-
-def _given(value: Any, *labels: torch.Tensor) -> Any:
+def given_loss(value: Any, *labels: torch.Tensor) -> Any:
     """The user's function has computed the loss already."""
     return value
 
 
-def _widened(output: Any) -> Any:
+def widened(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, tuple | list):
-        return tuple(_widened(part) for part in output)
+        return tuple(widened(part) for part in output)
     return output
 
 

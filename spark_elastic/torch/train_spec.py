@@ -10,7 +10,8 @@ import torch
 
 from spark_elastic.torch import identity
 from spark_elastic.torch.callbacks import Callback
-from spark_elastic.torch.objective import FunctionLoss, LightningLoss, ModelLoss, ModelLosses, Objective
+from spark_elastic.torch.lightning import LightningLoss
+from spark_elastic.torch.objective import FunctionLoss, ModelLoss, ModelLosses, Objective
 from spark_elastic.training.identity import WEIGHTS, digest
 from spark_elastic.training.spec import TrainSpec
 
@@ -55,7 +56,7 @@ class Brought:
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
         if not self.losses:
-            return LightningLoss(weighted, spec.precision)
+            return LightningLoss(weighted, spec.precision, spec.plan.steps)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.precision)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)

@@ -95,7 +95,7 @@ class TorchLearner:
         spec, here, metrics = self._spec, self.state.position, self._metrics[1]
         share, loss, denominator = self._columns.share(rows), 0.0, 0.0
         try:
-            self._objective.begin(group, share)
+            self._objective.begin(group, share, here)
             with torch.no_grad(), drawing_by(spec.seed, here.epoch, here.phase, here.step, group.rank):
                 for part in share.micro_batches(spec.val_batch_size or spec.batch_size):
                     scored = self._objective(self.state.model, part)

@@ -89,7 +89,7 @@ class StepTaker:
             # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
             meets = shares_statistics(self._modules)
             parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
-            self._objective.begin(group, share)
+            self._objective.begin(group, share, here)
             self._exchange.begin(group, len(parts))
             self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
             # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.

@@ -68,6 +68,9 @@ class Lit(Net):
         x, y = batch
         loss = loss_of(self(x), y)
         self.log("level", 2.0)  # type: ignore[operator]
+        at: Any = self._trainer
+        self.log("at", at.current_epoch)  # type: ignore[operator]
+        self.log("before", at.global_step - number)  # type: ignore[operator]
         return {"loss": loss}
 
     def validation_step(self, batch: Any, number: int) -> None:
@@ -198,6 +201,8 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
         assert [entry["learning_rate"] for entry in history] == [RATE, RATE / 2]
         assert {entry["level"] for entry in history} == {2.0}
         assert {entry["val_rows"] for entry in history} == {ROWS}
+        assert [entry["at"] for entry in history] == [0.0, 1.0]
+        assert [entry["before"] for entry in history] == [0.0, ROWS / 100]
     most = max(rows for training, _, rows in seen if not training)
     assert most == case.options.get("val_batch_size", 50)
 
