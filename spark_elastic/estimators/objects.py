@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.travelling import check_travels
 from spark_elastic.estimators.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.lightning import check_lightning, is_lightning
@@ -87,6 +88,7 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
         raise InvalidInput(
             f"model must be a torch.nn.Module or a function that makes one; got {kind(model)}."
         )
+    check_travels(model)
     if is_lightning(model):
         check_lightning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
@@ -222,6 +225,14 @@ def test_the_environment_fills_in_where_no_config_is_given(monkeypatch: pytest.M
     assert (config.lease, config.ledger, config.stall_after) == (7.5, True, ElasticConfig().stall_after)
 
 
+class Computed(torch.nn.Linear):
+    """As the older weight_norm leaves a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.scaled = self.weight * 2
+
+
 class Lit(torch.nn.Linear):
     """What a LightningModule has."""
 
@@ -240,3 +251,30 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
     module.automatic_optimization = False
     with pytest.raises(InvalidInput, match="has automatic_optimization = False: gradients are summed"):
         ask(model=module, optimizer=None, loss=None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (
+            lambda: weight_norm(torch.nn.Linear(3, 1)),
+            "layer '0' of the model has parametrizations .of weight;",
+        ),
+        (lambda: spectral_norm(torch.nn.Linear(3, 1)), "has parametrizations"),
+        (
+            lambda: torch.nn.LazyLinear(1),
+            "layer '0' of the model is lazy and has no weights yet: call the model on one row",
+        ),
+        (lambda: torch.jit.script(torch.nn.Linear(3, 1)), "layer '0' of the model is a ScriptModule"),
+        (Computed, "layer '0' of the model holds scaled, a tensor computed"),
+    ],
+)
+@pytest.mark.parametrize("made", [False, True])
+def test_a_layer_that_cannot_travel_is_named(layer: Callable[[], Any], says: str, made: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is going away
+        model = torch.nn.Sequential(layer())
+    with pytest.raises(InvalidInput, match=says):
+        ask(
+            model=(lambda: model) if made else model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+        )
