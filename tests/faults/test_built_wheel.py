@@ -68,9 +68,12 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path: Path) -> None:
     assert printed.count("sum 2000.0") == 2
 
 
-def test_the_source_archive_has_what_a_build_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gloo", ["the system's", "sources"])
+def test_the_source_archive_has_what_a_build_needs(gloo: str, tmp_path: Path) -> None:
+    """Gloo's sources are those that the wheel above was made with."""
     output_of(ROOT / "build.sh", "sdist", folder=ROOT)
     (archive,) = (ROOT / "dist").glob("spark_elastic-*.tar.gz")
     options = ("-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
-    output_of(sys.executable, "-m", "pip", "wheel", *options, archive)
+    sources = ("-C", f"cmake.define.GLOO_SOURCE={ROOT / 'build' / 'gloo'}") if gloo == "sources" else ()
+    output_of(sys.executable, "-m", "pip", "wheel", *options, *sources, archive)
     assert list(tmp_path.glob("spark_elastic-*.whl"))
