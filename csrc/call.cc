@@ -27,7 +27,7 @@ std::string Call::text() const {
 
 std::string mismatchText(int rank, const Call& call, int other, const Call& theirs) {
   return "rank " + std::to_string(rank) + " called " + call.text() + " and rank " + std::to_string(other) + " called " +
-         theirs.text() + (call.text() == theirs.text() ? " of another shape or root" : "") +
+         theirs.text() + (call.text() == theirs.text() ? " of another shape, root or factor on the result" : "") +
          ": all ranks must call the same collectives in the same order with the same arguments";
 }
 

@@ -24,7 +24,7 @@ struct Call {
   uint32_t number = 0;  // of the collective within its group
   CallKind kind = CallKind::kNone;
   // Whatever else must be equal.
-  uint32_t signature = 0;  // of shape and type, or the root
+  uint32_t signature = 0;  // of shape, type and the factor on the result, or the root
   DataType type = DataType::kBool;
   ReduceOp op = ReduceOp::kSum;
   Wire wire = Wire::kPlain;

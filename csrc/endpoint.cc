@@ -15,7 +15,8 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostParked = 256;
+constexpr size_t kMostParked = 256;    // of proven peers
+constexpr size_t kMostUnproven = 128;  // of whoever dialled
 constexpr std::chrono::seconds kParkedFor{60};
 constexpr int kBacklog = 1024;
 
@@ -107,7 +108,7 @@ std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fenc
 
 void Endpoint::leave(Incoming incoming) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || unproven_.size() >= kMostParked) return;
+  if (closed_ || unproven_.size() >= kMostUnproven) return;
   unproven_.push_back(std::move(incoming));
   ring();
 }

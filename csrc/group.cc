@@ -3,6 +3,7 @@
 #include <gloo/types.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 
@@ -22,11 +23,18 @@ std::vector<size_t> evenParts(size_t count, int size) {
   return counts;
 }
 
+uint32_t hashOf(double factor) {
+  uint64_t bits;
+  std::memcpy(&bits, &factor, sizeof bits);
+  return static_cast<uint32_t>((bits * 0x9e3779b97f4a7c15u) >> 32);
+}
+
 Call callOf(CallKind kind, size_t bytes, const Reduction& reduction) {
   Call call;
   call.kind = kind;
   call.bytes = bytes;
-  call.signature = reduction.shape;
+  // What each rank brings may be weighed by itself; what becomes of the result is the same for all.
+  call.signature = reduction.shape ^ hashOf(reduction.after);
   call.type = reduction.type;
   call.op = reduction.op;
   call.wire = reduction.wire;
@@ -173,13 +181,17 @@ void Group::reducePacked(float* data, size_t count, const Reduction& reduction, 
   widen(packed.type, packed_.get(), data, count);
 }
 
-// Packed is what travels between hosts; within one, float32 is summed as it is.
+// Packed is what travels between hosts; within one, float32 is summed as it is. What scales a sum scales each host's
+// part before it is packed: the sum over many ranks may leave the range of 16 bits where the average does not.
 void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Reduction& reduction, uint32_t tag) {
-  hosts.allreduce(data, count, reduction, call_, [&](const World& leaders) {
-    Reduction packed = pack(data, count, reduction);
-    // The division of an average and the factor come behind, from float32.
-    if (packed.op == ReduceOp::kAverage) packed.op = ReduceOp::kSum;
-    packed.after = 1.0;
+  const bool sums = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage;
+  Reduction whole = reduction;
+  if (sums) whole.op = ReduceOp::kSum;
+  if (sums) whole.after = 1.0;
+  hosts.allreduce(data, count, whole, call_, [&](const World& leaders) {
+    if (sums) finish(reduction, data, count, DataType::kFloat32, size_);
+    Reduction packed = pack(data, count, whole);
+    packed.after = 1.0;  // of a product, say, it comes behind, from float32
     Route way = route(tag);
     way.ranks = hosts.leaders();
     reduceParts(way, packed, packed_.get(), evenParts(count, leaders->size), nullptr);

@@ -1,7 +1,6 @@
 #include "mesh.h"
 
 #include <gloo/common/error.h>
-#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -21,10 +20,8 @@ constexpr std::chrono::seconds kHandshakeWithin{10};
 constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks for Ctrl-C and expired strangers
 constexpr std::chrono::seconds kSilent{1};        // a peer that has waited for long says so far more often than this
 constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
-constexpr std::chrono::milliseconds kNobodyHears{250};  // peers that take nothing of a goodbye for so long are stopped
-constexpr std::chrono::seconds kGoodbyeWithin{1};
 constexpr std::chrono::milliseconds kAcceptRest{100};
-constexpr size_t kMostIncoming = 1024;
+constexpr size_t kMostIncoming = 64;  // handshakes under way at a time, or twice as many as there are ranks
 
 }  // namespace
 
@@ -56,6 +53,11 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
 Mesh::~Mesh() { close(); }
 
 void Mesh::close() {
+  closeSockets();
+  farewell_.end();  // without the mutex
+}
+
+void Mesh::closeSockets() {
   Lock lock(mu_);
   // An orderly end is no failure of the peers: they may still be busy with one another, so nobody is told.
   if (!failure_) {
@@ -110,24 +112,20 @@ void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& r
   sayGoodbye();
 }
 
-// To all at once, so that one that is stopped takes nobody's time but ours.
+// What peers do not take at once goes on without us: the caller, and whoever waits for the mutex, have their own work.
 void Mesh::sayGoodbye() {
   const std::vector<char> body = encodeGoodbye(*failure_);
-  std::vector<Pair*> all;
+  std::vector<Pair*> all, late;
   for (auto& pair : pairs_) {
     if (pair) all.push_back(static_cast<Pair*>(pair.get()));
   }
-  for (Pair* pair : all) pair->beginGoodbye(body);
-  std::vector<pollfd> hearing;
-  const auto until = Clock::now() + kGoodbyeWithin;
-  do {
-    hearing.clear();
-    for (Pair* pair : all) {
-      if (pair->goOnWithGoodbye()) hearing.push_back({pair->fd(), POLLIN | POLLOUT, 0});
-    }
-  } while (!hearing.empty() && Clock::now() < until &&
-           ::poll(hearing.data(), hearing.size(), static_cast<int>(kNobodyHears.count())) != 0);
+  for (Pair* pair : all) {
+    if (pair->beginGoodbye(body)) late.push_back(pair);
+  }
+  std::vector<LastWords> words;
+  for (Pair* pair : late) words.push_back(pair->takeGoodbye());
   for (Pair* pair : all) pair->endGoodbye(*failure_);
+  if (!words.empty()) farewell_.begin(std::move(words));
 }
 
 void Mesh::wake() {
@@ -242,15 +240,27 @@ void Mesh::acceptAll() {
     const int fd = accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return restFromAccepting();
     if (fd < 0) return;
-    if (incoming_.size() >= kMostIncoming) {
-      ::close(fd);
-      continue;
-    }
     Connection connection(fd);
     connection.secure(endpoint_->tls(), false);
-    watch(fd, EPOLLIN, true);
-    incoming_.emplace(fd, Incoming{std::move(connection), {}, {}, false, {}, Clock::now() + kHandshakeWithin});
+    // Who has said something already is heard at once: only those who keep silent are in danger of the next ones.
+    proceed(take(Incoming{std::move(connection), {}, {}, false, {}, Clock::now() + kHandshakeWithin}));
+    if (failure_) return;
   }
+}
+
+// A newcomer. Where there are too many, strangers who say nothing must not take all descriptors: one goes for it, of
+// those who have said nothing if there are any, and the one who came first.
+Incoming& Mesh::take(Incoming incoming) {
+  if (incoming_.size() >= std::max(kMostIncoming, 2 * static_cast<size_t>(size))) {
+    const auto order = [](const Incoming& one) { return std::make_pair(one.challenged, one.until); };
+    const auto first = std::min_element(incoming_.begin(), incoming_.end(), [&](const auto& a, const auto& b) {
+      return order(a.second) < order(b.second);
+    });
+    forget(first->first);
+  }
+  const int fd = incoming.connection.fd();
+  watch(fd, EPOLLIN, true);
+  return incoming_.emplace(fd, std::move(incoming)).first->second;
 }
 
 // Out of descriptors or memory: the listening socket stays readable, and would wake the leader without end.
@@ -319,11 +329,7 @@ void Mesh::adoptProven(Connection connection, const Hello& hello) {
 // What meshes before this one accepted and could not use.
 void Mesh::adoptLeftOver() {
   for (auto& [connection, hello] : endpoint_->takeParked(fence_)) adoptProven(std::move(connection), hello);
-  for (auto& incoming : endpoint_->takeUnproven()) {
-    const int fd = incoming.connection.fd();
-    watch(fd, EPOLLIN, true);
-    incoming_.emplace(fd, std::move(incoming));
-  }
+  for (auto& incoming : endpoint_->takeUnproven()) take(std::move(incoming));
 }
 
 // A handshake under way may be of another group of this process, whose callers wait while nobody turns this event loop.

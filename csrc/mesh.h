@@ -21,6 +21,7 @@
 #include "call.h"
 #include "endpoint.h"
 #include "failure.h"
+#include "farewell.h"
 
 namespace elastic {
 
@@ -72,6 +73,7 @@ class Mesh : public gloo::transport::Context {
   void checkLocked() const;
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
   void sayGoodbye();
+  void closeSockets();
   // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
   void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
   void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);
@@ -81,6 +83,7 @@ class Mesh : public gloo::transport::Context {
   void whenIdle(bool late);
   void dispatch(int fd, uint32_t events);
   void acceptAll();
+  Incoming& take(Incoming incoming);
   void restFromAccepting();
   void acceptAgain();
   void proceed(Incoming& incoming);
@@ -106,6 +109,7 @@ class Mesh : public gloo::transport::Context {
   bool polling_ = false;  // somebody is the leader
   int epoll_ = -1, event_ = -1;
   std::unique_ptr<Failure> failure_;
+  Farewell farewell_;
   std::unordered_map<int, Pair*> byFd_;
   std::unordered_map<int, Incoming> incoming_;
   std::unordered_map<int, OnEvents> guests_;

@@ -193,25 +193,32 @@ void Pair::sayHere() {
   flush();
 }
 
-// A frame that is half sent is ended first (its memory lives while we hold the mutex): a peer that found the stream cut
-// would have to take us for dead. `body` must live until the end of the goodbye.
-void Pair::beginGoodbye(const std::vector<char>& body) {
-  if (state_ != State::kUp) return;
+// A frame that is half sent is ended first: a peer that found the stream cut would have to take us for dead. Whether
+// there is more than the kernel took; its memory lives for as long as we hold the mutex. So must `body`.
+bool Pair::beginGoodbye(const std::vector<char>& body) {
+  if (state_ != State::kUp) return false;
   while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
   sends_.push_back({nullptr, {kGoodbyeSlot, body.size(), {}}, body.data()});
-}
-
-// Whether there is more to say, once the peer takes it. What it says meanwhile is void and thrown away: it may be
-// ending a frame itself, with nobody to read it. One that has ended, or is gone, need not be told.
-bool Pair::goOnWithGoodbye() {
-  if (state_ != State::kUp) return false;
-  char unheard[1 << 14];
-  const ssize_t got = ::recv(connection_.fd(), unheard, sizeof unheard, MSG_DONTWAIT);
-  if (got == 0 || (got < 0 && errno != EAGAIN)) return false;
   while (!sends_.empty()) {
     if (!sendFront()) return errno == EAGAIN;
   }
   return false;
+}
+
+// What beginGoodbye left, and the connection to say it on.
+LastWords Pair::takeGoodbye() {
+  size_t size = 0;
+  for (const Send& send : sends_) size += sizeof(FrameHeader) + send.header.size - send.done;
+  LastWords words(size);
+  for (const Send& send : sends_) {
+    const size_t header = std::min(send.done, sizeof(FrameHeader)), body = send.done - header;
+    words.add(reinterpret_cast<const char*>(&send.header) + header, sizeof(FrameHeader) - header);
+    words.add(send.data + body, send.header.size - body);
+  }
+  mesh_.unwatch(connection_.fd());
+  mesh_.byFd_.erase(connection_.fd());
+  words.connection = std::move(connection_);
+  return words;
 }
 
 void Pair::endGoodbye(const Failure& failure) {

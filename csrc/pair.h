@@ -51,8 +51,8 @@ class Pair : public gloo::transport::Pair {
   void lookBehind();
   void sayHere();
   void seek();
-  void beginGoodbye(const std::vector<char>& body);
-  bool goOnWithGoodbye();
+  bool beginGoodbye(const std::vector<char>& body);
+  LastWords takeGoodbye();
   void endGoodbye(const Failure& failure);
   void drop();
   void shut();

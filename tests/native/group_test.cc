@@ -127,6 +127,24 @@ TEST(group, a_reduction_of_another_kind_is_told_to_everybody) {
   }
 }
 
+TEST(group, another_factor_on_the_result_is_told_to_everybody_and_one_on_an_operand_is_not_compared) {
+  for (const auto& hosts : {std::vector<int>{}, {0, 0}}) {
+    Ranks ranks(2, 1, 20000, hosts);
+    const auto reduced = [](Group& group, double before, double after) {
+      std::vector<float> data(10, 1.0F);
+      Reduction reduction = sumOf(DataType::kFloat32);
+      reduction.before = before;
+      reduction.after = after;
+      group.allreduce(data.data(), data.size(), reduction);
+      return data[0];
+    };
+    const auto weighed = ranks.each([&](Group& group) { CHECK(reduced(group, 1.0 + group.rank(), 0.5) == 1.5F); });
+    CHECK(weighed == nothing(2));
+    const auto thrown = ranks.each([&](Group& group) { reduced(group, 1.0, group.rank() == 0 ? 0.5 : 1.0); });
+    for (const auto& reason : thrown) CHECK(reason.find("factor on the result") != std::string::npos);
+  }
+}
+
 TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
   Ranks ranks(3);
   ranks.each([](Group& group) { group.barrier(); });

@@ -52,6 +52,30 @@ TEST(hosts, sums_of_all_sizes) {
   }
 }
 
+// Two of a host sum to 40000, and all four to more than float16 holds.
+TEST(hosts, an_average_within_float16_is_finite_whatever_its_sum_is) {
+  Ranks ranks(4, 1, kTimeout, {0, 0, 1, 1});
+  const auto thrown = ranks.each([](Group& group) {
+    for (const auto& [op, after] : {std::pair{ReduceOp::kAverage, 1.0}, {ReduceOp::kSum, 0.25}}) {
+      Reduction packed = sumOf(DataType::kFloat32);
+      packed.op = op;
+      packed.after = after;
+      packed.wire = Wire::kFloat16;
+      std::vector<float> data(5000, 20000.0F);
+      group.allreduce(data.data(), data.size(), packed);
+      for (float value : data) CHECK(value == 20000.0F);
+    }
+    Reduction largest = sumOf(DataType::kFloat32);
+    largest.op = ReduceOp::kMax;
+    largest.after = -0.5;
+    largest.wire = Wire::kFloat16;
+    std::vector<float> data(5, static_cast<float>(group.rank()));
+    group.allreduce(data.data(), data.size(), largest);
+    CHECK(data[0] == -1.5F);
+  });
+  CHECK(thrown == nothing(4));
+}
+
 TEST(hosts, parts_of_any_size_are_gathered) {
   for (const auto& hosts : {std::vector<int>{0, 0, 0}, {0, 1, 0}}) {
     Ranks ranks(3, 1, kTimeout, hosts);

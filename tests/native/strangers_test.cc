@@ -59,6 +59,24 @@ TEST(strangers, half_open_and_hasty_ones_do_not_keep_a_peer_out) {
   CHECK(waiting.end() == "the test is over");
 }
 
+// Of more than 64 the oldest one goes, silent ones before those who have been challenged.
+TEST(strangers, silent_ones_do_not_take_all_descriptors) {
+  Waiting waiting;
+  Dial slow(*waiting.endpoint);
+  const Hello hello = helloTo(1, {1, 5});
+  Challenge challenge;
+  slow.say(&hello, sizeof hello);
+  CHECK(slow.hear(&challenge, sizeof challenge));
+  std::vector<std::unique_ptr<Dial>> silent;
+  for (int i = 0; i < 200; i++) silent.push_back(std::make_unique<Dial>(*waiting.endpoint));
+  for (int i = 0; i < 200 - 64; i++) CHECK(silent[static_cast<size_t>(i)]->closed());
+  const Proof proof{macOf(kKey, "dial", hello, challenge.nonce)};
+  slow.say(&proof, sizeof proof);
+  FrameHeader header{};
+  CHECK(slow.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
+  CHECK(waiting.end() == "the test is over");
+}
+
 TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) {
   for (uint64_t size : {~uint64_t{0}, ~uint64_t{0} - 100, uint64_t{1} << 40}) {
     Waiting waiting;
@@ -69,6 +87,31 @@ TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) 
     waiting.thread.join();
     CHECK(waiting.thrown.find("more than anybody here asked for") != std::string::npos);
   }
+}
+
+// Nobody here waits for a peer that reads late; it is told all the same, behind the frame that was half sent.
+TEST(strangers, a_peer_that_reads_nothing_keeps_no_waiter_after_an_abort) {
+  bool told = false;
+  for (int attempt = 0; attempt < 5 && !told; attempt++) {  // after 250 ms nobody speaks to it any more
+    auto endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
+    Group group(endpoint, 1, {"127.0.0.1:1", endpoint->address()}, Fence{1, 5}, GroupOptions{});
+    std::vector<char> data(size_t{32} << 20);
+    std::string thrown;
+    std::thread waiter([&] { thrown = thrownBy([&] { group.broadcast(data.data(), data.size(), 1, 0); }); });
+    Dial late(*endpoint);
+    CHECK(late.shake(kKey, helloTo(1, {1, 5})));
+    FrameHeader header{};
+    CHECK(late.hear(&header, sizeof header) && header.size == data.size());
+    group.abort("enough");
+    waiter.join();
+    CHECK(thrown == "enough");
+    data = {};  // the waiter's memory is its own again
+    std::vector<char> frame(header.size);
+    if (!late.hear(frame.data(), frame.size()) || !late.hear(&header, sizeof header)) continue;
+    CHECK(header.slot == kGoodbyeSlot);
+    told = true;
+  }
+  CHECK(told);
 }
 
 TEST(strangers, a_goodbye_without_sense_is_an_abort_that_names_the_sender) {

@@ -77,15 +77,15 @@ def _same(found: Any, expected: Any, dtype: str, op: str) -> bool:
     return np.allclose(widened(found, dtype), widened(expected, dtype), rtol=rtol, atol=0)
 
 
-def packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = ()) -> Any:
+def packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (), after: float = 1.0) -> Any:
     """What a compressed sum is: packed is what travels, so within each of several hosts float32 is summed as it is.
 
-    hosts: how many ranks each has; empty: all exchange through sockets.
+    hosts: how many ranks each has; empty: all exchange through sockets. after: a factor, on each host's sum.
     """
     if len(hosts) > 1:
         ends = itertools.accumulate(hosts)
         parts = [
-            reduced(parts[end - count : end], "float32", "sum", 1.0)
+            reduced(parts[end - count : end], "float32", "sum", after)
             for count, end in zip(hosts, ends, strict=True)
         ]
     return widened(reduced([narrowed(part, wire) for part in parts], wire, "sum", 1.0), wire)
@@ -106,6 +106,10 @@ def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
         same = group.allgather_bytes(hashlib.sha256(array.tobytes()).digest())
         if len(set(same)) > 1 or not np.array_equal(array[own], expected):
             wrong.append(f"allreduce {compression}")
+        large = np.full(5000, 20000.0, np.float32)  # the sum of four is beyond float16
+        group.allreduce(large, "average", compression=compression)
+        if not np.allclose(large, 20000.0, rtol=1e-2):
+            wrong.append(f"average of large numbers {compression}")
         mine = group.reducescatter(whole[group.rank], "average", compression=compression)
         expected = widened(reduced([narrowed(part[own], wire) for part in whole], wire, "average", 1.0), wire)
         if not np.array_equal(mine, expected):

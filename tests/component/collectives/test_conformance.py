@@ -121,8 +121,8 @@ def test_compression(request: pytest.FixtureRequest, make: Make, compression: st
         return array, part
 
     packed = [narrowed(share, wire) for share in shares]
-    if len(hosts) > 1:  # the factor comes behind what travels
-        averaged = packed_sum([2 * share for share in shares], wire, hosts) * np.float64(0.5 / SIZE)
+    if len(hosts) > 1:
+        averaged = packed_sum([2 * share for share in shares], wire, hosts, 0.5 / SIZE)
     else:
         halved = reduced([narrowed(2 * share, wire) for share in shares], wire, "average", 0.5)
         averaged = widened(halved, wire)
