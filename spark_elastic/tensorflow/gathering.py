@@ -1,6 +1,6 @@
 """Allgather and broadcast under Horovod's names: as in `allreduce` of names, orders and errors.
 
-Gradients are those of the sum of all ranks' losses.
+Gradients are those of the average of all ranks' losses, as in the last releases of Horovod.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.reduce_op import Sum
+from spark_elastic.ops.reduce_op import Average
 from spark_elastic.ops.request import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import How, reduced
@@ -53,9 +53,9 @@ def grouped_allgather(
             rows = tf.stack([tf.shape(tensor)[0] for tensor in given])
             counts = _gathered([rows[None]], None, process_set)[0]
             mine = rank_in(process_set)
-            summed = reduced(upstream, None, How(Sum, process_set=process_set))
+            averages = reduced(upstream, None, How(Average, process_set=process_set))
             firsts = tf.reduce_sum(counts[:mine], axis=0)
-            return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(summed)]
+            return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
 
         return _gathered(given, name, process_set), gradient
 
@@ -93,9 +93,9 @@ def broadcast(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(given: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
-            summed = reduced([upstream], None, How(Sum, process_set=process_set))[0]
+            average = reduced([upstream], None, How(Average, process_set=process_set))[0]
             is_root = tf.equal(rank_in(process_set), root_in(process_set, root_rank))
-            return tf.where(is_root, summed, tf.zeros_like(summed))
+            return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([given], root_rank, name, process_set)[0], gradient
 

@@ -1,6 +1,7 @@
 """Alltoall and reducescatter under Horovod's names: as in `allreduce` of names, orders and errors.
 
-Gradients are those of the sum of all ranks' losses.
+Gradients are as in the last releases of Horovod: of an alltoall those of the sum of all ranks' losses, of a
+reducescatter these times the number of ranks.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ def _wholes(upstream: Sequence[Tensor], how: How) -> list[Tensor]:
     if how.op in (Min, Max, Product):
         raise InvalidInput(f"reducescatter has no gradient for {how.op}: use Average or Sum.")
     wholes = grouped_allgather(upstream, process_set=how.process_set)
-    factor = how.scale[0] * how.scale[1]
-    if how.op is not Average:
+    factor = how.scale[0] * how.scale[1]  # that of the sum of all losses, times the size, as in Horovod
+    if how.op is Average:
         return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
     size = tf.cast(size_op(process_set=how.process_set), tf.float64)
-    return [whole * tf.cast(factor / size, whole.dtype) for whole in wholes]
+    return [whole * tf.cast(factor * size, whole.dtype) for whole in wholes]
 
 
 def _scattered(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:

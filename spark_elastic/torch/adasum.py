@@ -16,8 +16,9 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.torch.buckets import layout_hash
-from spark_elastic.torch.rounds import end_exchange, group_for
+from spark_elastic.torch.rounds import end_exchange, group_for, rounds_of_process
 from spark_elastic.torch.trainable import specs, trainable
+from spark_elastic.training.trailer import Verdict
 from spark_elastic.worker.seat import engine_of_process
 
 
@@ -28,6 +29,27 @@ class Deltas:
         names, self._parameters, _ = trainable(named)
         self._layout = layout_hash(specs(names, self._parameters), ())
         self._process_set = process_set
+        self._steps: tuple[Group | None, int] = (None, 0)  # in that group
+        rounds_of_process().add(self)
+
+    def close(self) -> None:
+        """The optimizer is not in use any more."""
+        rounds_of_process().discard(self)
+
+    def steps(self) -> int:
+        """See `Joinable`."""
+        group = group_for(self._process_set)
+        return self._steps[1] if group is not None and self._steps[0] is group else 0
+
+    def run_without_data(self) -> bool:
+        """See `Joinable`. Nothing added leaves the others' combined step as it is; here it is not applied."""
+        group = group_for(self._process_set)
+        if group is None or group.size == 1:
+            return False
+        with torch.no_grad():
+            for parameter in self._parameters:
+                _combined(group, torch.zeros_like(parameter))
+        return self._told(group, rows=0).rows > 0
 
     def around(self, apply: Callable[[], Any]) -> Any:
         """`apply` changes the parameters; then they hold what they were plus the combined change.
@@ -55,12 +77,21 @@ class Deltas:
         if engine is not None:
             engine.drain()
         for parameter, was in zip(self._parameters, before, strict=True):
-            change = (parameter - was).cpu().contiguous()
-            flat = change.view(torch.uint16) if change.dtype == torch.bfloat16 else change
-            group.allreduce(flat.numpy(), op="adasum", dtype=str(change.dtype).removeprefix("torch."))
+            change = _combined(group, parameter - was)
             parameter.copy_(was + change.to(was.device))
-        everything = np.ones(len(before), np.bool_)
-        end_exchange(group, self._layout, everything, ~everything, 0)
+        self._told(group, rows=1)
+        self._steps = group, 1 + (self._steps[1] if self._steps[0] is group else 0)
+
+    def _told(self, group: Group, rows: int) -> Verdict:
+        everything = np.ones(len(self._parameters), np.bool_)
+        return end_exchange(group, self._layout, everything, ~everything, 0, rows)
+
+
+def _combined(group: Group, change: torch.Tensor) -> torch.Tensor:
+    host = change.cpu().contiguous()
+    flat = host.view(torch.uint16) if host.dtype == torch.bfloat16 else host
+    group.allreduce(flat.numpy(), op="adasum", dtype=str(host.dtype).removeprefix("torch."))
+    return host
 
 
 class ByDeltas(torch.optim.Optimizer):
@@ -95,4 +126,5 @@ class ByDeltas(torch.optim.Optimizer):
         raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """For processes that outlive their training: `join` goes by another optimizer's steps then."""
+        self._deltas.close()

@@ -99,7 +99,7 @@ def even_groups(count: int, number: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def layout_hash(specs: Sequence[Spec], buckets: Sequence[Bucket]) -> int:
-    """64 bits that differ where two ranks would cut differently."""
-    text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(buckets)
+def layout_hash(specs: Sequence[Spec], buckets: Sequence[Bucket], terms: str = "") -> int:
+    """64 bits that differ where two ranks would cut differently, or do something else with what they have cut."""
+    text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(buckets) + terms
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

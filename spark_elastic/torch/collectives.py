@@ -8,7 +8,6 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
-from spark_elastic.ops.world import world
 from spark_elastic.torch.gathering import grouped_allgather_async
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.rounds import rounds_of_process
@@ -30,8 +29,7 @@ def join(device: int = -1) -> int:
         raise InvalidInput(
             f"join() cannot tell which of {len(rounds)} optimizers the others step: close() all but one."
         )
-    group = world()
-    joined = channel_of().join(sum(one.steps_in(group) for one in rounds))
+    joined = channel_of().join(sum(one.steps() for one in rounds))
     for one in rounds:
         while one.run_without_data():
             pass  # until nobody has data

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from elastic_collectives import Group, MismatchError
+from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import sparse
+from spark_elastic.torch.agreement import agree
 from spark_elastic.torch.buckets import layout, layout_hash
 from spark_elastic.torch.fusion import Fusion
 from spark_elastic.torch.own_compression import allreduce_as
@@ -174,7 +175,7 @@ class GradientExchange:
         """Send what has not gone out (unused parameters, ranks without rows) and wait for all sums.
 
         Raises:
-            MismatchError: in the first step of a world, ranks have other parameters than rank 0; on every rank alike.
+            MismatchError: in the first step of a world, ranks have other parameters or terms than rank 0.
             CollectiveError: the group broke; the gradients are void.
             InvalidInput: gradients were changed since they arrived; the group is of no more use.
         """
@@ -240,15 +241,6 @@ class GradientExchange:
         self.clear()
         self._fusion, self._laid = None, None
 
-    def _agree(self, group: Group) -> None:
-        """R7: the layout's hash precedes data."""
-        hashes = group.allgather(np.array(self.layout_hash, np.uint64)).tolist()
-        off = [rank for rank, cut in enumerate(hashes) if cut != hashes[0]]
-        if off:
-            raise MismatchError(
-                off, f"ranks {off} train parameters of other names, shapes or dtypes than rank 0"
-            )
-
     def _lay(self, group: Group | None) -> None:
         """Buckets as agreed on, in the memory of `group`."""
         home = group if group is not None and group.size > 1 else None
@@ -256,7 +248,7 @@ class GradientExchange:
         if self._laid == agreed:
             return
         buckets = layout(self._specs, self._bucket_bytes, self._terms.groups, self._sparse)
-        self.layout_hash = layout_hash(self._specs, buckets)
+        self.layout_hash = layout_hash(self._specs, buckets, self._terms.spoken)
         former, self._laid = self._fusion, agreed
         self._fusion = None if home is None else Fusion(self._parameters, buckets, home)
         if former is not None:
@@ -345,7 +337,7 @@ class GradientExchange:
 
     def _greet(self, group: Group) -> None:
         if group is not self._agreed:
-            self._submit(lambda: self._agree(group))
+            self._submit(lambda: agree(group, self.layout_hash, self._specs, self._terms))
             self._agreed = group
 
     def _send_sparse(self) -> dict[int, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Allgather and broadcast under Horovod's names: as in `allreduce` of names, orders and errors.
 
-Gradients are those of the sum of all ranks' losses.
+Gradients are those of the average of all ranks' losses, as in the last releases of Horovod.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.reduce_op import Sum
+from spark_elastic.ops.reduce_op import Average
 from spark_elastic.ops.request import Request
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.handles import Handle
@@ -152,10 +152,10 @@ class _AllGather(torch.autograd.Function):
         rows = [shape[0] if shape else 1 for shape in ctx.shapes]
         lengths = allgather(torch.tensor([rows]), process_set=process_set)
         firsts = lengths[: process_set.rank()].sum(0).tolist()
-        summed = grouped_allreduce(gradients, op=Sum, process_set=process_set)
+        averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
         shares = [
             whole[first : first + count].reshape(shape)
-            for whole, first, count, shape in zip(summed, firsts, rows, ctx.shapes, strict=True)
+            for whole, first, count, shape in zip(averages, firsts, rows, ctx.shapes, strict=True)
         ]
         return None, None, *shares
 
@@ -172,5 +172,5 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        summed = allreduce(gradients[0], op=Sum, process_set=ctx.process_set)
-        return (summed if ctx.is_root else torch.zeros_like(summed)), None, None, None
+        average = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        return (average if ctx.is_root else torch.zeros_like(average)), None, None, None

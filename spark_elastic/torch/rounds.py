@@ -7,6 +7,7 @@ does one that is not in the process set. Training thread only.
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -24,6 +25,22 @@ from spark_elastic.worker.context import current, floor_of_process
 from spark_elastic.worker.seat import engine_of_process, group_of
 
 Marks = npt.NDArray[np.bool_]
+
+
+class Joinable(Protocol):
+    """What `join` goes through, of an optimizer that is in use."""
+
+    def steps(self) -> int:
+        """Exchanges of this rank's own gradients in the current world; 0 for one that trains alone."""
+        ...
+
+    def run_without_data(self) -> bool:
+        """An exchange of a rank that has joined; False once no rank has data any more.
+
+        Raises:
+            InvalidInput: there are gradients that were not exchanged. CollectiveError: the exchange broke.
+        """
+        ...
 
 
 class Rounds:
@@ -92,11 +109,15 @@ class Rounds:
             swap.clear()
             raise
         swap.drop_absent(present)
-        self._steps = swap.group, self.steps_in(swap.group) + 1
+        self._steps = swap.group, self._steps_in(swap.group) + 1
         self.done = True
 
-    def steps_in(self, group: Group | None) -> int:
-        """Exchanges of this rank's own gradients in that group."""
+    def steps(self) -> int:
+        """See `Joinable`."""
+        group = group_for(self._process_set)
+        return 0 if group is None else self._steps_in(group)
+
+    def _steps_in(self, group: Group | None) -> int:
         return self._steps[1] if self._steps[0] is group else 0
 
     def close(self) -> None:
@@ -105,11 +126,7 @@ class Rounds:
         self.exchange.close()
 
     def run_without_data(self) -> bool:
-        """An exchange of a rank that has joined; False once no rank has data any more.
-
-        Raises:
-            InvalidInput: there are gradients that were not exchanged. CollectiveError: the exchange broke.
-        """
+        """See `Joinable`."""
         if self.exchange.under_way and not self.stale():
             raise InvalidInput("join() was called between backward() and step(): call step() first.")
         group = group_for(self._process_set)
@@ -133,7 +150,7 @@ class Rounds:
         return verdict
 
 
-def rounds_of_process() -> WeakSet[Rounds]:
+def rounds_of_process() -> WeakSet[Joinable]:
     """Of all optimizers that are in use."""
     return floor_of_process().shared("optimizers", WeakSet)
 

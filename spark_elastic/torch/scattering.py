@@ -1,6 +1,7 @@
 """Alltoall and reducescatter under Horovod's names: as in `allreduce` of names, orders and errors.
 
-Gradients are those of the sum of all ranks' losses.
+Gradients are as in the last releases of Horovod: of an alltoall those of the sum of all ranks' losses, of a
+reducescatter these times the number of ranks.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ class _ReduceScatter(torch.autograd.Function):
         how: How = ctx.how
         if how.op in (Min, Max, Product):
             raise InvalidInput(f"reducescatter has no gradient for {how.op}: use Average or Sum.")
-        factor = how.scale[0] * how.scale[1] / (how.process_set.size() if how.op is Average else 1)
+        # As in the last releases of Horovod: that of the sum of all losses, times the size.
+        factor = how.scale[0] * how.scale[1] * (1 if how.op is Average else how.process_set.size())
         wholes = grouped_allgather(gradients, process_set=how.process_set)
         return None, None, *(whole * factor for whole in wholes)

@@ -33,6 +33,18 @@ class Terms:
         """(before, after) the sum."""
         return 1.0 / self.predivide, self.predivide / (size if self.average else 1.0)
 
+    @property
+    def spoken(self) -> str:
+        """What all ranks must have in common, in words."""
+        said = ["averaged" if self.average else "summed"]
+        if self.predivide != 1.0:
+            said.append(f"divided by {self.predivide!r} before")
+        if self.wire is not None:
+            said.append(f"sent as {self.wire}")
+        if self.compressor is not None:
+            said.append(f"compressed by {self.compressor.__qualname__}")
+        return ", ".join([*said, f"sparse ones {self.sparse}"])
+
 
 PLAIN = Terms()  # summed as they are
 

@@ -72,7 +72,7 @@ def test_averages_factors_groups_and_compression(world: World) -> None:
     world(2, work)
 
 
-def test_gradients_are_those_of_the_sum_of_all_losses(world: World) -> None:
+def test_gradients_have_the_factors_of_horovod(world: World) -> None:
     def work(group: Group) -> None:
         rank = group.rank
         x = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
@@ -87,13 +87,13 @@ def test_gradients_are_those_of_the_sum_of_all_losses(world: World) -> None:
             gradient(lambda v: tf.reduce_sum(hvd.allreduce(v, op=hvd.Sum) * weights)).tolist() == [[3, 3]] * 2
         )
         gathered = gradient(lambda v: tf.reduce_sum(hvd.allgather(v) * (rank + 1.0)))
-        assert gathered.tolist() == [[3, 3]] * 2
+        assert gathered.tolist() == [[1.5, 1.5]] * 2
         sent = gradient(lambda v: tf.reduce_sum(hvd.broadcast(v, 1) * weights))
-        assert sent.tolist() == [[3.0 * rank] * 2] * 2
+        assert sent.tolist() == [[1.5 * rank] * 2] * 2
         swapped = gradient(lambda v: tf.reduce_sum(hvd.alltoall(v) * weights))
         assert swapped.tolist() == [[1, 1], [2, 2]]
         scattered = gradient(lambda v: tf.reduce_sum(hvd.reducescatter(v, op=hvd.Sum) * weights[:1]))
-        assert scattered.tolist() == [[1, 1], [2, 2]]
+        assert scattered.tolist() == [[2, 2], [4, 4]]
 
     world(2, work)
 

@@ -12,6 +12,7 @@ from torch import nn
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.terms import Terms
 from tests.unit.torch.worlds import in_a_world
 
 
@@ -30,9 +31,34 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
             backward(model, inputs)
             mine = model.weight.grad
             assert mine is not None
-            with pytest.raises(MismatchError, match=r"ranks \[1\] train parameters of other"):
+            with pytest.raises(
+                MismatchError,
+                match=r"ranks \[1\] .*number 1: on rank 0, 'weight' is .*3, 5\); on rank 1, .*\(5, 3\)",
+            ):
                 exchange.finish()
             assert torch.equal(mine, torch.full_like(mine, 2.0))  # nothing was added to it
+
+    in_a_world(2, work)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Terms(average=True), "averaged, sparse ones refused, in 0 groups; on rank 1, gradients are summed"),
+        (Terms(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
+        (Terms(predivide=2.0), "divided by 2.0 before"),
+        (Terms(bucket_bytes=4), "buckets are cut differently"),
+    ],
+)
+def test_r07_ranks_agree_on_what_becomes_of_gradients(other: Terms, words: str) -> None:
+    def work(group: Group) -> None:
+        model = nn.Linear(5, 3)
+        terms = Terms() if (group.rank == 0) != other.average else other
+        with GradientExchange(model.named_parameters(), terms) as exchange:
+            exchange.begin(group, 1)
+            backward(model, 5)
+            with pytest.raises(MismatchError, match=words):
+                exchange.finish()
 
     in_a_world(2, work)
 

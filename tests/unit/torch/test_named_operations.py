@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,40 @@ def test_ranks_out_of_data_take_part_in_the_steps_of_others(world: World) -> Non
     assert world(3, work) == [(-6.0, 0)] * 3  # three ranks' average of 3, then of two and of one over three
 
 
+def test_ranks_join_beside_adasum(world: World) -> None:
+    def work(group: Group) -> tuple[list[float], int]:
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        with contextlib.closing(
+            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], op=hvd.Adasum)
+        ) as optimizer:
+            for _ in range(3 - group.rank):
+                optimizer.zero_grad()
+                (weight * torch.tensor([3.0, 4.0])).sum().backward()
+                optimizer.step()
+            return weight.tolist(), hvd.join()
+
+    # Equal steps combine to one of them, and with nothing to that one.
+    assert world(2, work) == [([-9.0, -12.0], 0), ([-6.0, -8.0], 0)]
+
+
+def test_the_last_of_a_process_set_to_join_is_who_took_most_steps(world: World) -> None:
+    def work(group: Group) -> tuple[float, int]:
+        part = hvd.add_process_set([0, 1])
+        weight = torch.nn.Parameter(torch.zeros(1))
+        with contextlib.closing(
+            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], process_set=part)
+        ) as optimizer:
+            for _ in range((2, 1, 5)[group.rank]):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                optimizer.step()
+            last = hvd.join()
+        hvd.remove_process_set(part)
+        return weight.item(), last
+
+    assert world(3, work) == [(-1.5, 0), (-1.0, 0), (-5.0, 0)]
+
+
 def test_gradients_of_all_that_have_some(world: World) -> None:
     def work(group: Group) -> list[list[float]]:
         w = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(5)]
@@ -235,8 +270,8 @@ def test_gradients_of_all_that_have_some(world: World) -> None:
         return [one.grad.tolist() for one in w if one.grad is not None]
 
     first, second = world(2, work)
-    assert first == [[6, 6], [1.5, 1.5], [1, 2], [0.5, 1], [3, 3]]
-    assert second == [[6, 6], [1.5, 1.5], [10, 20], [0.5, 1], [3, 3]]
+    assert first == [[6, 6], [1.5, 1.5], [1, 2], [1, 2], [1.5, 1.5]]
+    assert second == [[6, 6], [1.5, 1.5], [10, 20], [1, 2], [1.5, 1.5]]
 
 
 def test_arguments_that_make_no_sense() -> None:
