@@ -272,7 +272,7 @@ class Channel:
 
     def _is_stuck(self) -> bool:
         now = self._clock.now()
-        waits = self._join is not None or any(operation.waited(now) > 0 for operation in self._live.values())
+        waits = self._join is not None or any(operation.is_awaited(now) for operation in self._live.values())
         return waits and not self._new and now - self._quiet_since > self._limits.stuck_after
 
     def _carry_out(self, came: Round) -> None:

@@ -16,6 +16,8 @@ from elastic_collectives.group import Array
 from spark_elastic.clock import Clock
 from spark_elastic.ops.request import Request
 
+POLLED_AGAIN = 0.5  # seconds: who asks more rarely has other things to do meanwhile
+
 
 @dataclass(frozen=True)
 class Desk:
@@ -48,6 +50,8 @@ class Operation:
         self._desk = desk
         self._progress = progress
         self._waited_from: float | None = None
+        self._polled: float | None = None  # last
+        self._waits = False
         self._done = False
         self._error: Exception | None = None
 
@@ -63,6 +67,7 @@ class Operation:
             CollectiveError: it failed, or the world broke. Any other: this rank itself could not carry it out.
         """
         if not self._done:
+            self._waits = True
             self._waited_from = self._waited_from or self._desk.clock.now()
             with self._desk.waiting():
                 self._progress(self)
@@ -70,9 +75,20 @@ class Operation:
             raise_again(self._error)
         return self.outputs
 
+    def poll(self) -> bool:
+        """Whether it is done. Who asks again and again waits as well: see `waited`."""
+        if not self._done:
+            self._polled = self._desk.clock.now()
+            self._waited_from = self._waited_from or self._polled
+        return self._done
+
     def waited(self, now: float) -> float:
-        """Seconds since somebody began to wait for it; 0 while nobody does."""
+        """Seconds since somebody began to wait for it or asked first; 0 where nobody did."""
         return 0.0 if self._waited_from is None else now - self._waited_from
+
+    def is_awaited(self, now: float) -> bool:
+        """Whether somebody is at it now, and does nothing else."""
+        return self._waits or (self._polled is not None and now - self._polled < POLLED_AGAIN)
 
     def settle(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
         """For the channel."""

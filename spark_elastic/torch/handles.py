@@ -19,9 +19,8 @@ class Handle:
         self._result: Any = None
         self._finished = False
 
-    @property
-    def done(self) -> bool:
-        return self.operation.done
+    def poll(self) -> bool:
+        return self.operation.poll()
 
     def __call__(self) -> Any:
         outputs = self.operation.wait()
@@ -32,7 +31,7 @@ class Handle:
 
 def poll(handle: Handle) -> bool:
     """Whether `synchronize` returns, or raises, at once."""
-    return handle.done
+    return handle.poll()
 
 
 def synchronize(handle: Handle) -> Any:

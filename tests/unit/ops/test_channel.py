@@ -107,19 +107,32 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_channel_goes_on() -> None:
     assert on_ranks(2, work) == [2.0, 2.0]
 
 
-def test_ranks_that_wait_for_different_operations_are_told_soon() -> None:
+def polled(operation: Operation) -> None:
+    """As `wait`, for who only asks."""
+    until = CLOCK.now() + PATIENCE
+    while not operation.poll():
+        assert CLOCK.now() < until
+        CLOCK.sleep(0.01)
+    operation.wait()
+
+
+@pytest.mark.parametrize("end", [Operation.wait, polled])
+def test_ranks_that_wait_for_different_operations_are_told_soon(end: Callable[[Operation], Any]) -> None:
     def work(channel: Channel) -> None:
         with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
-            summed(channel, f"of {channel.group.rank}", np.ones(1)).wait()
+            end(summed(channel, f"of {channel.group.rank}", np.ones(1)))
 
     assert on_ranks(2, work, OperationConfig(stuck_after=0.1)) == [None, None]
 
 
-def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("end", [Operation.wait, polled])
+def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(
+    end: Callable[[Operation], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     def work(channel: Channel) -> None:
         summed(channel, "first", np.ones(1)).wait()
         if channel.group.rank != 1:
-            summed(channel, "late", np.ones(1)).wait()
+            end(summed(channel, "late", np.ones(1)))
 
     with caplog.at_level(logging.WARNING):
         results = on_ranks(3, work, OperationConfig(warn_after=0.05, wait_at_most=0.8))
