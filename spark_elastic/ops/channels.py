@@ -68,7 +68,7 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
     channels = floor.shared("channels", lambda: Channels(group, _desk, operations_from_env()))
     name = "" if process_set is global_process_set else repr(process_set)
-    return channels.among(ranks, name, _trace().current())
+    return channels.among(ranks, name, timeline())
 
 
 def _desk() -> Desk:
@@ -99,6 +99,11 @@ def _trace() -> _Trace:
 def _configured() -> _Trace:
     settings = operations_from_env()
     return _Trace(settings.timeline, settings.timeline_mark_cycles)
+
+
+def timeline() -> Timeline | None:
+    """The one that this rank writes now."""
+    return _trace().current()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

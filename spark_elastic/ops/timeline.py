@@ -1,6 +1,7 @@
 """When each operation was asked for, agreed on and carried out, as a Chrome trace (chrome://tracing, Perfetto).
 
-One row per name: QUEUE until the round that announced it, NEGOTIATE_x until all ranks had asked for it, then x itself.
+One row per name: QUEUE until the round that announced it, NEGOTIATE_x until all ranks had asked for it, then x itself;
+and one per bucket of an optimizer's gradients, which nobody negotiates.
 Channels write from their threads; a lock guards the file. What is there can be read after a crash: the format lets the
 closing bracket be missing. A file that can be written no more ends there; training goes on.
 """
@@ -38,23 +39,29 @@ class Timeline:
     def operation(self, operation: Operation, begin: float, end: float) -> None:
         """One that was carried out between `begin` and `end`, seconds by the clock that its handle has."""
         kind = operation.request.kind.upper()
+        self._spans(
+            operation.label,
+            ("QUEUE", operation.asked, operation.announced),
+            (f"NEGOTIATE_{kind}", operation.announced, begin),
+            (kind, begin, end),
+        )
+
+    def gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:
+        """Of one bucket of an optimizer: there at `complete`, exchanged between `begin` and `end`."""
+        self._spans(label, ("QUEUE", complete, begin), ("ALLREDUCE", begin, end), bytes=nbytes)
+
+    def _spans(self, label: str, *spans: tuple[str, float, float], **details: int) -> None:
         with self._lock:
-            row = self._row(operation.label)
-            spans = (
-                ("QUEUE", operation.asked, operation.announced),
-                (f"NEGOTIATE_{kind}", operation.announced, begin),
-                (kind, begin, end),
-            )
+            row = self._row(label)
             for name, first, last in spans:
-                self._write(
-                    {
-                        "name": name,
-                        "ph": "X",
-                        "ts": first * 1e6,
-                        "dur": max(0.0, last - first) * 1e6,
-                        "pid": row,
-                    }
-                )
+                event = {
+                    "name": name,
+                    "ph": "X",
+                    "ts": first * 1e6,
+                    "dur": max(0.0, last - first) * 1e6,
+                    "pid": row,
+                }
+                self._write({**event, "args": details} if details else event)
 
     def cycle(self, now: float) -> None:
         """A round began."""

@@ -20,6 +20,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch import sparse
 from spark_elastic.torch.agreement import agree
 from spark_elastic.torch.buckets import layout, layout_hash
@@ -44,9 +45,11 @@ class GradientExchange:
         terms: Terms = PLAIN,
         opener: Callable[[], None] | None = None,
         engine: Callable[[], EngineThread | None] = lambda: None,
+        timeline: Callable[[], Timeline | None] = lambda: None,
     ) -> None:
         """opener: called at a gradient that comes while no step is open, to `open` one; for loops that call nothing
-        before backward. engine: the thread that serves the group at a step's opening; None: one of its own."""
+        before backward. engine: the thread that serves the group at a step's opening; None: one of its own.
+        timeline: what the exchanges of a step are written to."""
         self._names, self._parameters, self._frozen = trainable(named_parameters)
         self._specs = specs(self._names, self._parameters)
         self._terms = terms
@@ -70,6 +73,8 @@ class GradientExchange:
         self._open = False
         self._own = EngineThread()
         self._engine_now = engine
+        self._timeline_now = timeline
+        self._timeline: Timeline | None = None  # of the open step
         self._engine = self._own  # of the open step
         self._sent: Future[None] | None = None  # what the open step handed over last
         self._held: Callable[[], None] | None = None  # the last bucket, once complete
@@ -150,6 +155,7 @@ class GradientExchange:
         self._group, self._passes, self._launched, self._open = group, passes, 0, True
         self._arrivals = [0] * len(self._parameters)
         self._began = self._clock.now()
+        self._timeline = self._timeline_now()
         self._found_sparse[:] = False
         buckets = [] if self._fusion is None else self._fusion.buckets
         self._waiting = [len(bucket.slices) * passes for bucket in buckets]
@@ -322,13 +328,17 @@ class GradientExchange:
         array, dtype = fusion.array(number), fusion.buckets[number].dtype
         wire = self._terms.wire if dtype == "float32" else None
         own, scale = self._terms.compressor, self._terms.factors(group.size)
+        timeline, complete = self._timeline, self._clock.now()
 
         def reduce() -> None:
             fusion.ready(number)
+            begin = self._clock.now()
             if own is None:
                 group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
             else:
                 allreduce_as(own, group, fusion.gradients(number), scale)
+            if timeline is not None:
+                timeline.gradients(f"gradients {number}", array.nbytes, complete, begin, self._clock.now())
 
         if self._launched < len(self._waiting):
             self._submit(reduce)

@@ -16,6 +16,7 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.channels import timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
@@ -55,7 +56,7 @@ class Rounds:
     ) -> None:
         self._passes = passes
         self._process_set = process_set
-        self.exchange = GradientExchange(named, terms, self._open, engine_of_process)
+        self.exchange = GradientExchange(named, terms, self._open, engine_of_process, timeline)
         self.done = False
         self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
         rounds_of_process().add(self)

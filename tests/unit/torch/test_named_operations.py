@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +258,25 @@ def test_the_last_of_a_process_set_to_join_is_who_took_most_steps(world: World) 
         return weight.item(), last
 
     assert world(3, work) == [(-1.5, 0), (-1.0, 0), (-5.0, 0)]
+
+
+def test_buckets_of_gradients_have_rows_in_the_timeline(world: World, tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        hvd.start_timeline(str(tmp_path / "trace.json"))
+        weight = torch.nn.Parameter(torch.zeros(3))
+        with contextlib.closing(
+            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        ) as optimizer:
+            weight.sum().backward()
+            optimizer.step()
+        hvd.stop_timeline()
+
+    world(2, work)
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event]
+    row = next(event["pid"] for event in events if event.get("args") == {"name": "gradients 0"})
+    spans = [event for event in events if event["pid"] == row and event["ph"] == "X"]
+    assert [span["name"] for span in spans] == ["QUEUE", "ALLREDUCE"]
+    assert [span["args"] for span in spans] == [{"bytes": 64}] * 2  # whole cache lines
 
 
 def test_gradients_of_all_that_have_some(world: World) -> None:
