@@ -1,0 +1,53 @@
+"""An estimator that a release of format 1 saved (`estimator_format_1.json`: its metadata and parts) loads as it was."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import elastic_estimator, saving
+from spark_elastic.estimators.elastic_estimator import EstimatorReader
+from spark_elastic.estimators.objects import brought
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.estimators.validation import checked
+
+
+class Reader(EstimatorReader):
+    """Without a session."""
+
+    sparkSession = None  # type: ignore[assignment]
+
+
+def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
+    kept = json.loads((Path(__file__).parent / "estimator_format_1.json").read_text())
+    parts = {name: base64.b64decode("".join(lines)) for name, lines in kept["parts"].items()}
+    real = elastic_estimator.DefaultParamsReader
+    read = SimpleNamespace(
+        loadMetadata=lambda path, scope: kept["metadata"], getAndSetParams=real.getAndSetParams
+    )
+    monkeypatch.setattr(elastic_estimator, "DefaultParamsReader", read)
+    monkeypatch.setattr(saving, "scope", lambda session: None)
+    monkeypatch.setattr(saving, "read", lambda session, path: parts)
+    back: Any = Reader(ElasticTorchEstimator).load("there")
+    assert back.uid == "ElasticTorchEstimator_cfe04cac5874"
+    assert (back.getFeatureCols(), back.getPredictionCol(), back.getBatchSize()) == (["x"], "guess", 16)
+    wanted = checked(back._values, brought)
+    assert (wanted.epochs, wanted.num_workers, wanted.max_workers, wanted.seed) == (3, 2, 4, 7)
+    assert (wanted.input_shapes, wanted.config.lease) == (((2,),), 9.0)
+    model, optimizer = wanted.brought.model, wanted.brought.optimizer
+    assert model(torch.tensor([[1.0, 1.0]])).item() == 1.5
+    assert optimizer.param_groups[0]["params"] == list(model.parameters()), "it is bound to another model"
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.25, 0.9)
+    assert isinstance(wanted.brought.losses[0], torch.nn.MSELoss)
+    assert list(wanted.brought.metrics) == ["l1loss"]
+    with pytest.raises(InvalidInput, match="num_workers"):
+        checked({**back._values, "num_workers": None}, brought)
