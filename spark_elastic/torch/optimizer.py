@@ -5,8 +5,10 @@ Bucketed exchanges overlap backward; `rounds` has what a step is made of. Traini
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,9 @@ from spark_elastic.torch.named import named_parameters_of
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.rounds import Rounds
 from spark_elastic.torch.terms import as_set
+from spark_elastic.worker.context import current
+
+log = logging.getLogger(__name__)
 
 Plain = TypeVar("Plain", bound=torch.optim.Optimizer)
 Groups = Sequence[Sequence[torch.nn.Parameter]]
@@ -83,11 +88,23 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         distributed._deltas = Deltas(named, process_set)
     else:
         distributed._rounds = Rounds(named, terms, backward_passes_per_step, process_set)
+    here = current()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
+    elif here is not None and here.group is not None and here.group.size > 1 and here.group.rank == 0:
+        _tell_unscaled()
     _rehang_step(distributed)
     wrapped: Plain = distributed
     return wrapped
+
+
+@lru_cache(maxsize=1)
+def _tell_unscaled() -> None:
+    """Once in a process."""
+    log.warning(
+        "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
+        "scale_lr=True does, once."
+    )
 
 
 def _own(kind: type[Compressor]) -> type[Compressor] | None:

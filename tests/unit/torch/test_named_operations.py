@@ -15,6 +15,7 @@ import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.compression import Compressor
+from spark_elastic.torch import optimizer as optimizer_module
 from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.torch.worlds import in_a_world
 
@@ -258,6 +259,21 @@ def test_the_last_of_a_process_set_to_join_is_who_took_most_steps(world: World) 
         return weight.item(), last
 
     assert world(3, work) == [(-1.5, 0), (-1.0, 0), (-5.0, 0)]
+
+
+def test_unscaled_rates_are_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer_module._tell_unscaled.cache_clear()
+
+    def work(group: Group) -> None:
+        for scale_lr in (True, False, False):
+            weight = torch.nn.Parameter(torch.zeros(3))
+            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), scale_lr=scale_lr).close()  # type: ignore[attr-defined]
+
+    world(2, work)
+    assert [r.message for r in caplog.records if "does not multiply" in r.message] == [
+        "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
+        "scale_lr=True does, once."
+    ]
 
 
 def test_buckets_of_gradients_have_rows_in_the_timeline(world: World, tmp_path: Path) -> None:
