@@ -45,6 +45,8 @@ class ElasticConfig:
     lease: silence after which a worker is taken for lost.
     stall_after: a worker that keeps others waiting for so long is named in the log, with what it is doing.
     collective_timeout: longest wait of a worker for its peers in one collective.
+    regroup_timeout: how long the others wait, after a loss, for a worker that runs code without collectives (an
+        evaluation, a compilation); then they go on without it. Ten times as long where nobody else holds the state.
     driver_timeout: a worker that cannot reach the driver for so long ends itself.
     failure_budget: failures of workers within failure_window that the job bears (lost hosts do not count).
     reset_limit: most new worlds after the first; None for no limit.
@@ -84,6 +86,7 @@ class ElasticConfig:
     lease: float = 5.0
     stall_after: float = 3.0
     collective_timeout: float = 60.0
+    regroup_timeout: float = 600.0
     driver_timeout: float = 60.0
     failure_budget: int = 10
     failure_window: float = 600.0
@@ -122,6 +125,7 @@ class ElasticConfig:
             "lease",
             "stall_after",
             "collective_timeout",
+            "regroup_timeout",
             "driver_timeout",
             "failure_window",
             "idle_slot_timeout",

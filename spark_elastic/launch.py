@@ -171,8 +171,9 @@ class _Audience:
     def changed(self, change: WorldChange) -> None:
         self._tell(lambda: self.narrator.tell(str(change)))
 
-    def said(self, text: str) -> None:
-        log.info("%s", text)
+    def over(self, reason: str) -> None:
+        self.stalls.over()
+        log.info("%s", reason)
 
     def announces(self, text: str) -> None:
         """For those who read logs and those who watch."""

@@ -16,7 +16,7 @@ class Audience(Protocol):
 
     def world(self, world: World) -> None: ...
 
-    def said(self, text: str) -> None: ...
+    def over(self, reason: str) -> None: ...
 
     def announces(self, text: str) -> None: ...
 
@@ -46,7 +46,7 @@ class Effects:
                 self._audience.world(world)
             case do.Abort(reason, fence):
                 self._server.abort(fence, reason)
-                self._audience.said(reason)
+                self._audience.over(reason)
             case do.Announce(reason, version):
                 self._server.announce(version, reason)
             case do.StopWorker(reason, worker, kill):

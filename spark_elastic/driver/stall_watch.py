@@ -1,7 +1,7 @@
 """Watches the slots' beats for members that keep others waiting, and names them: in the log, and to the driver machine.
 
 Stands between the server and the driver's inbox. `post` is called by the server's thread, `world` by the driver
-loop's; the current world, replaced whole, is all that they share.
+loop's; the current world and since when it is over, each replaced whole, are all that they share.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ class StallWatch:
         self._after = after
         self._beat_every = beat_every
         self._world: tuple[World, float] | None = None
+        self._over: float | None = None
         self._beats: dict[SlotId, SlotBeat] = {}
         self._named: set[tuple[int, WorkerId]] = set()
         self._next_look = 0.0
 
     def world(self, world: World) -> None:
         """The members to watch from now on."""
+        self._over = None
         self._world = world, self._clock.now()
+
+    def over(self) -> None:
+        """The world is; its members are to come back for the next."""
+        self._over = self._clock.now()
 
     def post(self, event: DriverEvent) -> None:
         """Hand an event on; a beat may be the one that shows a stall."""
@@ -61,7 +67,7 @@ class StallWatch:
             members = {member.slot for member in world.members}
             self._beats = {slot: beat for slot, beat in self._beats.items() if slot in members}
         every = self._beat_every(len(self._beats))
-        for stall in stalls(world, self._beats, now, self._after, since, every):
+        for stall in stalls(world, self._beats, now, self._after, since, every, self._over):
             once = world.fence.generation, stall.member.worker
             if once not in self._named:
                 self._named.add(once)

@@ -56,7 +56,8 @@ class DriverState:
 
     absent, unformed: how many living members of the world have not come back from it / have not built it yet.
     waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
-    suspected: members that peers saw break in this world. hiccup: when last all workers were cut at once.
+    suspected: members that peers saw break in this world. late: those that were given up since they did not come to the
+    regroup. hiccup: when last all workers were cut at once.
     scanned: when the leases were last looked at. deaf: when last the driver itself was cut off or asleep.
     slots_on, slots_of: living slots by host and by slot job. starting: how many workers have that status.
     stalled: members of this world that kept others waiting, and what they were doing.
@@ -71,7 +72,7 @@ class DriverState:
     part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
-    short_since: since when there are too few workers. done_since: when rank 0's result came.
+    short_since: since when there are too few workers. done_since: when the job's result was there.
     """
 
     limits: Limits
@@ -105,6 +106,7 @@ class DriverState:
     absent: int = 0
     unformed: int = 0
     suspected: frozenset[WorkerId] = frozenset()
+    late: frozenset[WorkerId] = frozenset()
     stalled: Table[WorkerId, str] = field(default_factory=Table)
     results: Table[WorkerId, str] = field(default_factory=Table)
     version: int = 0

@@ -19,7 +19,7 @@ STARTING_LEASE = (
 
 
 def break_world(turn: Turn, reason: str) -> None:
-    """The first evidence that the world is broken: abort it, once. After rank 0's result nothing is torn down (R15)."""
+    """The first evidence that the world is broken: abort it, once. After the job's result nothing is (R15)."""
     state = turn.state
     if state.stage is not Stage.RUNNING or state.done_since is not None:
         return

@@ -69,10 +69,8 @@ def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> s
     if new.generation == 0:
         return _before_any_world(state)
     for old in earlier:
-        if (old.fingerprint, old.position) == (
-            new.fingerprint,
-            new.position,
-        ) and 0 < old.generation < new.generation:
+        alike = old.fingerprint == new.fingerprint and (old.position or START) == (new.position or START)
+        if alike and 0 < old.generation < new.generation:
             return (
                 f"worker {new.worker} raised in world {new.generation} what worker {old.worker} had raised in world "
                 f"{old.generation}, both at {spell(new.position)}"
@@ -97,15 +95,19 @@ def _before_any_world(state: DriverState) -> str:
 def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None) -> str:
     """Why another world of these workers at that position would break like those before it, "" if it need not.
 
-    One that broke, lost nobody and came no further broke in vain. An outage between peers looks like this, too, and is
+    One that broke, lost nobody and came no further broke in vain; so did one that lost none but those who did not come
+    to the regroup, since others did the same from the same state. An outage between peers looks like this, too, and is
     borne for as long as one of the driver is.
     """
     state = turn.state
     world = state.world
+    members = {member.worker for member in world.members} if world is not None else set()
+    lost = members - set(chosen)
+    same = members == set(chosen) or (position is not None and bool(lost) and lost <= state.late)
     if (
         world is None
         or not state.because  # it stopped as planned
-        or {member.worker for member in world.members} != set(chosen)
+        or not same
         or (world.position or START) != (position or START)
     ):
         state.vain = 0
@@ -115,9 +117,13 @@ def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None)
         state.vain_since = turn.now
     if state.vain <= VAIN_BORNE or turn.now - state.vain_since < state.limits.driver_timeout:
         return ""
+    how = "since one did not come back in time" if lost else "although nobody was lost"
+    story = [state.because, *(stall for stall in state.stalled.values() if stall not in state.because)]
+    if state.stalled:
+        story.append("where such work just takes long, raise collective_timeout above it")
     return (
-        f"{state.vain} worlds in a row, up to world {state.generation}, broke at {whence(state, position)} although "
-        f"nobody was lost, and another would too: {state.because}"
+        f"{state.vain} worlds in a row, up to world {state.generation}, broke at {whence(state, position)} {how}, and "
+        f"another would too: {'; '.join(story)}"
     )
 
 

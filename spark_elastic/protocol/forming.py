@@ -14,10 +14,13 @@ from spark_elastic.protocol.durable import old_members_may_live
 from spark_elastic.protocol.evidence import break_world, lose, retire
 from spark_elastic.protocol.failures import in_vain, whence
 from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_idle
-from spark_elastic.protocol.membership import capacity, compose, names, wanted_at_start
+from spark_elastic.protocol.membership import capacity, compose, names, newest_position, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
 from spark_elastic.protocol.time_limit import GRACE, is_told, may_end, time_is_up
-from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, WorkerStatus, World
+from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, SlotId, WorkerStatus, World
+
+PROMPTLY = 30.0  # seconds to build a world, to come to a planned stop, to report a result after rank 0's
+PATIENCE_WITH_THE_LAST = 10  # times regroup_timeout
 
 
 def settle(turn: Turn) -> None:
@@ -56,12 +59,12 @@ def end(turn: Turn, outcome: Outcome, reason: str, detail: str = "", results: tu
 
 
 def _finish(turn: Turn) -> None:
-    """R15: rank 0's result is in; others that are about to succeed may do so."""
+    """R15: what makes a success is in; others that are about to succeed may do so."""
     state = turn.state
     assert state.world is not None
     assert state.done_since is not None
     late = state.absent > 0
-    if late and turn.now - state.done_since < state.limits.regroup_timeout:
+    if late and turn.now - state.done_since < _promptly(turn):
         return
     members = state.world.members
     missing = [member.worker for member in members if member.worker not in state.results]
@@ -75,9 +78,7 @@ def _finish(turn: Turn) -> None:
 def _mind_running(turn: Turn, over_time: str) -> None:
     """A world that runs: it may stop as planned, be late with that or with its forming, or be asked to stop."""
     state = turn.state
-    wait = (
-        GRACE if over_time else state.limits.regroup_timeout
-    )  # a last checkpoint is written before they come
+    wait = GRACE if over_time else _promptly(turn)  # a last checkpoint is written before they come
     if state.absent == 0:
         state.stage = Stage.REGROUPING
     elif state.regroup_since is not None:
@@ -145,16 +146,29 @@ def _difference(joining: list[str], leaving: list[str]) -> str:
     return "; ".join(part for part in (joined, left) if part)
 
 
+def _promptly(turn: Turn) -> float:
+    """How long what no user code is part of may take."""
+    return min(PROMPTLY, turn.state.limits.regroup_timeout)
+
+
+def _patience(turn: Turn) -> float:
+    """How long a member that runs is waited for: it may be the only one that holds the newest state (P3)."""
+    kept = any(worker.came and worker.position is not None for worker in turn.survivors())
+    return turn.state.limits.regroup_timeout * (1 if kept else PATIENCE_WITH_THE_LAST)
+
+
 def _regroup(turn: Turn) -> None:
     """The world is over. Once every member has come or is lost, the next one is formed."""
     state = turn.state
-    wait = state.limits.regroup_timeout
     if state.absent:
+        wait = _patience(turn)
         if state.regroup_since is not None and turn.now - state.regroup_since < wait:
             return
         for worker in turn.survivors():
             if not worker.came:
-                lose(turn, worker, f"it did not come to the regroup within {wait:g} s", kill=True)
+                state.late |= {worker.worker}
+                reason = f"it did not come to the regroup within {wait:g} s (regroup_timeout)"
+                lose(turn, worker, reason, kill=True)
     if not turn.anybody_survives():
         state.stage = Stage.GATHERING
         state.regroup_since = None
@@ -167,8 +181,35 @@ def _regroup(turn: Turn) -> None:
     if most < state.limits.min_workers and not _enough(turn, most):
         return
     chosen = compose(turn.survivors(), turn.newcomers(), state.limits)
-    if _enough(turn, len(chosen)):
+    if _enough(turn, len(chosen)) and not _would_not_try_again(turn, len(chosen)):
         _publish(turn, chosen)
+
+
+def _would_not_try_again(turn: Turn, size: int) -> bool:
+    """R15: a rank of a job that needs all results has failed by its own fault, and the next world would end well
+    without that rank. Its slot's next worker is waited for, for a while, so that a failure of the program shows itself
+    (R13). In the middle of an elastic training nobody waits: there is more to come."""
+    state = turn.state
+    assert state.world is not None
+    if not state.limits.all_results or size >= min(state.world.size, capacity(state.limits)):
+        return False
+    survivors = turn.survivors()
+    returned = any(worker.status is WorkerStatus.SUCCESS for worker in survivors)
+    if not returned and (newest_position(survivors) or START) != START:
+        return False
+    since = state.regroup_since if state.regroup_since is not None else turn.now
+    until = since + min(state.limits.gather_timeout, _promptly(turn))
+    failed = {f.worker.rpartition(".")[0] for f in state.failures if f.generation == state.generation}
+    return turn.now < until and any(_returns(turn, slot, until) for slot in failed)
+
+
+def _returns(turn: Turn, name: SlotId, until: float) -> bool:
+    """Whether the slot may have a worker for the next world by then."""
+    slot = turn.state.slots.get(name)
+    if slot is None:
+        return False
+    cools = turn.state.blacklist.slot_until(slot.slot, slot.host, turn.now)
+    return cools is None or cools <= until
 
 
 def _gather(turn: Turn) -> None:
@@ -295,7 +336,7 @@ def _enter(turn: Turn, world: World, chosen: list[WorkerRecord]) -> None:
     state.stage = Stage.RUNNING
     state.world = world
     state.absent = state.unformed = len(chosen)
-    state.suspected = frozenset()
+    state.suspected = state.late = frozenset()
     state.stalled = type(state.stalled)()
     state.results = type(state.results)()
     state.announced = False

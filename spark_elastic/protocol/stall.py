@@ -22,6 +22,7 @@ STATES = {
     "T": "is stopped (T)",
     "Z": "has ended (Z)",
 }
+ENDED = ("", "X", "Z")  # states of a process that is no more
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,32 @@ class Stall:
 
 
 def stalls(
-    world: World, beats: Mapping[SlotId, SlotBeat], now: float, after: float, since: float, beat_every: float
+    world: World,
+    beats: Mapping[SlotId, SlotBeat],
+    now: float,
+    after: float,
+    since: float,
+    beat_every: float,
+    over: float | None = None,
 ) -> tuple[Stall, ...]:
     """The members that have kept another waiting for `after` seconds or more; `since`: when the world began.
 
-    beats: the newest of each slot. beat_every: seconds between two of them.
+    beats: the newest of each slot. beat_every: seconds between two of them. over: since when the world is, so that
+    those who run in it keep the next one waiting, though no other may be left who could say that it waits.
     """
     silent = SILENT_BEATS * max(1.0, beat_every)
     fresh = {slot: beat for slot, beat in beats.items() if now - beat.now <= silent}
     longest = min(now - since, max(_waited(member, fresh.get(member.slot)) for member in world.members))
+    alone = over is not None and longest < after
+    if over is not None and alone:
+        longest = now - over
     if longest < after:
         return ()
     found = []
     for member in world.members:
         beat = beats.get(member.slot)
+        if alone and (member.slot not in fresh or beat is None or beat.state in ENDED):
+            continue  # it is lost by then, not late
         if beat is None or member.slot not in fresh:
             how = f"its slot has been silent for {now - (beat.now if beat is not None else since):.1f} s"
         elif beat.worker == member.worker and beat.state in STOPPED:

@@ -139,7 +139,7 @@ class Limits:
     lease: silence after which a worker is taken for lost. reconnect_grace: how long a broken control connection
     alone may stay broken. same_moment: connections that break within it are judged together.
     driver_timeout: a worker that has not heard the driver for so long has ended itself.
-    regroup_timeout: how long survivors wait for a member that lives but does not come.
+    regroup_timeout: how long survivors wait for a member that runs but does not come.
     debounce: how long a planned change waits for others to join it, where some may.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).
     reset_limit: plain count of new worlds after the first, as Horovod counts; None: unlimited.
@@ -148,6 +148,7 @@ class Limits:
     max_global_batch: world size never exceeds it (R8).
     checkpoints_kept: how many count at a time.
     max_runtime: after so long the job ends at its next step boundary; None: unlimited.
+    all_results: a success needs the result of every member (R15); False: rank 0's is the job's.
     """
 
     num_workers: int
@@ -159,7 +160,7 @@ class Limits:
     reconnect_grace: float = 1.0
     driver_timeout: float = 60.0
     same_moment: float = 0.05
-    regroup_timeout: float = 30.0
+    regroup_timeout: float = 600.0
     debounce: float = 0.05
     failure_budget: int = 10
     failure_window: float = 600.0
@@ -169,3 +170,4 @@ class Limits:
     idle_slot_timeout: float = 60.0
     checkpoints_kept: int = 3
     max_runtime: float | None = None
+    all_results: bool = False

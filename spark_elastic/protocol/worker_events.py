@@ -15,7 +15,9 @@ from spark_elastic.protocol.jobs import give_back, strike
 from spark_elastic.protocol.listing import unwanted
 from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
+from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 
+OWN_CODES = (1, SILENT_DRIVER)  # of processes whose worker, not whose function, found no way on
 KILLED = (-9, -15)  # exit codes of a process that was killed from outside
 KILLS_PER_SLOT = 20  # within the failure window that are a loss and nobody's failure
 KILLS_BORNE = 2  # such ends of one slot's workers in a row, before they took part in a world
@@ -159,18 +161,22 @@ def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
     if worker is not None:
         lose(turn, worker, f"its process ended ({how})")
         detail = f"the process of {turn.title(worker)} ended: {how}"
-        _count(turn, event, took_part(worker), worker.position, detail)
+        _count(turn, event, took_part(worker), _own_word(turn, worker, event.exit_code), detail)
     elif gone is None:
         ended = Gone(f"its process ended ({how})", WorkerStatus.FAILURE)
         state.gone_workers = state.gone_workers.put(event.worker, ended)
     elif gone.liable and event.exit_code != 0:
         state.gone_workers = state.gone_workers.put(event.worker, replace(gone, liable=False))
-        _count(turn, event, gone.took_part, None, f"the process of worker {event.worker} ended: {how}")
+        _count(turn, event, gone.took_part, "", f"the process of worker {event.worker} ended: {how}")
 
 
-def _count(
-    turn: Turn, event: on.WorkerExited, took_part: bool, position: Position | None, detail: str
-) -> None:
+def _own_word(turn: Turn, worker: WorkerRecord, code: int) -> str:
+    """The fingerprint of a code that a function chose (`os._exit(5)`), which is like an exception; else ""."""
+    chosen = turn.state.limits.all_results and took_part(worker) and code > 0 and code not in OWN_CODES
+    return f"exit code {code}" if chosen else ""
+
+
+def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str, detail: str) -> None:
     """A process that was killed is a loss like that of a host, and its slot is not to blame, unless its workers are
     killed one after the other before they ever take part in a world, or again and again within the failure window."""
     state = turn.state
@@ -187,7 +193,9 @@ def _count(
             detail += f"; {kills} of its slot were killed in a row before they took part in a world"
         else:
             detail += f"; {often} of its slot were killed within {state.limits.failure_window:g} s"
-    _blame(turn, Failure(turn.now, state.generation, event.worker, position, "", detail))
+    # Where it was is not known: what began at one place and ended alike is taken for the same.
+    position = state.world.position if state.world is not None else None
+    _blame(turn, Failure(turn.now, state.generation, event.worker, position, fingerprint, detail))
 
 
 def _killed(turn: Turn, slot: SlotId) -> int:
@@ -238,7 +246,11 @@ def worker_done(turn: Turn, event: on.WorkerDone) -> None:
     worker = hear(turn, worker)
     if worker.rank is None or event.fence != state.fence or worker.came:
         return  # the server answers an older question with the world that it is in
+    whole = state.limits.all_results
     _come(turn, worker, event.position, WorkerStatus.SUCCESS)
+    if whole and state.stage is not Stage.RUNNING:
+        return  # another member was lost: it takes part in the next world, too
     state.results = state.results.put(event.worker, event.result)
-    if worker.rank == 0:
+    assert state.world is not None
+    if len(state.results) == state.world.size if whole else worker.rank == 0:
         state.done_since = turn.now

@@ -155,7 +155,7 @@ class Call:
 
     def limits(self, default_workers: int) -> Limits:
         number, least, most = self.options.workers(default_workers)
-        return bounds(self.options.config, number, least, most)
+        return dataclasses.replace(bounds(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
     def watched(self) -> Iterator[Output]:
@@ -215,7 +215,7 @@ def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
 
 
 def results(launched: LaunchResult) -> list[Any]:
-    """By rank. None also stands for a worker that was lost after rank 0 had ended."""
+    """By rank, of the last world's members."""
     return [decode(text) for text in launched.results]
 
 

@@ -138,6 +138,7 @@ def random_plan(seed: int) -> FaultPlan:
         max_global_batch=rng.choice((None, None, None, 96)),
         cooldown_range=rng.choice(((1.0, 60.0), (0.2, 2.0), (6.0, 12.0), (0.5, 30.0))),
         idle_slot_timeout=rng.choice((60.0, 2.0)),
+        all_results=seed % 2 == 1,
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 12))
     plan = FaultPlan(

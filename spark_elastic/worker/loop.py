@@ -7,6 +7,7 @@ says; both go through `_post`, whose lock owns the machine. An abort is carried 
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import traceback
 from collections import deque
@@ -145,6 +146,7 @@ class WorkerLoop:
             case do.CloseGroup():
                 self._close_group()
             case do.ReportFailure():
+                sys.stderr.write(command.traceback)  # nobody else may tell it: it may be borne
                 self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
             case do.ReportDone(_, fence, position, result):
                 self.ship_report()  # the driver may end the job with our word, and nobody would see the last numbers

@@ -196,6 +196,23 @@ def test_the_users_exception_ends_the_job_with_its_traceback() -> None:
         Run(broken, room=2, num_workers=2).results()
 
 
+def broken_on_rank_1(done: str) -> None:
+    import os
+
+    if os.environ["RANK"] == "0":
+        Path(done).touch()
+        return
+    hold(None, done)
+    raise ValueError("rank 1's own mistake")
+
+
+def test_r15_what_a_rank_raises_after_rank_0_returned_ends_the_job(tmp_path: Path) -> None:
+    run = Run(broken_on_rank_1, (str(tmp_path / "done"),), room=2, num_workers=2)
+    with pytest.raises(WorkerFailed, match="rank 1's own mistake"):
+        run.results()
+    assert "ValueError: rank 1's own mistake" in run.lines.getvalue()
+
+
 def breaks_in_vain() -> None:
     from elastic_collectives import CollectiveError
     from spark_elastic.state.elastic_loop import elastic

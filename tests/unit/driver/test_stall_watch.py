@@ -56,6 +56,20 @@ def test_a_stall_is_told_once_per_world(caplog: pytest.LogCaptureFixture) -> Non
     assert [event.fence.generation for event in stage.stalled()] == [1, 2]
 
 
+def test_after_the_end_of_a_world_who_works_on_is_named() -> None:
+    stage = Stage()
+    stage.watch.world(world(1))
+    stage.watch.over()
+    for second in range(1, 6):
+        stage.clock.advance(1.0)
+        stage.beat(1, False, 10.0 + second)
+    assert [event.worker for event in stage.stalled()] == ["1-0.1"]
+    stage.watch.world(world(2))
+    stage.clock.advance(5.0)
+    stage.beat(1, False, 20.0)
+    assert len(stage.stalled()) == 1
+
+
 def test_beats_of_slots_that_are_gone_are_forgotten() -> None:
     stage = Stage()
     stage.watch.world(world(1))

@@ -146,7 +146,7 @@ def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() ->
 
 
 def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
-    bench = Bench()
+    bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2, 3, 4)
     bench.on(on.WorkerExited(0, name(1), -9))
     bench.regroup(3, name(3), name(2))
@@ -266,7 +266,7 @@ def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
 
 
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
-    bench = Bench()
+    bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2)
     bench.warm(3)
     bench.wait(0.5, beating=[1, 2, 3])

@@ -20,14 +20,16 @@ Sign = tuple[str, bool, float]
 WAITING: Sign = ("S", True, 4.0)
 
 
-def find(*signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5) -> tuple[Stall, ...]:
+def find(
+    *signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5, over: float | None = None
+) -> tuple[Stall, ...]:
     """signs: (state, waits, seconds) of each rank's newest beat."""
     beats = {
         f"{rank}-0": SlotBeat(at, f"{rank}-0", f"{rank}-0.1", *sign, "f (a.py:1)")
         for rank, sign in enumerate(signs)
         if sign is not None
     }
-    return stalls(WORLD, beats, NOW, AFTER, began, 1.0)
+    return stalls(WORLD, beats, NOW, AFTER, began, 1.0, over)
 
 
 def ranks(found: tuple[Stall, ...]) -> list[int]:
@@ -49,6 +51,16 @@ def test_the_one_who_does_not_come_is_named(sign: Sign | None, how: str) -> None
     (stall,) = find(WAITING, sign, WAITING)
     assert stall.text.startswith("rank 1 (worker 1-0.1, host host-1) has kept others waiting for 4.0 s: ")
     assert how in stall.text
+
+
+def test_who_works_on_in_a_world_that_is_over_is_named_though_nobody_waits() -> None:
+    signs: tuple[Sign | None, ...] = (("S", False, 50.0), None, ("Z", False, 50.0))
+    assert not find(*signs)
+    assert not find(*signs, over=NOW - 2.9)
+    (stall,) = find(*signs, over=NOW - 4.0)
+    assert stall.text.startswith(
+        "rank 0 (worker 0-0.1, host host-0) has kept others waiting for 4.0 s: its process"
+    )
 
 
 def test_two_may_be_missing() -> None:

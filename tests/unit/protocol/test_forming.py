@@ -1,0 +1,109 @@
+"""How long a member is waited for that runs but does not come, and what is done with it then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, StopWorker
+from spark_elastic.protocol.forming import PATIENCE_WITH_THE_LAST, PROMPTLY
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
+
+
+def _killed(bench: Bench) -> set[str]:
+    return {stop.worker for stop in bench.all(StopWorker) if stop.kill}
+
+
+def test_the_last_that_holds_the_state_is_not_given_up_while_it_works() -> None:
+    bench = Bench(SHORT)
+    bench.start(1, 2)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.wait(SHORT.regroup_timeout * PATIENCE_WITH_THE_LAST - 0.1, beating=[1, 2])
+    assert not _killed(bench)
+    bench.regroup(7, name(1))
+    assert (bench.members(), bench.world.position) == ([name(1)], at(7))
+
+
+def test_nor_is_it_while_only_newcomers_to_the_world_have_come_back() -> None:
+    bench = Bench(SHORT)
+    bench.start(1, 2, 3)
+    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.join(name(2), bench.fence, None)  # it had not taken the state yet
+    bench.wait(SHORT.regroup_timeout + 1.0, beating=[1, 2])
+    assert not _killed(bench)
+
+
+def test_it_is_given_up_at_last() -> None:
+    bench = Bench(SHORT)
+    bench.start(1, 2)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.wait(SHORT.regroup_timeout * PATIENCE_WITH_THE_LAST + 0.1, beating=[1, 2])
+    assert _killed(bench) == {name(1)}
+
+
+def test_who_works_on_is_given_up_where_another_came_with_the_state() -> None:
+    bench = Bench(SHORT)
+    bench.start(1, 2)
+    bench.join(name(2), bench.fence, at(7), suspects=(name(1),), reason="timed out after 60 s")
+    bench.wait(SHORT.regroup_timeout - 0.1, beating=[1, 2])
+    assert not _killed(bench)
+    bench.wait(0.2, beating=[1, 2])
+    assert _killed(bench) == {name(1)}
+    assert bench.members() == [name(2)]
+
+
+def test_who_does_not_run_is_lost_by_the_lease() -> None:
+    bench = Bench(replace(SHORT, regroup_timeout=600.0))
+    bench.start(1, 2)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    for _ in range(int(SHORT.lease / 0.1) + 5):
+        bench.on(on.SlotBeat(0, "1-0", name(1), "T"))
+        bench.wait(0.1, beating=[2])
+    assert name(1) in _killed(bench)
+
+
+def test_building_a_world_has_its_own_bound() -> None:
+    bench = Bench()
+    bench.warm(1, 2, 3, 4)
+    for job in (1, 2, 3):
+        bench.on(on.WorkerFormed(0, name(job), bench.fence))
+    bench.wait(PROMPTLY + 0.1, beating=[1, 2, 3, 4])
+    (abort,) = bench.all(Abort)
+    assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
+
+
+def _busy_rank_0(bench: Bench, step: int) -> None:
+    """It works for longer than the others wait in a collective, and than it is waited for after that."""
+    zero, *others = bench.members()
+    bench.on(on.WorkerStalled(0, zero, bench.fence, f"{zero} runs, last seen in evaluate (train.py:7)"))
+    for worker in others:
+        bench.join(worker, bench.fence, at(step), suspects=(zero,), reason="timed out after 60 s")
+    bench.wait(SHORT.regroup_timeout + 0.1, beating=[1, 2, 3])
+    if bench.all(End):
+        return
+    job, started = int(zero[0]), int(zero.rpartition(".")[2])
+    bench.on(on.WorkerExited(0, zero, -9))
+    bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started + 1)))
+    bench.join(name(job, started + 1))
+    bench.form()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_r13_rank_0_given_up_at_one_position_again_and_again_ends_the_job(moves: bool) -> None:
+    bench = Bench(replace(SHORT, num_workers=3, max_workers=3))
+    bench.start(1, 2, 3)
+    for turn in range(6):
+        if not bench.all(End):
+            _busy_rank_0(bench, 7 + turn * moves)
+    if moves:
+        assert not bench.all(End)
+        return
+    assert len(bench.all(Publish)) == 4
+    assert bench.end.outcome is Outcome.USER_ERROR
+    for words in ("step 7", "one did not come back", "timed out after 60 s", "evaluate (train.py:7)"):
+        assert words in bench.end.reason
+    assert "raise collective_timeout" in bench.end.reason

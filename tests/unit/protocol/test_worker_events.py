@@ -1,0 +1,147 @@
+"""R15 where the result of every member is needed: what `run` and the command line hand back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, Announce, End, Outcome, Publish
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+WHOLE = replace(FOUR, all_results=True, cooldown_range=(1.0, 1.0))
+
+
+def _done(bench: Bench, *workers: str, step: int = 0) -> None:
+    for worker in workers:
+        bench.on(on.WorkerDone(0, worker, bench.fence, at(step), f"result of {worker}"))
+
+
+def _raise(bench: Bench, worker: str, step: int | None = 0) -> None:
+    position = at(step) if step is not None else None
+    bench.on(on.WorkerFailed(0, worker, bench.fence, position, "print", "Traceback\nValueError: rank 1"))
+    bench.on(on.WorkerExited(0, worker, 1))
+
+
+def _replace(bench: Bench, job: int, started: int) -> str:
+    """The slot's next worker comes."""
+    worker = name(job, started)
+    bench.on(on.WorkerStarted(0, f"{job}-0", worker))
+    bench.join(worker)
+    bench.wait(1.1, beating=[1, 2, 3, 4])
+    return worker
+
+
+def _three() -> Bench:
+    bench = Bench(WHOLE)
+    bench.start(1, 2, 3)
+    return bench
+
+
+def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> None:
+    bench = _three()
+    _done(bench, name(1), name(3))
+    bench.warm(4)
+    bench.wait(70.0, beating=[1, 2, 3, 4])
+    assert not bench.all(End)
+    assert not bench.all(Announce), "those that are done would be called again"
+    _done(bench, name(2))
+    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
+
+
+@pytest.mark.parametrize("first", [name(1), name(3)])
+def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(first: str) -> None:
+    bench = _three()
+    _done(bench, first)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    (abort,) = bench.all(Abort)
+    assert name(2) in abort.reason
+    _done(bench, *(worker for worker in (name(1), name(3)) if worker != first))
+    assert not bench.all(End), "a result of a world that is over is none"
+    assert bench.members() == [name(1), name(3)]
+    assert bench.world.position == at(0)
+    bench.form()
+    _done(bench, name(1))
+    assert not bench.all(End)
+    _done(bench, name(3))
+    assert bench.end.results == (f"result of {name(1)}", f"result of {name(3)}")
+
+
+def test_r15_a_member_lost_after_its_result_has_done_its_part() -> None:
+    bench = _three()
+    _done(bench, name(2))
+    bench.on(on.WorkerExited(0, name(2), -9))
+    assert not bench.all(Abort)
+    _done(bench, name(1), name(3))
+    assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
+
+
+@pytest.mark.parametrize("rank_0_first", [True, False])
+def test_r15_what_a_rank_raises_is_tried_again_with_that_rank_and_ends_the_job(rank_0_first: bool) -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    if rank_0_first:
+        _done(bench, name(1))
+    _raise(bench, name(2))
+    if not rank_0_first:
+        _done(bench, name(1))
+    assert len(bench.all(Publish)) == 1, "without that rank it would not show itself"
+    newcomer = _replace(bench, 2, 2)
+    assert bench.members() == [name(1), newcomer]
+    bench.form()
+    _done(bench, name(1))
+    _raise(bench, newcomer, None)  # it was told no position yet
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.detail.endswith("ValueError: rank 1")
+
+
+def test_r15_a_rank_that_raised_is_not_waited_for_for_ever() -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    _raise(bench, name(2))
+    _done(bench, name(1))
+    assert len(bench.all(Publish)) == 1
+    bench.wait(WHOLE.gather_timeout + 0.1, beating=[1, 2])
+    assert bench.members() == [name(1)]
+
+
+def test_r15_nor_for_a_moment_where_its_slot_cools_down_for_longer() -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2, cooldown_range=(60.0, 60.0)))
+    bench.start(1, 2)
+    _raise(bench, name(2))
+    _done(bench, name(1))
+    assert bench.members() == [name(1)]
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(5, Outcome.USER_ERROR), (1, None), (-11, None)])
+def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outcome: Outcome | None) -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    bench.on(on.WorkerExited(0, name(2), code))
+    _done(bench, name(1))
+    newcomer = _replace(bench, 2, 2)
+    bench.form()
+    bench.on(on.WorkerExited(0, newcomer, code))
+    assert [end.outcome for end in bench.all(End)] == ([outcome] if outcome else [])
+
+
+def test_r15_in_the_middle_of_an_elastic_training_nobody_is_waited_for() -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    _raise(bench, name(2), 7)
+    bench.join(name(1), bench.fence, at(7))
+    assert bench.members() == [name(1)]
+
+
+def test_r13_progress_between_two_ends_of_the_same_code_makes_them_two() -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
+    bench.start(1, 2)
+    bench.on(on.WorkerExited(0, name(2), 5))
+    bench.join(name(1), bench.fence, at(7))
+    newcomer = _replace(bench, 2, 2)
+    assert bench.members() == [name(1), newcomer]
+    bench.form()
+    bench.on(on.WorkerExited(0, newcomer, 5))
+    assert not bench.all(End)
