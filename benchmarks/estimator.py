@@ -7,6 +7,7 @@ workers of one thread each. Peer: one process, the same rows a step, batches by 
 and with two torch threads; the better of the two counts. They take turns; medians over the rounds. rows/s: while a
 world trained, the plain loop's from its first batch to its last step. Beside it the seconds of `fit` by phase, and what
 two plain loops reach side by side that share the rows and exchange nothing: the bound of training in parallel here.
+They also tell what two workers cannot start without: a new process, torch, the first batch and the first step.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int) -> 
     torch.set_num_threads(threads)
     model = case.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(case, part, parts):  # touches everything once, untimed
+    for x, y in batches(case, part, parts):  # touches everything once, outside of rows/s
         torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
         break
     pipe.send("ready")
     pipe.recv()
@@ -95,10 +97,11 @@ def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int) -> 
     pipe.send(rows / (time.perf_counter() - begin))
 
 
-def measured_plain(case: Case, threads: int, processes: int = 1) -> float:
-    """Of all processes together, each with its part of the rows."""
+def measured_plain(case: Case, threads: int, processes: int = 1) -> tuple[float, float]:
+    """(rows per second of all processes together, each with its part of the rows; seconds until all have begun)."""
     spawn = get_context("spawn")
     pipes, started = [], []
+    begin = time.perf_counter()
     for part in range(processes):
         ours, theirs = spawn.Pipe()
         started.append(spawn.Process(target=plain, args=(theirs, case, threads, part, processes)))
@@ -107,13 +110,14 @@ def measured_plain(case: Case, threads: int, processes: int = 1) -> float:
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()
+    ready = time.perf_counter() - begin
     for pipe in pipes:
         pipe.send("go")
     found = sum(pipe.recv() for pipe in pipes)
     for process, pipe in zip(started, pipes, strict=True):
         process.join()
         pipe.close()
-    return found
+    return found, ready
 
 
 def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
@@ -147,23 +151,20 @@ def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
 
 def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
     fits: list[dict[str, float]] = []
-    bounds: list[float] = []
+    bounds: list[tuple[float, float]] = []
     peers: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
         fits.append(measured_fit(case, df, store))
         for threads, found in peers.items():
-            found.append(measured_plain(case, threads))
+            found.append(measured_plain(case, threads)[0])
         bounds.append(measured_plain(case, 1, WORKERS))
     medians = {key: statistics.median(fit[key] for fit in fits) for key in fits[0]}
     best = max(statistics.median(found) for found in peers.values())
+    bound, ready = (statistics.median(numbers) for numbers in zip(*bounds, strict=True))
     rows = [
         Row(f"{case.name}: training", medians.pop("rows/s"), best, "rows/s"),
-        Row(
-            f"{case.name}: {WORKERS} plain loops that exchange nothing",
-            statistics.median(bounds),
-            best,
-            "rows/s",
-        ),
+        Row(f"{case.name}: {WORKERS} plain loops that exchange nothing", bound, best, "rows/s"),
+        Row(f"{case.name}: workers start", medians.pop("workers start"), ready, "s"),
     ]
     return rows + [Row(f"{case.name}: {phase}", seconds, None, "s") for phase, seconds in medians.items()]
 

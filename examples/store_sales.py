@@ -244,7 +244,7 @@ def make_model() -> Any:
         for entered, (name, (values, width)) in zip(inputs, CATEGORIES.items(), strict=True)
     ]
     numbers = keras.Input((len(NUMBERS),), name="numbers")
-    x = keras.layers.Concatenate()([*embedded, keras.layers.BatchNormalization()(numbers)])
+    x = keras.layers.Concatenate()([*embedded, keras.layers.BatchNormalization(momentum=0.9)(numbers)])
     for width in (128, 64):
         x = keras.layers.Dense(width, activation="relu")(x)
     return keras.Model([*inputs, numbers], keras.layers.Dense(1)(x))

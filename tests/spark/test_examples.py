@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from tests.pages import blocks
 from tests.sources import ROOT
-from tests.spark.cluster import StandaloneCluster
+from tests.spark.cluster import StandaloneCluster, cluster_environment
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -40,3 +42,34 @@ def test_the_loop_runs_under_spark_submit(free_cluster: StandaloneCluster) -> No
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]
     assert len(json.loads(run.stdout.splitlines()[-1])) == 2, run.stdout
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_the_digits_lose_an_executor_and_no_row(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "train_job.py")
+    assert verdict["worlds"][:2] == [3, 2]
+    assert (verdict["rows_missing"], verdict["rows_doubled"]) == (0, 0)
+    assert verdict["accuracy"] > 0.95
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_the_sales_lose_an_executor_and_no_row(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "store_sales.py", "--stores", "20", "--epochs", "12", "--batch-size", "64")
+    assert verdict["killed"]
+    assert verdict["worlds"][:2] == [3, 2]
+    assert len(set(verdict["rows_trained"])) == 1, "every epoch has all rows"
+    assert verdict["rmspe"] < 0.6
+
+
+def verdict_of(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
+    """The last line that an example prints, run by plain python on the cluster that it embeds."""
+    command = [sys.executable, str(ROOT / "examples" / program), *arguments]
+    environment = {**os.environ, **cluster_environment(folder / "scratch")}
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=500, env=environment, cwd=folder
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
