@@ -9,8 +9,8 @@ from tests.sources import ROOT
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of that language in docs/<page>."""
-    text = (ROOT / "docs" / page).read_text()
+    """The fenced blocks of that language in docs/<page>, or in README.md."""
+    text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 

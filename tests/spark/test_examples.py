@@ -32,6 +32,16 @@ def test_the_first_page_does_what_it_says(
     exec(compile(without_session, "index.md", "exec"), names)
     assert names["model"].summary.report.epochs[-1].seen == 1000
     assert "goodput" in capsys.readouterr().out
+    (program,) = blocks("README.md", "python")
+    monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
+    df = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")
+    names = {"df": df}
+    program = program.replace("/path/that/all/hosts/see", str(tmp_path / "seen"))
+    exec(compile(program, "README.md", "exec"), names)
+    losses = [entry["loss"] for entry in names["model"].history]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert names["model"].transform(df).filter("prediction is null").count() == 0
 
 
 @pytest.mark.faults
