@@ -63,7 +63,7 @@ def _plain(value: Any, name: str, tries: bool = False) -> Any:
         found = value.item()
     elif isinstance(value, np.ndarray):
         try:
-            found = {ARRAY: torch.from_numpy(np.ascontiguousarray(value))}
+            found = {ARRAY: torch.from_numpy(value.copy(order="C"))}
         except TypeError:
             raise _refused(value, name) from None
     if tries and not isinstance(found, torch.Tensor | dict | bool | int | float | str | None):

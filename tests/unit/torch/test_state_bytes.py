@@ -35,6 +35,7 @@ def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
         np.int64(7): [np.float32(0.5), np.bool_(True)],
         "array": np.arange(3.0),
         "empty": np.zeros((0, 2), np.float32),
+        "scalar": np.array(2.0),
         "none": None,
     }
     state = made(Keeps(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
@@ -42,6 +43,7 @@ def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
     state.restore(state.copied()())
     found = state.schedulers[0].kept
     assert found["array"].dtype == np.float64
+    assert found.pop("scalar").shape == ()
     assert found["empty"].shape == (0, 2)
     assert [found.pop("array").tolist(), found.pop("empty").tolist()] == [[0.0, 1.0, 2.0], []]
     assert found == {"best": 1.5, "seen": {3}, 7: [0.5, True], "none": None}
