@@ -90,6 +90,11 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         """One dict per epoch: epoch, loss, rows and what else training reported."""
         return [dict(epoch) for epoch in self._summary.epochs]
 
+    def getHistory(self) -> dict[str, list[Any]]:
+        """`history` by name: a list of each number's values, an epoch each; None where an epoch has it not."""
+        names = dict.fromkeys(name for epoch in self.history for name in epoch)
+        return {name: [epoch.get(name) for epoch in self.history] for name in names}
+
     @property
     def summary(self) -> FitSummary:
         return self._summary

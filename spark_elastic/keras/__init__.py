@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 _EXPORTS = {
     "Adasum": "spark_elastic.ops.reduce_op",
     "Average": "spark_elastic.ops.reduce_op",
+    "Compression": "spark_elastic.keras.compression",
     "DistributedOptimizer": "spark_elastic.keras.optimizer",
     "HostsUpdatedInterrupt": "spark_elastic.state.state",
     "Max": "spark_elastic.ops.reduce_op",
@@ -26,6 +27,7 @@ _EXPORTS = {
     "allgather_object": "spark_elastic.ops.objects",
     "allreduce": "spark_elastic.keras.values",
     "broadcast": "spark_elastic.keras.values",
+    "broadcast_global_variables": "spark_elastic.keras.values",
     "broadcast_object": "spark_elastic.ops.objects",
     "broadcast_variables": "spark_elastic.keras.values",
     "ccl_built": "spark_elastic.ops.topology",
@@ -59,8 +61,16 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from elastic_collectives import CollectiveError as HorovodInternalError
     from spark_elastic.keras import callbacks, elastic
+    from spark_elastic.keras.compression import Compression
     from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
-    from spark_elastic.keras.values import allgather, allreduce, broadcast, broadcast_variables, reducescatter
+    from spark_elastic.keras.values import (
+        allgather,
+        allreduce,
+        broadcast,
+        broadcast_global_variables,
+        broadcast_variables,
+        reducescatter,
+    )
     from spark_elastic.ops.channels import start_timeline, stop_timeline
     from spark_elastic.ops.objects import allgather_object, broadcast_object
     from spark_elastic.ops.process_sets import (
@@ -97,6 +107,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -112,6 +123,7 @@ __all__ = [
     "allgather_object",
     "allreduce",
     "broadcast",
+    "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
     "callbacks",

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import keras
 
+from spark_elastic.keras.schedules import DONE_BEFORE
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.keras_state import KerasState
 from spark_elastic.state.object_state import ObjectState
@@ -98,6 +99,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._before = self._state.batch
+        self._tell()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._state.batch = self._before + batch + 1
@@ -107,8 +109,14 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._state.batch = self._before = 0
+        self._tell()
         if self.model.stop_training is END_OF_EPOCH:  # and nobody else wants to stop
             self.model.stop_training = False
+
+    def _tell(self) -> None:
+        """Keras gives all callbacks of a fit one dict."""
+        if self.params is not None:
+            self.params[DONE_BEFORE] = self._before
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.reduce_op import Average, ReduceOp
 from spark_elastic.state.variables import weights_of
 
 Plain = TypeVar("Plain")
 
 
-def DistributedOptimizer(optimizer: Plain, *args: Any, **kwargs: Any) -> Plain:
+def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of horovod.keras
+    optimizer: Plain,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Plain:
     """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
 
-    Arguments: those of `spark_elastic.tensorflow.DistributedOptimizer`. With the torch backend: `compression`,
-    `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `average_aggregated_gradients`, `process_set` and
-    `scale_local_gradients`, by name.
+    See `spark_elastic.tensorflow.DistributedOptimizer`, whose arguments are in another order. name, device_dense,
+    device_sparse: of no use here. On the torch backend sparse_as_dense, num_groups and groups change nothing either:
+    gradients are dense there and go as one operation a dtype; op is Average or Sum.
 
     Raises:
         InvalidInput: an argument is wrong, or Keras runs on another backend.
     """
-    return _of_backend("DistributedOptimizer")(optimizer, *args, **kwargs)  # type: ignore[no-any-return]
+    chosen: dict[str, Any] = {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "average_aggregated_gradients": average_aggregated_gradients,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }
+    if keras.backend.backend() == "tensorflow":
+        chosen.update(sparse_as_dense=sparse_as_dense, num_groups=num_groups, groups=groups)
+    return _of_backend("DistributedOptimizer")(optimizer, **chosen)  # type: ignore[no-any-return]
 
 
 def PartialDistributedOptimizer(

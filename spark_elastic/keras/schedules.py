@@ -16,6 +16,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import size
 from spark_elastic.state.variables import plain
 
+DONE_BEFORE = "spark_elastic_batches"  # in a fit's params: batches of the epoch that earlier fits did
 log = logging.getLogger(__name__)
 
 
@@ -23,7 +24,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     """From `start_epoch` to before `end_epoch` the rate is `initial_lr` times `multiplier`, a number or f(epoch).
 
     staircase: it changes at the begin of epochs; else with each batch, `multiplier` being asked for fractions of epochs
-    of `steps_per_epoch` batches (None: what fit knows).
+    of `steps_per_epoch` batches (None: what fit knows). With an `elastic.UpdateBatchStateCallback` in the same fit the
+    batches that earlier fits did of the epoch count.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._staircase:
             assert self._steps is not None
-            self._set(self._epoch + batch / self._steps)
+            before = (self.params or {}).get(DONE_BEFORE, 0)
+            self._set(self._epoch + (before + batch) / self._steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if logs is not None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import allreduce_arrays, broadcast_arrays, gathered, scattered
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, chosen
@@ -58,6 +59,18 @@ def broadcast_variables(
         broadcast_arrays(held, root_rank, "broadcast.variables", process_set)
     for variable, array in zip(variables, held, strict=True):
         variable.assign(array)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Of graphs of TensorFlow 1, which Keras 3 has not.
+
+    Raises:
+        InvalidInput: always, with what to use instead.
+    """
+    raise InvalidInput(
+        "Keras 3 has no global variables: give broadcast_variables the model's and the optimizer's variables, or use "
+        "callbacks.BroadcastGlobalVariablesCallback."
+    )
 
 
 def _copy(value: Any) -> npt.NDArray[Any]:

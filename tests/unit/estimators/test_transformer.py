@@ -42,3 +42,10 @@ def test_names_are_compared_as_the_session_compares_them() -> None:
     with pytest.raises(InvalidInput, match="would be called p, P: give each another name"):
         _check_new(table(["x"]), ["p", "P"])
     _check_new(table(["x"], sensitive="true"), ["p", "P"])
+
+
+def test_the_history_is_a_dict_of_lists_as_horovods() -> None:
+    epochs = ({"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 3.0})
+    summary: Any = SimpleNamespace(epochs=epochs)
+    fitted = ElasticModel(SimpleNamespace(columns=()), summary)  # type: ignore[arg-type]
+    assert fitted.getHistory() == {"epoch": [0, 1], "loss": [2.0, 1.0], "val_loss": [None, 3.0]}

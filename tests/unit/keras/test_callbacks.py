@@ -54,6 +54,33 @@ class Seen(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         self.steps.append((self.state.epoch, self.state.batch))
 
 
+def test_a_rate_that_follows_batches_goes_on_where_the_epoch_was_interrupted() -> None:
+    def rates(interrupt_at: tuple[int, ...]) -> list[float]:
+        state, found = Position(interrupt_at), []
+
+        class Rates(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                found.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 4))
+
+        model = compiled(keras.optimizers.SGD(0.4))
+        while state.epoch < 2:
+            callbacks = [
+                Rates(),
+                hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False),
+                hvd.elastic.UpdateBatchStateCallback(state),
+                hvd.elastic.UpdateEpochStateCallback(state),
+                hvd.elastic.CommitStateCallback(state),
+            ]
+            how: dict[str, Any] = {"batch_size": 4, "steps_per_epoch": 6, "verbose": 0}
+            try:
+                model.fit(X, Y, initial_epoch=state.epoch, epochs=2, callbacks=callbacks, **how)
+            except hvd.HostsUpdatedInterrupt:
+                state.restore()
+        return found
+
+    assert rates((3, 5, 9)) == rates(()) == [round(0.4 / (1 + k / 6), 4) for k in range(12)]
+
+
 @pytest.mark.parametrize("commit_first", [True, False])
 def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first: bool) -> None:
     state = Position(interrupt_at=(2, 4, 5, 9, 14))

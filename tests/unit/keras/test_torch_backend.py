@@ -26,7 +26,8 @@ def trained(optimizer, batch_size):
 plain = trained(keras.optimizers.Adam(0.1), 12)
 ours = trained(
     hvd.DistributedOptimizer(
-        keras.optimizers.Adam(0.1), backward_passes_per_step=3, average_aggregated_gradients=True
+        keras.optimizers.Adam(0.1), backward_passes_per_step=3, average_aggregated_gradients=True,
+        name="n", compression=hvd.Compression.none, sparse_as_dense=True, groups=2,
     ),
     4,
 )

@@ -51,8 +51,10 @@ OF_KERAS = {
     "allreduce": "value name average prescale_factor postscale_factor op",
     "allgather": "value name",
     "broadcast": "value root_rank name",
-    "DistributedOptimizer": "optimizer",
+    "DistributedOptimizer": f"optimizer name {_DEVICES} sparse_as_dense gradient_predivide_factor op "
+    f"backward_passes_per_step average_aggregated_gradients {_GROUPS}",
     "PartialDistributedOptimizer": "optimizer",
+    "broadcast_global_variables": "root_rank",
     "load_model": "filepath custom_optimizers custom_objects compression legacy_opts",
     "callbacks.BroadcastGlobalVariablesCallback": "root_rank device local_variables",
     "callbacks.MetricAverageCallback": "device",
