@@ -31,7 +31,7 @@ requirements() {
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *(line for name in ("spark", "examples", "notebooks", "dev") for line in extras[name])]
+wanted = [*project["dependencies"], *(line for name in ("spark", "examples", "notebooks", "docs", "dev") for line in extras[name])]
 print("\n".join(sorted(set(wanted))))
 PY
 }
@@ -303,7 +303,6 @@ setup_gloo() {
 
 verb_docs() { # build/site: the documentation as pages for a browser; a broken link is an error
     setup
-    python -m pip install -qq --disable-pip-version-check "mkdocs>=1.6,<2" "mkdocs-material>=9.5" "mkdocstrings[python]>=0.26"
     python docs/generate.py
     NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
     say "open build/site/index.html"

@@ -1,10 +1,13 @@
-"""The documentation without building it: every page in the menu, links that lead somewhere, programs that run."""
+"""The documentation: every page in the menu, links that lead somewhere, programs that run, a site that is built."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -41,6 +44,15 @@ def links(page: Path) -> Iterator[str]:
         target = match[1] or match[2]
         if not target.startswith("http"):
             yield target
+
+
+@pytest.mark.timeout(180)
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "ElasticTorchEstimator" in (tmp_path / "api" / "index.html").read_text()
 
 
 def test_the_menu_has_every_page_once() -> None:

@@ -163,6 +163,7 @@ def plain(initial: list[Any]) -> list[torch.Tensor]:
     return [weight.detach() for weight in weights]
 
 
+@pytest.mark.scenario("S11")
 def test_a_worker_dies_in_the_middle_of_an_epoch_and_another_takes_its_place(
     fault: Fault, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def assert_replicas(results: list[Any]) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.scenario("G2")
 def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit(fault: Fault) -> None:
     holds = {10: 2, 24: 3}
     run = Run(loops.train, (loops.STEPS, holds), room=2, num_workers=2, max_workers=3, env=QUIET)
@@ -50,6 +51,19 @@ def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit
     assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
 
 
+@pytest.mark.faults
+@pytest.mark.scenario("S9")
+def test_a_planned_end_of_a_host_costs_no_step_of_a_graph(fault: Fault) -> None:
+    run = Run(loops.train, (loops.STEPS, {15: 2}), room=3, num_workers=3, env=QUIET)
+    run.at(6, lambda: fault(run.drain, max(run.cluster.slots())))
+    results = run.results()
+    assert sizes_in(run.sizes())[:2] == [3, 2]
+    assert_replicas(results)
+    assert far(results[0]["weights"], results[0]["plain"]) < 1e-9
+    assert results[0]["trained"] == list(range(loops.STEPS))
+
+
+@pytest.mark.scenario("S11")
 def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(fault: Fault) -> None:
     run = Run(loops.fit, (5, 7, 16, 24), room=2, num_workers=2, env=QUIET)
     run.at(10, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
