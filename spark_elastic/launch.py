@@ -218,6 +218,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
     from spark_elastic.spark.admission import admit, facts
+    from spark_elastic.spark.carrying import broadcast
     from spark_elastic.spark.driver_address import bind_of
     from spark_elastic.spark.executors import ExecutorWatch
     from spark_elastic.spark.gpu_slots import profile_of
@@ -242,7 +243,7 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     room = room_of(settings)
     if config.ship:
         ship(sc)
-    shipped = sc.broadcast(cloudpickle.dumps(program))
+    shipped = broadcast(sc, cloudpickle.dumps(program), "the program")
 
     clock = SystemClock()
     profile = profile_of(settings, sc.emptyRDD().withResources)

@@ -1,4 +1,4 @@
-"""Bytes for tasks where there are no broadcasts: inside the plan of a job, or as a file of the session.
+"""Bytes for tasks: by a broadcast, or where there are none inside the plan of a job, or as a file of the session.
 
 Also for transform, which imports neither engine nor trainer. Any thread.
 """
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from pyspark import SparkFiles
 
+from spark_elastic.errors import InvalidInput
+
 if TYPE_CHECKING:
+    from pyspark import Broadcast, SparkContext
     from pyspark.sql import SparkSession
 
 MOST_CARRIED = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
@@ -42,6 +45,26 @@ class Attached:
     @property
     def value(self) -> bytes:
         return Path(SparkFiles.get(self.name)).read_bytes()
+
+
+def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
+    """Fetched once by each executor.
+
+    Raises:
+        InvalidInput: Spark's driver has no memory for it.
+    """
+    from py4j.protocol import Py4JJavaError  # not there in a client of Spark Connect alone
+
+    try:
+        return sc.broadcast(content)
+    except Py4JJavaError as error:
+        if "OutOfMemoryError" not in str(error):
+            raise
+    size = len(content) / 2**30
+    raise InvalidInput(
+        f"{what} ({size:.1f} GiB) is more than the heap of Spark's driver holds: set spark.driver.memory to "
+        f"{3 * size + 1:.0f}g or more before the session begins."
+    )
 
 
 def carried(spark: SparkSession, content: bytes) -> Carried | Attached:

@@ -19,6 +19,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
 from spark_elastic.spark.admission import admit, facts
+from spark_elastic.spark.carrying import broadcast
 from spark_elastic.spark.description import describe
 from spark_elastic.spark.probe import Probing, Report, Task, prepared, task_of
 
@@ -34,9 +35,10 @@ def preflight(sc: SparkContext, probing: Probing, timeout: float) -> list[dict[s
     timeout: seconds until some executor must have answered, while no other job of the application trains.
 
     Raises:
+        InvalidInput: the program is too large for Spark's driver.
         PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
     """
-    program = sc.broadcast(probing.payload)
+    program = broadcast(sc, probing.payload, probing.what)
     try:
         with prepared(probing) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"

@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 import torch
 
+from spark_elastic.errors import InvalidInput
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
@@ -72,21 +73,16 @@ class Ballast(Net):
         return super().forward(x) + self.ballast.mean().double()
 
 
-@pytest.mark.parametrize(
-    "numbers", [pytest.param(10_000_000, id="40 MB"), pytest.param(250_000_000, id="1 GB")]
-)
-@pytest.mark.timeout(1800)
 def test_p8_a_model_above_every_limit_of_messages(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     spark_cluster: StandaloneCluster,
     tmp_path: Path,
-    numbers: int,
 ) -> None:
     """It goes to the workers, comes back trained, and goes to the executors that predict."""
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     spark = spark_with(NARROW)
-    net, df = Ballast(numbers), table(spark)
+    net, df = Ballast(10_000_000), table(spark)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     fitted = estimator(
         tmp_path, model=net, optimizer=optimizer, epochs=2, num_workers=2, batch_size=ROWS // 2
@@ -99,3 +95,17 @@ def test_p8_a_model_above_every_limit_of_messages(
     with torch.no_grad():
         expected = module(torch.tensor([row.x for row in rows], dtype=torch.float64))
     assert torch.allclose(torch.tensor([row.prediction for row in rows], dtype=torch.float64), expected)
+
+
+def test_a_model_above_the_drivers_heap_is_told_before_any_job(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    spark_cluster: StandaloneCluster,
+    tmp_path: Path,
+) -> None:
+    for module in (__name__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    spark = spark_with(NARROW)
+    net, df = Ballast(250_000_000), table(spark)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with pytest.raises(InvalidInput, match=r"\(0.9 GiB\).* spark.driver.memory to 4g or more"):
+        estimator(tmp_path, model=net, optimizer=optimizer, num_workers=2, batch_size=ROWS // 2).fit(df)
