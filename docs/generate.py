@@ -68,6 +68,7 @@ CASES = (
     ("estimator", "MLP of 1,053,001 parameters: training"),
     ("estimator", "MLP of 3,329 parameters: 2 plain loops that exchange nothing"),
     ("estimator", "MLP of 1,053,001 parameters: 2 plain loops that exchange nothing"),
+    ("estimator", "MLP of 3,329 parameters: workers start"),
     ("transform", "transform, against predict_batch_udf"),
     ("transform", "transform, against a row at a time"),
     ("memory", "4,096 MB in row groups of 64 MB: peak of a worker"),
