@@ -1,5 +1,5 @@
-// What a group that has ended still has to say to peers that read late: the rest of a half sent frame, and why it ended.
-// In a thread of its own and from memory of its own, so that nobody here waits for a peer that is stopped.
+// What a group that has ended still has to say to peers that read late: the rest of a half sent frame, and why it
+// ended. In a thread of its own and from memory of its own, so that nobody here waits for a peer that is stopped.
 #pragma once
 
 #include <cstdlib>
