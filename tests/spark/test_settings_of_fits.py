@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
@@ -73,20 +74,21 @@ class Ballast(Net):
         return super().forward(x) + self.ballast.mean().double()
 
 
+def heavy(store: Path, net: Ballast) -> ElasticTorchEstimator:
+    for module in (__name__, Net.__module__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    return estimator(store, model=net, optimizer=optimizer, epochs=2, num_workers=2, batch_size=ROWS // 2)
+
+
 def test_p8_a_model_above_every_limit_of_messages(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     spark_cluster: StandaloneCluster,
     tmp_path: Path,
 ) -> None:
     """It goes to the workers, comes back trained, and goes to the executors that predict."""
-    for module in (__name__, Net.__module__):
-        cloudpickle.register_pickle_by_value(sys.modules[module])
-    spark = spark_with(NARROW)
-    net, df = Ballast(10_000_000), table(spark)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    fitted = estimator(
-        tmp_path, model=net, optimizer=optimizer, epochs=2, num_workers=2, batch_size=ROWS // 2
-    ).fit(df)
+    net, df = Ballast(10_000_000), table(spark_with(NARROW))
+    fitted = heavy(tmp_path, net).fit(df)
     module = fitted.model
     moved = module.ballast.detach() - net.ballast.detach()
     assert float(moved.abs().max()) > 0, "it was not trained"
@@ -102,10 +104,6 @@ def test_a_model_above_the_drivers_heap_is_told_before_any_job(
     spark_cluster: StandaloneCluster,
     tmp_path: Path,
 ) -> None:
-    for module in (__name__, Net.__module__):
-        cloudpickle.register_pickle_by_value(sys.modules[module])
-    spark = spark_with(NARROW)
-    net, df = Ballast(250_000_000), table(spark)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    df = table(spark_with(NARROW))
     with pytest.raises(InvalidInput, match=r"\(0.9 GiB\).* spark.driver.memory to 4g or more"):
-        estimator(tmp_path, model=net, optimizer=optimizer, num_workers=2, batch_size=ROWS // 2).fit(df)
+        heavy(tmp_path, Ballast(250_000_000)).fit(df)
