@@ -168,7 +168,14 @@ class Client:
     def _forward(self, event: DriverEvent) -> None:
         match event:
             case SlotJobEnded():
-                self._mail.post({"ended": event.job, "reason": event.reason, "cancelled": event.cancelled})
+                self._mail.post(
+                    {
+                        "ended": event.job,
+                        "reason": event.reason,
+                        "cancelled": event.cancelled,
+                        "host_lost": event.host_lost,
+                    }
+                )
             case SlotsWanted():
                 self._mail.post({"wanted": event.reason})
                 self._waits_since = event.now

@@ -51,11 +51,16 @@ class MailLauncher:
         assert self._post is not None
         now = self._clock.now()
         match letter:
-            case {"ended": int(job), "reason": str(reason), "cancelled": bool(cancelled)}:
+            case {
+                "ended": int(job),
+                "reason": str(reason),
+                "cancelled": bool(cancelled),
+                "host_lost": bool(host_lost),
+            }:
                 with self._change:
                     self._open.discard(job)
                     self._change.notify_all()
-                self._post(SlotJobEnded(now, job, reason, cancelled))
+                self._post(SlotJobEnded(now, job, reason, cancelled, host_lost))
             case {"wanted": str(reason)}:
                 self._post(SlotsWanted(now, reason))
             case {"cancel": str(reason)}:

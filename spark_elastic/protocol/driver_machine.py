@@ -15,6 +15,7 @@ from spark_elastic.protocol import durable, jobs, listing, slot_events, stall, w
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
+from spark_elastic.protocol.durable import connection_ended, connection_is_back
 from spark_elastic.protocol.evidence import judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.forming import end, settle
 from spark_elastic.protocol.registry import JobRecord
@@ -60,6 +61,8 @@ def _connection_lost(turn: Turn, event: on.ConnectionLost) -> None:
     elif event.worker in state.workers and event.worker not in state.cut:
         state.cut = state.cut.put(event.worker, turn.now)
         judge(turn, event.worker)
+    else:
+        connection_ended(turn, event.worker)
     mark_hiccup(turn)
 
 
@@ -69,6 +72,7 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
     slot = state.slots.get(event.slot)
     if event.worker is not None:
         state.cut = state.cut.drop(event.worker)
+        connection_is_back(turn, event.worker)
     elif slot is not None:
         turn.put_slot(replace(slot, cut=None))
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from spark_elastic.protocol.blacklist import Blacklist
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, WorkerRecord
+from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, Unsure, WorkerRecord
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
     Checkpoint,
@@ -65,7 +65,7 @@ class DriverState:
     began: when the first event came.
     starved: when workers were killed because memory ran out.
     fruitless_end: what the last slot job said that ended before its worker was warm.
-    checkpoints: those that count, newest first. unsure: given up members that may be alive, and until when at most;
+    checkpoints: those that count, newest first. unsure: given up members that may be alive;
     unsure_in: numbers of their slot jobs.
     listed: discovery's newest answer. hosts: all that ever had a slot. early: orders that wait for the first world.
     kills: by slot, how many of its workers in a row were killed before they took
@@ -129,7 +129,7 @@ class DriverState:
     because: str = ""
     fruitless_end: str = ""
     checkpoints: tuple[Checkpoint, ...] = ()
-    unsure: Table[WorkerId, float] = field(default_factory=Table)
+    unsure: Table[WorkerId, Unsure] = field(default_factory=Table)
     unsure_in: frozenset[str] = frozenset()
 
     @property

@@ -1,15 +1,18 @@
 """What outlives all workers: checkpoints that count, and when a world may begin from one (R18).
 
 Nobody of the old world may be training on when another begins without any of its members: whoever was given up and
-may be alive is waited for, until its end is seen or it has ended itself for want of the driver (R12).
+may be alive is waited for, until its end is seen or it has ended itself for want of the driver (R12). That Spark
+calls an executor lost is half of a proof: it may only have lost sight of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.driver_state import Turn
-from spark_elastic.protocol.registry import WorkerRecord
+from spark_elastic.protocol.registry import SlotEnd, Unsure, WorkerRecord
 from spark_elastic.protocol.types import Checkpoint, SlotId, WorkerId
 
 MARGIN = 5.0  # seconds beyond driver_timeout: of clocks, and of a last step
@@ -29,35 +32,73 @@ def _further(new: Checkpoint, old: Checkpoint) -> bool:
     return (new.fence, new.position) > (old.fence, old.position)
 
 
-def given_up(turn: Turn, worker: WorkerRecord) -> None:
-    """A member that may be alive."""
-    if worker.rank is not None:
-        until = turn.now + turn.state.limits.driver_timeout + MARGIN
-        turn.state.unsure = turn.state.unsure.put(worker.worker, until)
-        turn.state.unsure_in |= {_job(worker.slot)}
+def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
+    """A member that may be alive, while it is still on the records."""
+    if worker.rank is None:
+        return
+    state = turn.state
+    slot, cut = state.slots.get(worker.slot), state.cut.get(worker.worker)
+    heard = max(worker.heard, slot.heard if slot is not None else worker.heard)
+    until = heard + state.limits.driver_timeout + MARGIN
+    hung_up = cut is not None and _soon(turn, cut, heard)
+    _note(turn, worker.worker, Unsure(until, heard, hung_up, disowned))
+    state.unsure_in |= {_job(worker.slot)}
+
+
+def connection_ended(turn: Turn, name: WorkerId) -> None:
+    """Of one that was given up."""
+    unsure = turn.state.unsure.get(name)
+    if unsure is not None and _soon(turn, turn.now, unsure.heard):
+        _note(turn, name, replace(unsure, hung_up=True))
+
+
+def connection_is_back(turn: Turn, name: WorkerId) -> None:
+    unsure = turn.state.unsure.get(name)
+    if unsure is not None:
+        turn.state.unsure = turn.state.unsure.put(name, replace(unsure, hung_up=False))
 
 
 def seen_dead(turn: Turn, worker: WorkerId) -> None:
     turn.state.unsure = turn.state.unsure.drop(worker)
 
 
-def slot_seen_dead(turn: Turn, slot: SlotId) -> None:
-    """And so is whatever ran in it."""
-    if _job(slot) not in turn.state.unsure_in:
-        return
-    for worker in tuple(turn.state.unsure):
-        if worker.rpartition(".")[0] == slot:
-            seen_dead(turn, worker)
+def slot_is_gone(turn: Turn, slot: SlotId, how: SlotEnd) -> None:
+    """And so is whatever ran in it, as far as that is known."""
+    if _job(slot) in turn.state.unsure_in:
+        for worker, unsure in tuple(turn.state.unsure.items()):
+            if worker.rpartition(".")[0] == slot:
+                _testify(turn, worker, unsure, how)
 
 
-def job_seen_dead(turn: Turn, job: int) -> None:
+def job_is_gone(turn: Turn, job: int, host_lost: bool) -> None:
     """And so are all its attempts, those that were told to end before among them."""
     if str(job) not in turn.state.unsure_in:
         return
     turn.state.unsure_in -= {str(job)}
-    for worker in tuple(turn.state.unsure):
+    for worker, unsure in tuple(turn.state.unsure.items()):
         if _job(worker) == str(job):
-            seen_dead(turn, worker)
+            gone = SlotEnd.DISOWNED if host_lost or unsure.disowned else SlotEnd.SEEN
+            _testify(turn, worker, unsure, gone)
+
+
+def _testify(turn: Turn, worker: WorkerId, unsure: Unsure, how: SlotEnd) -> None:
+    if how is SlotEnd.SEEN:
+        seen_dead(turn, worker)
+    elif how is SlotEnd.DISOWNED:
+        _note(turn, worker, replace(unsure, disowned=True))
+
+
+def _note(turn: Turn, name: WorkerId, unsure: Unsure) -> None:
+    """Spark's word alone is no proof, nor is a broken connection; both are."""
+    if unsure.hung_up and unsure.disowned:
+        seen_dead(turn, name)
+    else:
+        turn.state.unsure = turn.state.unsure.put(name, unsure)
+
+
+def _soon(turn: Turn, ended: float, heard: float) -> bool:
+    """Before the silence of a host that is cut off would have ended the connection."""
+    return ended - heard <= turn.state.limits.lease
 
 
 def _job(name: SlotId | WorkerId) -> str:
@@ -65,4 +106,4 @@ def _job(name: SlotId | WorkerId) -> str:
 
 
 def old_members_may_live(turn: Turn) -> bool:
-    return any(until > turn.now for until in turn.state.unsure.values())
+    return any(unsure.until > turn.now for unsure in turn.state.unsure.values())

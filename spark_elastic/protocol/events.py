@@ -54,11 +54,13 @@ class SlotBeat(Event):
 
 @dataclass(frozen=True)
 class SlotJobEnded(Event):
-    """The Spark job of a slot is over. `cancelled`: by the user or Spark, hence never launched again."""
+    """The Spark job of a slot is over. `cancelled`: by the user or Spark, hence never launched again. host_lost: its
+    task did not end by itself, Spark says that the executor is lost."""
 
     job: int
     reason: str
     cancelled: bool = False
+    host_lost: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from spark_elastic.protocol.commands import Abort, StopWorker
 from spark_elastic.protocol.driver_state import Stage, Turn
-from spark_elastic.protocol.durable import given_up, slot_seen_dead
-from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
+from spark_elastic.protocol.durable import given_up, slot_is_gone
+from spark_elastic.protocol.registry import Gone, SlotEnd, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
 STOPPED = frozenset("TZX")  # states of a process that does not run: stopped, zombie, dead
@@ -37,10 +37,11 @@ def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liab
     title = turn.title(worker)
     if worker.worker in state.stalled:
         reason = f"{reason}; {state.stalled[worker.worker]}"
+    if kill:
+        given_up(turn, worker)
     retire(turn, worker, Gone(reason, WorkerStatus.FAILURE, liable, took_part(worker)))
     state.recall |= worker.rank is not None and not worker.draining
     if kill:
-        given_up(turn, worker)
         turn.say(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))
     if worker.rank is not None and worker.worker not in state.results:
         break_world(turn, f"{title} is lost: {reason}")
@@ -67,15 +68,16 @@ def retire(turn: Turn, worker: WorkerRecord, gone: Gone) -> None:
         state.unformed -= not worker.formed
 
 
-def lose_slot(turn: Turn, slot: SlotRecord, reason: str, dead: bool = True) -> None:
-    """A slot task is gone, and its worker with it. dead: it is known to be, not only told to end."""
+def lose_slot(turn: Turn, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
+    """A slot task is gone, and its worker with it."""
     state = turn.state
     worker = state.workers.get(slot.worker) if slot.worker is not None else None
     if worker is not None:
+        if how is SlotEnd.DISOWNED:
+            given_up(turn, worker, disowned=True)
         lose(turn, worker, reason)
     turn.drop_slot(slot)
-    if dead:
-        slot_seen_dead(turn, slot.slot)
+    slot_is_gone(turn, slot.slot, how)
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
     state.blacklist = state.blacklist.forget(slot.slot)
     state.kills = state.kills.drop(slot.slot)

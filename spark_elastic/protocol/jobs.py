@@ -8,7 +8,7 @@ from spark_elastic.protocol.commands import LaunchSlot, ReleaseSlot
 from spark_elastic.protocol.driver_state import Turn
 from spark_elastic.protocol.evidence import lose_slot
 from spark_elastic.protocol.membership import capacity
-from spark_elastic.protocol.registry import JobRecord, SlotRecord
+from spark_elastic.protocol.registry import JobRecord, SlotEnd, SlotRecord
 from spark_elastic.protocol.types import HostId, SlotId
 
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
@@ -43,7 +43,7 @@ def give_back(turn: Turn, slot: SlotRecord, reason: str, withhold: bool = False)
     job = state.jobs.get(slot.job)
     if job is not None and withhold:
         state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
-    lose_slot(turn, slot, reason, dead=False)
+    lose_slot(turn, slot, reason, SlotEnd.TOLD)
     turn.say(ReleaseSlot(reason, slot.slot))
 
 

@@ -71,6 +71,26 @@ class WorkerRecord:
     extra: bool = False
 
 
+class SlotEnd(Enum):
+    """How a slot task is known to be gone."""
+
+    SEEN = "it ended"  # and whatever ran in it
+    TOLD = "it was told to end"
+    DISOWNED = "its executor is lost"  # as Spark says, which may have lost sight of it only
+
+
+@dataclass(frozen=True)
+class Unsure:
+    """A member that was given up and may be alive (R18). until: when it has ended itself, for want of the driver.
+    heard: when it or its slot last spoke. hung_up: its connection ended while it still spoke, as that of a process does
+    that dies, not that of a host that is cut off. disowned: Spark says that its executor is lost."""
+
+    until: float
+    heard: float
+    hung_up: bool = False
+    disowned: bool = False
+
+
 @dataclass(frozen=True)
 class Gone:
     """A worker that ended or was given up. liable: should its slot report a failed exit later, that is a failure of

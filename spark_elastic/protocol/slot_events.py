@@ -7,12 +7,12 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import Turn
-from spark_elastic.protocol.durable import job_seen_dead
+from spark_elastic.protocol.durable import job_is_gone
 from spark_elastic.protocol.evidence import STOPPED, lose_slot
 from spark_elastic.protocol.forming import end
 from spark_elastic.protocol.jobs import follow, refuse
 from spark_elastic.protocol.listing import refusal
-from spark_elastic.protocol.registry import SlotRecord
+from spark_elastic.protocol.registry import SlotEnd, SlotRecord
 from spark_elastic.protocol.worker_events import adopt
 
 
@@ -63,9 +63,10 @@ def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
     job = state.jobs.get(event.job)
     if job is None:
         return
+    how = SlotEnd.DISOWNED if event.host_lost else SlotEnd.SEEN
     for slot in turn.slots_of(event.job):
-        lose_slot(turn, slot, f"slot job {event.job} ended: {event.reason}")
-    job_seen_dead(turn, event.job)
+        lose_slot(turn, slot, f"slot job {event.job} ended: {event.reason}", how)
+    job_is_gone(turn, event.job, event.host_lost)
     state.jobs = state.jobs.drop(event.job)
     if event.cancelled:
         end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
@@ -78,7 +79,7 @@ def host_lost(turn: Turn, event: on.HostLost) -> None:
     state.draining_hosts = state.draining_hosts.drop(event.host)
     state.blacklist = state.blacklist.forget_host(event.host)
     for slot in turn.slots_on(event.host):
-        lose_slot(turn, slot, f"host {event.host} is lost: {event.reason}")
+        lose_slot(turn, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.DISOWNED)
         job = state.jobs.get(slot.job)
         if job is not None:
             state.jobs = state.jobs.put(slot.job, replace(job, host_lost=True))

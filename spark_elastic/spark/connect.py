@@ -29,7 +29,7 @@ from spark_elastic.spark.admission import admit, facts
 from spark_elastic.spark.carrying import carried
 from spark_elastic.spark.driver_address import LOOPBACK
 from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS
-from spark_elastic.spark.launcher import classify, join_all
+from spark_elastic.spark.launcher import JobEnd, classify, join_all
 from spark_elastic.spark.own_address import address_towards, own_address
 from spark_elastic.spark.preflight import genuine, judge_all
 from spark_elastic.spark.probe import Probing, prepared, task_of
@@ -183,9 +183,9 @@ class ConnectLauncher:
         def carry(job: int, delay: float) -> None:
             if self._closing.wait(delay):
                 return
-            reason, cancelled = self._run(task, job)
+            end = self._run(task, job)
             if not self._closing.is_set():
-                post(SlotJobEnded(self._clock.now(), job, reason, cancelled))
+                post(SlotJobEnded(self._clock.now(), job, *end))
 
         self._carry = carry
 
@@ -223,21 +223,21 @@ class ConnectLauncher:
                 yield pa.RecordBatch.from_pydict({"ended": [said] * batch.num_rows})
 
         self._carriers.append(threading.current_thread())
-        return self._collect(body)[0]
+        return self._collect(body).reason
 
-    def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
+    def _run(self, task: SlotTask, job: int) -> JobEnd:
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 yield pa.RecordBatch.from_pydict({"ended": list(task([job] * batch.num_rows))})
 
         return self._collect(body, **self._slots)
 
-    def _collect(self, body: Body, **arguments: Any) -> tuple[str, bool]:
-        """One task's own last word, or Spark's about it; and whether it was cancelled."""
+    def _collect(self, body: Body, **arguments: Any) -> JobEnd:
+        """One task's own last word, or Spark's about it."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
             rows = _frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()
-            return str(rows[0]["ended"]) if rows else "the task returned nothing", False
+            return JobEnd(str(rows[0]["ended"]) if rows else "the task returned nothing")
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             return classify(str(error))
 

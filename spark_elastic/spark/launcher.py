@@ -12,7 +12,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import InheritableThread, SparkContext
@@ -34,8 +34,17 @@ CANCELLED = (
     "JOB_GROUP_CANCELLED",
     "OPERATION_CANCELED",  # Spark Connect's word
 )
+EXECUTOR_LOST = "ExecutorLostFailure"
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
 CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
+
+
+class JobEnd(NamedTuple):
+    """How a slot job ended, as `SlotJobEnded` has it."""
+
+    reason: str
+    cancelled: bool = False
+    host_lost: bool = False
 
 
 class SparkLauncher:
@@ -110,11 +119,11 @@ class SparkLauncher:
     def _carry(self, task: SlotTask, job: int, delay: float, post: Post) -> None:
         if self._closing.wait(delay):
             return
-        reason, cancelled = self._run(task, job)
+        end = self._run(task, job)
         if not self._closing.is_set():
-            post(SlotJobEnded(self._clock.now(), job, reason, cancelled))
+            post(SlotJobEnded(self._clock.now(), job, *end))
 
-    def _run(self, task: SlotTask, job: int) -> tuple[str, bool]:
+    def _run(self, task: SlotTask, job: int) -> JobEnd:
         try:
             self._sc.addJobTag(self._tag)
             describe(self._sc, f"{self._name} slot {job}")
@@ -122,20 +131,20 @@ class SparkLauncher:
             if self._profile is not None:
                 rdd = rdd.withResources(self._profile)
             results: list[Any] = rdd.mapPartitions(task).collect()
-            return str(results[0]) if results else "the slot task returned nothing", False
+            return JobEnd(str(results[0]) if results else "the slot task returned nothing")
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):
-                return "the SparkContext was stopped", True
+                return JobEnd("the SparkContext was stopped", cancelled=True)
             return classify(str(error))
 
 
-def classify(text: str) -> tuple[str, bool]:
-    """Why a Spark job failed, in one line, and whether it was cancelled rather than lost; text: of the error."""
+def classify(text: str) -> JobEnd:
+    """Why a Spark job failed, in one line; text: of the error."""
     if any(word in text for word in STOPPED):
-        return "the SparkContext was stopped", True
+        return JobEnd("the SparkContext was stopped", cancelled=True)
     if any(word in text for word in CANCELLED):
-        return f"the slot job was cancelled: {_first_line(text)}", True
-    return _first_line(text), False
+        return JobEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
+    return JobEnd(_first_line(text), host_lost=EXECUTOR_LOST in text)
 
 
 def join_all(threads: Sequence[threading.Thread], clock: Clock, deadline: float) -> None:

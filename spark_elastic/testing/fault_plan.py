@@ -15,6 +15,7 @@ class Kind(Enum):
     KILL_HOST = "kill the host"
     STOP_WORKER = "SIGSTOP the training process"
     CUT_HOST = "cut the host off driver and peers"
+    LOSE_SIGHT = "no packet of the host arrives, and Spark calls its executor lost"
     SLOW_HOST = "slow the host down"
     ADD_HOST = "a host joins"
     DRAIN_HOST = "drain the host"
@@ -191,6 +192,7 @@ DURABLE_KINDS = (
     (Kind.KILL_WORKER, Share.ALL),
     (Kind.KILL_SLOT, Share.ALL),
     (Kind.STOP_WORKER, Share.ALL),
+    (Kind.LOSE_SIGHT, Share.ALL),
 )
 KINDS = (
     (Kind.KILL_WORKER, 6),

@@ -119,6 +119,8 @@ class Strikes:
                 self._kill_host(host, fault)
             case Kind.CUT_HOST:
                 self._cut(host, fault.duration)
+            case Kind.LOSE_SIGHT:
+                self._lose_sight(host, fault.duration)
             case Kind.SLOW_HOST:
                 host.slowness = 5.0
                 self.sim.at(fault.duration, lambda: setattr(host, "slowness", 1.0))
@@ -171,6 +173,21 @@ class Strikes:
         if seconds > DRIVER_TIMEOUT:
             self.sim.at(DRIVER_TIMEOUT, lambda: self._silent_driver(host))
         self.sim.at(seconds, lambda: self._heal(host))
+
+    def _lose_sight(self, host: SimHost, seconds: float) -> None:
+        """As `_cut`, but without a broken connection; and Spark gives the executor up, whose processes go on."""
+        self.sim.silent = True
+        self._cut(host, seconds)
+        self.sim.silent = False
+        host.capacity = 0  # takes no new slots
+        self.sim.at(self.sim.rng.uniform(0.5, 3.0), lambda: self._disown(host))
+        self._replace_host()
+
+    def _disown(self, host: SimHost) -> None:
+        heard_of = {(slot.desk, slot.job) for slot in host.slots if slot.alive}
+        self.sim.desk.post(on.HostLost(0, host.name, "its heartbeats timed out"))
+        for desk, job in heard_of:
+            desk.post(on.SlotJobEnded(0, job, "its executor is lost", host_lost=True))
 
     def _silent_driver(self, host: SimHost) -> None:
         for slot in host.slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.worker_machine import Answer, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment, Share
+from spark_elastic.testing.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment, Share
 from spark_elastic.testing.simulation import simulate
 from tests.simulation.scenes import scene
 
@@ -25,8 +26,8 @@ DAMAGED = Fault(Kind.DAMAGE, Moment.PUBLISHED, nth=3)
 TAKEN_OVER = Fault(Kind.TAKE_OVER, Moment.PUBLISHED, nth=2)
 
 
-def durable(*faults: Fault, every: int = 2) -> FaultPlan:
-    return replace(scene(*faults), checkpoint_every=every)
+def durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
+    return replace(scene(*faults, **of_scene), checkpoint_every=every)
 
 
 def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
@@ -66,6 +67,15 @@ def _forgets_the_unsure(state: DriverState, event: on.DriverEvent) -> tuple[Driv
     return driver_machine.step(replace(state, unsure=Table()), event)
 
 
+def _believes_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    """R18 broken: an executor that Spark calls lost is dead."""
+    after, commands = driver_machine.step(state, event)
+    disowned = [name for name, unsure in after.unsure.items() if unsure.disowned]
+    for name in disowned:
+        after = replace(after, unsure=after.unsure.drop(name))
+    return after, commands
+
+
 def _oldest_first(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     return _with_resume(state, event, -1)
 
@@ -93,6 +103,17 @@ def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
     for plan in plans:
         simulate(plan)
     assert any(_caught(plan, driver_step=_forgets_the_unsure, match="train on (R18)") for plan in plans)
+
+
+def test_r18_a_driver_that_takes_sparks_word_for_proof_is_caught() -> None:
+    """All hosts are cut off the driver, and Spark calls their executors lost while they train on."""
+    lost = Fault(Kind.LOSE_SIGHT, Moment.PUBLISHED, nth=3, share=Share.ALL, duration=12.0)
+    plans = [durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
+    for plan in plans:
+        report = simulate(plan)
+        assert report.end.outcome is do.Outcome.SUCCESS
+        assert report.worlds[-1].resume
+    assert any(_caught(plan, driver_step=_believes_spark, match="train on (R18)") for plan in plans)
 
 
 @pytest.mark.parametrize(

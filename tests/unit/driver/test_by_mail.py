@@ -22,7 +22,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), events.append)
     launcher.launch(3, 0.5)
     for letter in (
-        {"ended": 3, "reason": "lost", "cancelled": False},
+        {"ended": 3, "reason": "lost", "cancelled": False, "host_lost": True},
         {"wanted": "others"},
         {"cancel": "stop"},
     ):
@@ -33,7 +33,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     client.turn()
     assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3, "delay": 0.5}]
     assert events == [
-        SlotJobEnded(clock.now(), 3, "lost", False),
+        SlotJobEnded(clock.now(), 3, "lost", False, True),
         SlotsWanted(clock.now(), "others"),
         CancelRequested(clock.now(), "stop"),
     ]

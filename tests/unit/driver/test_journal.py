@@ -53,7 +53,7 @@ def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
     assert head["initial"]["limits"]["lease"] == 1.5
     assert [command["job"] for command in head["commands"]] == [1, 2, 3]
     assert first["event"] == {
-        "type": "SlotJobEnded", "now": 5.0, "job": 3, "reason": "lost", "cancelled": False
+        "type": "SlotJobEnded", "now": 5.0, "job": 3, "reason": "lost", "cancelled": False, "host_lost": False
     }  # fmt: skip
     assert (first["at"], second["at"]) == (0.0, 2.5)
     assert second["commands"][0]["outcome"] == "cancelled"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+
+import pytest
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
@@ -82,3 +85,74 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
     assert len(bench.all(Publish)) == 1, "a world while one of the old may be training"
     bench.on(on.SlotJobEnded(0, 4, "its executor was lost"))
     assert bench.all(Publish)[-1].world.resume == (checkpoint(3),)
+
+
+def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None = None) -> Bench:
+    """All four trained on at second 10; Spark lost their executors, while or before their connections ended."""
+    bench = running()
+    bench.wait(10.0, beating=[1, 2, 3, 4])
+    if hung_up is not None:
+        hung_up(bench)
+    for job in (1, 2, 3, 4):
+        bench.on(on.HostLost(0, f"h{job}", "its executor is lost"))
+        bench.on(on.SlotJobEnded(0, job, "its executor is lost", host_lost=True))
+    if after is not None:
+        after(bench)
+    return bench
+
+
+def goes_on_after(bench: Bench, *jobs: int) -> float:
+    """Seconds until there is a world of new workers."""
+    before, begun = len(bench.all(Publish)), bench.now
+    bench.warm(*jobs)
+    while len(bench.all(Publish)) == before and bench.now < begun + 100.0:
+        bench.wait(0.5, beating=jobs)
+    return bench.now - begun
+
+
+def all_hang_up(bench: Bench) -> None:
+    for job in (1, 2, 3, 4):
+        bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(all_hang_up, None), (None, all_hang_up)])
+def test_r18_an_executor_lost_with_its_connections_is_dead(
+    before: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None
+) -> None:
+    assert goes_on_after(disowned(before, after), 5, 6, 7, 8) < 2.0
+
+
+def test_r18_an_executor_that_spark_calls_lost_may_train_on_until_the_drivers_silence_ends_it() -> None:
+    waited = goes_on_after(disowned(None), 5, 6, 7, 8)
+    assert FOUR.driver_timeout < waited < FOUR.driver_timeout + 10
+
+
+def test_r18_a_connection_that_silence_ended_is_no_proof() -> None:
+    """The kernel gives up the connections of a host that is cut off, too, only later."""
+
+    def given_up_by_the_kernel(bench: Bench) -> None:
+        bench.wait(25.0)
+        all_hang_up(bench)
+
+    assert goes_on_after(disowned(None, given_up_by_the_kernel), 5, 6, 7, 8) > FOUR.driver_timeout - 30
+
+
+def test_r18_who_dials_again_is_alive() -> None:
+    def blinks(bench: Bench) -> None:
+        bench.on(on.ConnectionLost(0, "1-0", name(1)))
+        bench.on(on.ConnectionBack(0, "1-0", name(1)))
+        for job in (2, 3, 4):
+            bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+
+    assert goes_on_after(disowned(blinks), 5, 6, 7, 8) > FOUR.driver_timeout - 10
+
+
+def test_r18_spark_lost_it_long_after_it_was_last_heard_and_nobody_waits_again() -> None:
+    """The driver was cut off from all: they have ended themselves while Spark's own patience lasted."""
+
+    def silence(bench: Bench) -> None:
+        bench.wait(FOUR.driver_timeout + 6.0)
+
+    bench = disowned(silence)
+    assert not bench.state.workers
+    assert goes_on_after(bench, 5, 6, 7, 8) < 2.0

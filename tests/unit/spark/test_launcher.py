@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.launcher import classify
+from spark_elastic.spark.launcher import JobEnd, classify
 
 LOST = (
     "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
@@ -25,15 +25,21 @@ LOST = (
     ],
 )
 def test_a_cancelled_job_is_told_from_a_lost_one(text: str) -> None:
-    reason, cancelled = classify(text)
-    assert cancelled
-    assert text.splitlines()[0] in reason
+    end = classify(text)
+    assert (end.cancelled, end.host_lost) == (True, False)
+    assert text.splitlines()[0] in end.reason
 
 
 def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
-    reason, cancelled = classify(LOST)
-    assert not cancelled
-    assert "\n" not in reason
+    end = classify(LOST)
+    assert (end.cancelled, end.host_lost) == (False, True)
+    assert "\n" not in end.reason
+
+
+def test_a_task_that_raised_lost_no_executor() -> None:
+    assert classify("org.apache.spark.SparkException: Job aborted: ValueError: no") == JobEnd(
+        "org.apache.spark.SparkException: Job aborted: ValueError: no"
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,4 +50,4 @@ def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
     ],
 )
 def test_a_stopped_context_cancels(text: str) -> None:
-    assert classify(text) == ("the SparkContext was stopped", True)
+    assert classify(text) == JobEnd("the SparkContext was stopped", cancelled=True)
