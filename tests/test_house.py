@@ -115,6 +115,12 @@ def test_modules_say_what_they_own() -> None:
     assert not long, f"a module's docstring has at most 12 lines: {long}"
 
 
+def test_every_folder_of_modules_is_a_package() -> None:
+    """A namespace of Python's could be spread over several places, and has nowhere to say what it owns."""
+    wrong = sorted({str(m.path.parent) for m in modules() if not (m.path.parent / "__init__.py").exists()})
+    assert not wrong, f"without an __init__.py: {wrong}"
+
+
 def test_no_error_is_swallowed_by_a_bare_except() -> None:
     wrong = [
         f"{module.path}:{node.lineno}"
