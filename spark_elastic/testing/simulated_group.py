@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.invariants import Violation
 from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.testing.fault_plan import Moment
+from spark_elastic.testing.invariants import Violation
 
 if TYPE_CHECKING:
     from spark_elastic.testing.simulated_hosts import SimWorker

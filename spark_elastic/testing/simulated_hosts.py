@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.invariants import Violation
 from spark_elastic.protocol.pace import beat_every
 from spark_elastic.protocol.types import Fence, Position, World
 from spark_elastic.protocol.worker_machine import Stage
 from spark_elastic.testing.fault_plan import Moment
+from spark_elastic.testing.invariants import Violation
 from spark_elastic.testing.simulated_keeper import SimKeeper
 
 if TYPE_CHECKING:

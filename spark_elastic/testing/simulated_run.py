@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.durability import Durability
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World
 from spark_elastic.state.checkpoint import Checkpoints, name_of
 from spark_elastic.state.held_run import HeldRun
+from spark_elastic.testing.durability import Durability
 from spark_elastic.testing.fault_plan import DRIVER_TIMEOUT
 
 if TYPE_CHECKING:

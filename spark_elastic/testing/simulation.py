@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.invariants import History, Story, Violation
 from spark_elastic.protocol.types import Fence, Phase, Position, World
 from spark_elastic.testing.desk import Desk, Step
 from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment
+from spark_elastic.testing.invariants import History, Story, Violation
 from spark_elastic.testing.simulated_group import SimGroup
 from spark_elastic.testing.simulated_hosts import EMPTY_CHAIN, SimHost, SimSlot, SimWorker
 from spark_elastic.testing.simulated_run import SimRun

@@ -11,12 +11,12 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver_state import DriverState
-from spark_elastic.protocol.invariants import Violation
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.worker_machine import Answer, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment, Share
+from spark_elastic.testing.invariants import Violation
 from spark_elastic.testing.simulation import simulate
 from tests.simulation.scenes import scene
 

@@ -1,6 +1,6 @@
 """What must always hold of the driver machine, checked after every step, and of the steps that workers applied.
 
-Used by the simulation and by tests; pure. Each violation's message ends with the story: the last events and commands.
+Judges simulations and tests; pure. Each violation's message ends with the story: the last events and commands.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spark_elastic.protocol.invariants import Story, Violation
 from spark_elastic.protocol.types import Checkpoint, WorkerId, World
+from spark_elastic.testing.invariants import Story, Violation
 
 
 class Durability:
