@@ -13,6 +13,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import allreduce_arrays, broadcast_arrays, gathered, scattered
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, chosen
+from spark_elastic.ops.request import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, named
 from spark_elastic.state.variables import array_of
 
 
@@ -26,28 +27,26 @@ def allreduce(
 ) -> npt.NDArray[Any]:
     """The average (default), or what `op` says, of all ranks' values: numbers, arrays or tensors, of equal shapes."""
     mine = _copy(value)
-    allreduce_arrays(
-        [mine], _named("allreduce", name), chosen(average, op), (prescale_factor, postscale_factor)
-    )
+    allreduce_arrays([mine], named(ALLREDUCE, name), chosen(average, op), (prescale_factor, postscale_factor))
     return mine
 
 
 def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
     """All ranks' values, one after the other along dimension 0, in which they may differ."""
     mine = _copy(value)
-    return gathered(mine[None] if mine.ndim == 0 else mine, _named("allgather", name))
+    return gathered(mine[None] if mine.ndim == 0 else mine, named(ALLGATHER, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
     """The value of rank `root_rank`, on all ranks."""
     mine = _copy(value)
-    broadcast_arrays([mine], root_rank, _named("broadcast", name))
+    broadcast_arrays([mine], root_rank, named(BROADCAST, name))
     return mine
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
     """This rank's part of what `allreduce` gives, cut along dimension 0."""
-    return scattered(_copy(value), _named("reducescatter", name), op)
+    return scattered(_copy(value), named(REDUCESCATTER, name), op)
 
 
 def broadcast_variables(
@@ -75,7 +74,3 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 def _copy(value: Any) -> npt.NDArray[Any]:
     return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
-
-
-def _named(kind: str, name: str | None) -> str | None:
-    return None if name is None else f"{kind}.{name}"

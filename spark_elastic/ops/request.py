@@ -45,6 +45,11 @@ class Request:
         )
 
 
+def named(label: str, name: str | None) -> str | None:
+    """The name of an operation for which a user has this one; labels keep names of different kinds apart."""
+    return None if name is None else f"{label}.{name}"
+
+
 def disagreement(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
     """(ranks that differ from the first, one sentence), or None where all ask for the same."""
     first, *others = sorted(requests)

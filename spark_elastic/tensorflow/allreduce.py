@@ -9,7 +9,6 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -19,24 +18,14 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.compression import Compressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, ReduceOp, chosen
+from spark_elastic.ops.reduce_op import ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
 from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
 from spark_elastic.tensorflow.calls import call, unconverted
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.sparse import reduced_slices
-
-
-@dataclass(frozen=True)
-class How:
-    """The arguments that say how to reduce."""
-
-    op: ReduceOp
-    scale: tuple[float, float] = (1.0, 1.0)
-    compression: type[Compressor] = Compression.none
-    process_set: ProcessSet = global_process_set
 
 
 @unconverted
@@ -58,9 +47,9 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     IndexedSlices are summed or averaged by gathering them, and stay such. device_dense, device_sparse,
     ignore_name_scope: of no use here.
     """
-    how = _how(average, op, (prescale_factor, postscale_factor), compression, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
     if isinstance(tensor, tf.IndexedSlices):
-        return reduced_slices(tensor, name, how.op, how.scale, process_set)
+        return reduced_slices(tensor, name, how)
     return reduced([tensor], name, how)[0]
 
 
@@ -79,7 +68,7 @@ def grouped_allreduce(  # noqa: PLR0913
     ignore_name_scope: bool = False,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation. Differentiable."""
-    how = _how(average, op, (prescale_factor, postscale_factor), compression, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
@@ -104,7 +93,7 @@ def reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tenso
 
 
 def _reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
-    wire, squeezed = on_the_wire(tensors, how.op, how.compression)
+    wire, squeezed = on_the_wire(tensors, how)
     dtypes = [tensor.dtype for tensor, _ in squeezed]
     names = tuple(name_of(dtype) for dtype in dtypes)
 
@@ -112,7 +101,7 @@ def _reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tens
         results, _ = copies(arrays)
         request = Request(
             kinds.ALLREDUCE,
-            None if name is None else f"allreduce.{name}",
+            kinds.named(kinds.ALLREDUCE, name),
             names,
             tuple(array.shape for array in results),
             how.op.value,
@@ -127,22 +116,9 @@ def _reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tens
     return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
 
 
-def on_the_wire(
-    tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compressor]
-) -> tuple[str | None, list[tuple[Tensor, Any]]]:
+def on_the_wire(tensors: Sequence[Tensor], how: How) -> tuple[str | None, list[tuple[Tensor, Any]]]:
     """(the engine's wire format, what is exchanged and what undoes its compression)"""
-    if compression.wire is not None and op is not Adasum and all(t.dtype == tf.float32 for t in tensors):
-        return compression.wire, [(tensor, None) for tensor in tensors]
-    return None, [compression.compress(tensor) for tensor in tensors]
-
-
-def _how(
-    average: bool | None,
-    op: ReduceOp | None,
-    scale: tuple[float, float],
-    compression: Any,
-    process_set: ProcessSet,
-) -> How:
-    return How(
-        chosen(average, op), (float(scale[0]), float(scale[1])), checked_compression(compression), process_set
-    )
+    wire = how.wire(all(tensor.dtype == tf.float32 for tensor in tensors))
+    if wire is not None:
+        return wire, [(tensor, None) for tensor in tensors]
+    return None, [how.compression.compress(tensor) for tensor in tensors]

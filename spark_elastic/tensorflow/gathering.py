@@ -17,9 +17,10 @@ from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
 from spark_elastic.ops.reduce_op import Average
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
 from spark_elastic.state.variables import plain
-from spark_elastic.tensorflow.allreduce import How, reduced
+from spark_elastic.tensorflow.allreduce import reduced
 from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
 from spark_elastic.tensorflow.calls import call, unconverted
 from spark_elastic.tensorflow.topology_ops import rank_in
@@ -69,7 +70,7 @@ def _gathered(tensors: Sequence[Tensor], name: str | None, process_set: ProcessS
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
             kinds.ALLGATHER,
-            None if name is None else f"allgather.{name}",
+            kinds.named(kinds.ALLGATHER, name),
             names,
             tuple((-1, *array.shape[1:]) for array in arrays),
         )
@@ -112,7 +113,7 @@ def broadcast_all(
         results, _ = copies(arrays)
         request = Request(
             kinds.BROADCAST,
-            None if name is None else f"broadcast.{name}",
+            kinds.named(kinds.BROADCAST, name),
             names,
             tuple(array.shape for array in results),
             root=root_in(process_set, root_rank),

@@ -23,6 +23,7 @@ from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.compression import Compressor
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, trains_alone
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
@@ -61,8 +62,8 @@ class Terms:
             raise InvalidInput(f"groups must be lists of variables, or a number; got {self.groups}.")
 
     @property
-    def scale(self) -> tuple[float, float]:
-        return 1.0 / self.predivide, self.predivide
+    def how(self) -> How:
+        return How(self.op, (1.0 / self.predivide, self.predivide), self.compression, self.process_set)
 
 
 def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms) -> list[Tensor]:
@@ -79,9 +80,7 @@ def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms)
     for i in shared:
         if isinstance(results[i], tf.IndexedSlices):
             # Its rows differ in number, so its shape is no name for it.
-            results[i] = reduced_slices(
-                results[i], f"gradient.{i}", terms.op, terms.scale, terms.process_set, alone=True
-            )
+            results[i] = reduced_slices(results[i], f"gradient.{i}", terms.how, alone=True)
     whole = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
     for group in _groups(whole, results, sources, terms):
         for i, result in zip(group, _exchanged([results[i] for i in group], terms), strict=True):
@@ -112,7 +111,7 @@ def _groups(
 
 
 def _exchanged(gradients: list[Tensor], terms: Terms) -> list[Tensor]:
-    wire, squeezed = on_the_wire(gradients, terms.op, terms.compression)
+    wire, squeezed = on_the_wire(gradients, terms.how)
     given = [tensor for tensor, _ in squeezed]
     dtype = name_of(given[0].dtype)
     body = _body(dtype, f"allreduce.gradients.{_label(given)}", wire, terms)
@@ -133,7 +132,7 @@ def _body(dtype: str, name: str, wire: str | None, terms: Terms) -> Callable[[li
             operands = [memory.view(kind)]
         shapes = tuple(array.shape for array in operands)
         dtypes = (dtype,) * len(operands)
-        request = Request(kinds.ALLREDUCE, name, dtypes, shapes, terms.op.value, terms.scale, wire)
+        request = Request(kinds.ALLREDUCE, name, dtypes, shapes, terms.op.value, terms.how.scale, wire)
         channel_of(terms.process_set).submit(request, operands, awaited=True).wait()
         return results
 

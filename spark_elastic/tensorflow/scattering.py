@@ -17,11 +17,10 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.compression import checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp
+from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
-from spark_elastic.tensorflow.allreduce import How
 from spark_elastic.tensorflow.arrays import Tensor, name_of
 from spark_elastic.tensorflow.calls import call, unconverted
 from spark_elastic.tensorflow.compression import Compression
@@ -68,7 +67,7 @@ def _exchanged(
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
         request = Request(
-            kinds.ALLTOALL, None if name is None else f"alltoall.{name}", (dtype,), ((-1, *rows.shape[1:]),)
+            kinds.ALLTOALL, kinds.named(kinds.ALLTOALL, name), (dtype,), ((-1, *rows.shape[1:]),)
         )
         operation = channel_of(process_set).submit(
             request, [for_engine(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
@@ -108,10 +107,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
-    if not tensors or op is Adasum or not isinstance(op, ReduceOp):
-        raise InvalidInput(f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {op!r}.")
-    scale = float(prescale_factor), float(postscale_factor)
-    how = How(op, scale, checked_compression(compression), process_set)
+    scale = prescale_factor, postscale_factor
+    how = How.asked_to_scatter(len(tensors), op, scale, process_set, compression)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
@@ -124,14 +121,9 @@ def grouped_reducescatter(
 
 
 def _wholes(upstream: Sequence[Tensor], how: How) -> list[Tensor]:
-    if how.op in (Min, Max, Product):
-        raise InvalidInput(f"reducescatter has no gradient for {how.op}: use Average or Sum.")
+    factor = how.scatter_factor(lambda: tf.cast(size_op(how.process_set), tf.float64))
     wholes = grouped_allgather(upstream, process_set=how.process_set)
-    factor = how.scale[0] * how.scale[1]  # that of the sum of all losses, times the size, as in Horovod
-    if how.op is Average:
-        return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
-    size = tf.cast(size_op(process_set=how.process_set), tf.float64)
-    return [whole * tf.cast(factor * size, whole.dtype) for whole in wholes]
+    return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
 
 def _scattered(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
@@ -142,7 +134,7 @@ def _scattered(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Te
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
             kinds.REDUCESCATTER,
-            None if name is None else f"reducescatter.{name}",
+            kinds.named(kinds.REDUCESCATTER, name),
             names,
             tuple(array.shape for array in arrays),
             how.op.value,

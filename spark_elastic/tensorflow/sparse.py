@@ -12,48 +12,42 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import ProcessSet, trains_alone
-from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
+from spark_elastic.ops.process_sets import trains_alone
+from spark_elastic.ops.reduce_op import Average, Sum
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
 from spark_elastic.tensorflow.arrays import name_of
 from spark_elastic.tensorflow.calls import call
 
 
-def reduced_slices(
-    slices: Any,
-    name: str | None,
-    op: ReduceOp,
-    scale: tuple[float, float],
-    process_set: ProcessSet,
-    alone: bool = False,
-) -> Any:
-    """IndexedSlices with the rows of all ranks, each listed once.
+def reduced_slices(slices: Any, name: str | None, how: How, alone: bool = False) -> Any:
+    """IndexedSlices with the rows of all ranks, each listed once; they travel as they are, whatever the compression.
 
     alone: ranks that are not in the set keep their own.
 
     Raises:
-        InvalidInput: `op` is neither Average nor Sum.
+        InvalidInput: the reduction is neither Average nor Sum.
     """
-    if op not in (Average, Sum):
+    if how.op not in (Average, Sum):
         raise InvalidInput(
-            f"IndexedSlices take Average and Sum, not {op.name}: use tf.convert_to_tensor first."
+            f"IndexedSlices take Average and Sum, not {how.op.name}: use tf.convert_to_tensor first."
         )
     given = [slices.values, slices.indices]
     names = tuple(name_of(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
-        if alone and trains_alone(process_set):
+        if alone and trains_alone(how.process_set):
             return _each_once(arrays[0], arrays[1])
         request = Request(
             kinds.ALLGATHER,
-            None if name is None else f"slices.{name}",
+            kinds.named("slices", name),
             names,
             tuple((-1, *array.shape[1:]) for array in arrays),
         )
         rows = [for_engine(array) for array in arrays]
-        channel = channel_of(process_set)
+        channel = channel_of(how.process_set)
         values, indices = channel.submit(request, rows, awaited=True).wait()
-        factor = scale[0] * scale[1] / (process_set.size() if op is Average else 1)
+        factor = how.scale[0] * how.scale[1] / (how.process_set.size() if how.op is Average else 1)
         return _each_once(values.view(arrays[0].dtype), indices, factor)
 
     shapes = [[None, *tensor.shape[1:]] for tensor in given]

@@ -8,7 +8,6 @@ bool's sum is "or". All raise `CollectiveError` where ranks disagree or the worl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +15,13 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.compression import Compressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, ReduceOp, chosen
+from spark_elastic.ops.reduce_op import ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back
-
-
-@dataclass(frozen=True)
-class How:
-    """The arguments that say how to reduce."""
-
-    op: ReduceOp
-    scale: tuple[float, float]
-    compression: type[Compressor]
-    process_set: ProcessSet
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
@@ -46,7 +35,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """The average (default), or what `op` says, of all ranks' tensors, of equal shapes. Differentiable."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set, compression)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
     return _AllReduce.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -60,7 +49,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce`; not differentiable."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
     return _single(start([tensor], name, how, in_place=False))
 
 
@@ -74,7 +63,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `allreduce`, into `tensor`."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
     return start([tensor], name, how, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
@@ -88,7 +77,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce_`; the tensor is the operation's until its handle is done."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
     return _single(start([tensor], name, how, in_place=True))
 
 
@@ -103,7 +92,7 @@ def grouped_allreduce(  # noqa: PLR0913
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors as one operation. Differentiable."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set, compression)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
     return list(_AllReduce.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -117,7 +106,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `grouped_allreduce`; not differentiable."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, how, in_place=False)
 
 
@@ -131,7 +120,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As `grouped_allreduce`, into `tensors`."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, how, in_place=True, awaited=True)()  # type: ignore[no-any-return]
 
 
@@ -145,7 +134,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `grouped_allreduce_`."""
-    how = _how(average, op, prescale_factor, postscale_factor, process_set)
+    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, how, in_place=True)
 
 
@@ -159,7 +148,7 @@ def start(
     wire, back = _compressed(working, how)
     request = Request(
         kinds.ALLREDUCE,
-        None if name is None else f"allreduce.{name}",
+        kinds.named(kinds.ALLREDUCE, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         how.op.value,
@@ -183,12 +172,9 @@ def _compressed(
     working: list[torch.Tensor], how: How
 ) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
     """(the engine's wire format, what undoes the compression); `working` is what is to be exchanged from here on."""
-    if (
-        how.compression.wire is not None
-        and how.op is not Adasum
-        and all(t.dtype == torch.float32 for t in working)
-    ):
-        return how.compression.wire, lambda results: results
+    wire = how.wire(all(tensor.dtype == torch.float32 for tensor in working))
+    if wire is not None:
+        return wire, lambda results: results
     squeezed = [how.compression.compress(tensor) for tensor in working]
     working[:] = [tensor for tensor, _ in squeezed]
 
@@ -203,19 +189,6 @@ def _compressed(
 
 def _single(handle: Handle) -> Handle:
     return Handle(handle.operation, lambda outputs: handle()[0])
-
-
-def _how(
-    average: bool | None,
-    op: ReduceOp | None,
-    before: float,
-    after: float,
-    process_set: ProcessSet,
-    compression: Any = Compression.none,
-) -> How:
-    return How(
-        chosen(average, op), (float(before), float(after)), checked_compression(compression), process_set
-    )
 
 
 class _AllReduce(torch.autograd.Function):

@@ -8,6 +8,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
+from spark_elastic.ops.request import named
 from spark_elastic.torch.gathering import grouped_allgather_async
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.rounds import rounds_of_process
@@ -47,7 +48,7 @@ def sparse_allreduce_async(
         raise InvalidInput(f"sparse_allreduce_async takes sparse tensors, and Average or Sum; got {op!r}.")
     whole = tensor.coalesce()
     parts = [whole.indices().t().contiguous(), whole.values()]
-    handle = grouped_allgather_async(parts, None if name is None else f"sparse.{name}", process_set)
+    handle = grouped_allgather_async(parts, named("sparse", name), process_set)
 
     def finish(_: object) -> torch.Tensor:
         places, values = handle()

@@ -60,7 +60,7 @@ def _gather(
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
     request = Request(
         kinds.ALLGATHER,
-        None if name is None else f"allgather.{name}",
+        kinds.named(kinds.ALLGATHER, name),
         tuple(name_of(each.dtype) for each in rows),
         tuple((-1, *each.shape[1:]) for each in rows),
     )
@@ -126,7 +126,7 @@ def broadcast_all(
     working = [on_host(tensor) for tensor in tensors]
     request = Request(
         kinds.BROADCAST,
-        None if name is None else f"broadcast.{name}",
+        kinds.named(kinds.BROADCAST, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         root=root,

@@ -14,11 +14,10 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.compression import checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp
+from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
-from spark_elastic.torch.allreduce import How
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
 from spark_elastic.torch.handles import Handle
@@ -63,7 +62,7 @@ def _alltoall(
     sent = None if splits is None else [int(rows) for rows in splits]
     request = Request(
         kinds.ALLTOALL,
-        None if name is None else f"alltoall.{name}",
+        kinds.named(kinds.ALLTOALL, name),
         (name_of(working.dtype),),
         ((-1, *working.shape[1:]),),
     )
@@ -85,7 +84,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """This rank's part of what `allreduce` gives, cut along dimension 0; the first ranks have a row more where it does
     not divide. Differentiable for Average and Sum."""
-    how = How(op, (prescale_factor, postscale_factor), checked_compression(compression), process_set)
+    how = How.asked_to_scatter(1, op, (prescale_factor, postscale_factor), process_set, compression)
     return _ReduceScatter.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -112,7 +111,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
-    how = How(op, (prescale_factor, postscale_factor), checked_compression(compression), process_set)
+    scale = prescale_factor, postscale_factor
+    how = How.asked_to_scatter(len(tensors), op, scale, process_set, compression)
     return list(_ReduceScatter.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -125,25 +125,20 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """As `grouped_reducescatter`; not differentiable."""
-    return _start(
-        tensors, name, How(op, (prescale_factor, postscale_factor), checked_compression(None), process_set)
-    )
+    scale = prescale_factor, postscale_factor
+    return _start(tensors, name, How.asked_to_scatter(len(tensors), op, scale, process_set))
 
 
 def _start(tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Handle:
-    if not tensors or how.op is Adasum or not isinstance(how.op, ReduceOp):
-        raise InvalidInput(
-            f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {how.op!r}."
-        )
     squeezed = [how.compression.compress(on_host(tensor)) for tensor in tensors]
     working = [tensor for tensor, _ in squeezed]
     request = Request(
         kinds.REDUCESCATTER,
-        None if name is None else f"reducescatter.{name}",
+        kinds.named(kinds.REDUCESCATTER, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         how.op.value,
-        (float(how.scale[0]), float(how.scale[1])),
+        how.scale,
     )
     operation = channel_of(how.process_set).submit(request, [array_of(each) for each in working])
 
@@ -182,9 +177,6 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         how: How = ctx.how
-        if how.op in (Min, Max, Product):
-            raise InvalidInput(f"reducescatter has no gradient for {how.op}: use Average or Sum.")
-        # As in the last releases of Horovod: that of the sum of all losses, times the size.
-        factor = how.scale[0] * how.scale[1] * (1 if how.op is Average else how.process_set.size())
+        factor = how.scatter_factor(how.process_set.size)
         wholes = grouped_allgather(gradients, process_set=how.process_set)
         return None, None, *(whole * factor for whole in wholes)

@@ -1,0 +1,56 @@
+"""What Horovod's arguments of a reduction come to: the reduction, how it travels, and its gradient's factor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.compression import Compressor, NoneCompressor
+from spark_elastic.ops.process_sets import global_process_set
+from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.ops.reduction import How
+
+
+class Halves(Compressor):
+    wire = "fp16"
+
+
+def test_what_is_asked_for() -> None:
+    how = How.asked(False, None, (2, 1), global_process_set)
+    assert how == How(Sum, (2.0, 1.0), NoneCompressor, global_process_set)
+    assert [type(factor) for factor in how.scale] == [float, float], "they travel as JSON and are compared"
+    assert How.asked_to_scatter(1, Max, (1, 1), global_process_set, Halves).compression is Halves
+
+
+@pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
+def test_what_cannot_be_scattered(count: int, op: Any) -> None:
+    with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
+        How.asked_to_scatter(count, op, (1.0, 1.0), global_process_set)
+
+
+@pytest.mark.parametrize(
+    ("op", "compression", "all_float32", "wire"),
+    [
+        (Sum, Halves, True, "fp16"),
+        (Sum, Halves, False, None),
+        (Adasum, Halves, True, None),
+        (Sum, Compressor, True, None),
+    ],
+)
+def test_the_engine_narrows_float32_alone(
+    op: ReduceOp, compression: type[Compressor], all_float32: bool, wire: str | None
+) -> None:
+    assert How(op, compression=compression).wire(all_float32) == wire
+
+
+def test_factors_of_a_scattered_gradient() -> None:
+    def unasked() -> int:
+        raise AssertionError("an average's factor does not depend on the size")
+
+    assert How(Sum, (0.5, 3.0)).scatter_factor(lambda: 4) == 6.0
+    assert How(Average, (0.5, 3.0)).scatter_factor(unasked) == 1.5
+    for op in (Min, Max, Product):
+        with pytest.raises(InvalidInput, match="has no gradient"):
+            How(op).scatter_factor(unasked)
