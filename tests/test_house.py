@@ -115,6 +115,18 @@ def test_modules_say_what_they_own() -> None:
     assert not long, f"a module's docstring has at most 12 lines: {long}"
 
 
+def test_constructors_start_nothing() -> None:
+    wrong = [
+        f"{module.path}:{call.lineno}"
+        for module in modules()
+        for function in _functions(module)
+        if function.name in {"__init__", "__post_init__"}
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] in {"start", "Popen"}
+    ]
+    assert not wrong, f"what start(), spawn() or `with` should do: {wrong}"
+
+
 def test_every_folder_of_modules_is_a_package() -> None:
     """A namespace of Python's could be spread over several places, and has nowhere to say what it owns."""
     wrong = sorted({str(m.path.parent) for m in modules() if not (m.path.parent / "__init__.py").exists()})

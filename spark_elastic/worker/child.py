@@ -14,63 +14,67 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import IO
 
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
 
-CLOSE_WAIT = (
-    2.0  # seconds for a killed process and its last lines; what it forked may keep its output open longer
-)
+# Seconds for a killed process and its last lines; what it forked may keep its output open longer.
+CLOSE_WAIT = 2.0
 
 
 class Child:
-    """A training process. `worker` is None while it is a spare; `warm` is kept by the slot's main thread."""
+    """A running training process. `worker` is None while it is a spare; `warm` is kept by the slot's main thread."""
 
     def __init__(
         self,
+        process: subprocess.Popen[bytes],
+        window: Window,
+        status: int,
+        on_line: Callable[[Child, str], None],
+        on_warm: Callable[[Child], None],
+        on_exit: Callable[[Child, int], None],
+    ) -> None:
+        """status: the reading end of the process's status pipe."""
+        self.worker: str | None = None
+        self.warm = False
+        self._process = process
+        self._window = window
+        self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        work: dict[str, Callable[[], None]] = {
+            "input": self._write,
+            "status": partial(self._read_status, status, on_warm),
+            "lines": partial(self._read_lines, on_line),
+            "exit": partial(self._wait, on_exit),
+        }
+        self._threads = [
+            threading.Thread(target=target, name=f"spark-elastic-child-{name}", daemon=True)
+            for name, target in work.items()
+        ]
+
+    @classmethod
+    def spawn(
+        cls,
         header: Callable[[int], Header],
         payload: bytes,
         on_line: Callable[[Child, str], None],
         on_warm: Callable[[Child], None],
         on_exit: Callable[[Child, int], None],
-    ) -> None:
+    ) -> Child:
         """header: makes the child's header from the descriptor of its status pipe."""
-        self.worker: str | None = None
-        self.warm = False
         status_read, status_write = os.pipe()
-        self._window = Window()
-        watch = self._window.activity, self._window.stacks
+        window = Window()
+        watch = window.activity, window.stacks
         told = replace(header(status_write), watch_fds=watch)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "spark_elastic.worker.entry"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(status_write, *watch),
-            env=_environment(told.threads),
-        )
+        process = _process((status_write, *watch), told.threads)
+        child = cls(process, window, status_read, on_line, on_warm, on_exit)
         os.close(status_write)
-        self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._input.put(told.to_json().encode() + b"\n")
-        self._input.put(payload)
-        self._threads = [
-            threading.Thread(target=self._write, name="spark-elastic-child-input", daemon=True),
-            threading.Thread(
-                target=self._read_status,
-                args=(status_read, on_warm),
-                name="spark-elastic-child-status",
-                daemon=True,
-            ),
-            threading.Thread(
-                target=self._read_lines, args=(on_line,), name="spark-elastic-child-lines", daemon=True
-            ),
-            threading.Thread(
-                target=self._wait, args=(on_exit,), name="spark-elastic-child-exit", daemon=True
-            ),
-        ]
-        for thread in self._threads:
+        child._input.put(told.to_json().encode() + b"\n")
+        child._input.put(payload)
+        for thread in child._threads:
             thread.start()
+        return child
 
     @property
     def pid(self) -> int:
@@ -134,6 +138,17 @@ class Child:
         with pipe:
             for raw in pipe:
                 on_line(self, raw.decode("utf-8", errors="replace").rstrip("\n"))
+
+
+def _process(handed: tuple[int, ...], threads: int | None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "spark_elastic.worker.entry"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=handed,
+        env=_environment(threads),
+    )
 
 
 def _environment(threads: int | None) -> dict[str, str]:

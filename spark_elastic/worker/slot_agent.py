@@ -97,7 +97,7 @@ class SlotAgent:
         def header(status: int) -> Header:
             return self._plan.header(status, len(self._plan.payload))
 
-        return Child(header, self._plan.payload, self._on_line, self._on_warm, self._on_exit)
+        return Child.spawn(header, self._plan.payload, self._on_line, self._on_warm, self._on_exit)
 
     def _promote(self) -> None:
         """The spare becomes the worker."""
