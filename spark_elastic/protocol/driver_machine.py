@@ -15,7 +15,7 @@ from spark_elastic.protocol import durable, jobs, listing, slot_events, stall, w
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
-from spark_elastic.protocol.durable import connection_ended, connection_is_back
+from spark_elastic.protocol.durable import connection_changed
 from spark_elastic.protocol.evidence import judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.forming import end, settle
 from spark_elastic.protocol.registry import JobRecord
@@ -54,6 +54,7 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
 
 def _connection_lost(turn: Turn, event: on.ConnectionLost) -> None:
     state = turn.state
+    connection_changed(turn, event.slot, event.worker, stands=False)
     slot = state.slots.get(event.slot)
     if event.worker is None:
         if slot is not None and slot.cut is None:
@@ -61,18 +62,16 @@ def _connection_lost(turn: Turn, event: on.ConnectionLost) -> None:
     elif event.worker in state.workers and event.worker not in state.cut:
         state.cut = state.cut.put(event.worker, turn.now)
         judge(turn, event.worker)
-    else:
-        connection_ended(turn, event.worker)
     mark_hiccup(turn)
 
 
 def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
     state = turn.state
     mark_hiccup(turn)
+    connection_changed(turn, event.slot, event.worker, stands=True)
     slot = state.slots.get(event.slot)
     if event.worker is not None:
         state.cut = state.cut.drop(event.worker)
-        connection_is_back(turn, event.worker)
     elif slot is not None:
         turn.put_slot(replace(slot, cut=None))
 

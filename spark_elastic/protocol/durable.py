@@ -37,25 +37,23 @@ def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
     if worker.rank is None:
         return
     state = turn.state
-    slot, cut = state.slots.get(worker.slot), state.cut.get(worker.worker)
+    slot = state.slots.get(worker.slot)
     heard = max(worker.heard, slot.heard if slot is not None else worker.heard)
     until = heard + state.limits.driver_timeout + MARGIN
-    hung_up = cut is not None and _soon(turn, cut, heard)
+    ends = (state.cut.get(worker.worker), slot.cut if slot is not None else None)
+    hung_up = any(end is not None and _soon(turn, end, heard) for end in ends)
     _note(turn, worker.worker, Unsure(until, heard, hung_up, disowned))
     state.unsure_in |= {_job(worker.slot)}
 
 
-def connection_ended(turn: Turn, name: WorkerId) -> None:
-    """Of one that was given up."""
-    unsure = turn.state.unsure.get(name)
-    if unsure is not None and _soon(turn, turn.now, unsure.heard):
-        _note(turn, name, replace(unsure, hung_up=True))
-
-
-def connection_is_back(turn: Turn, name: WorkerId) -> None:
-    unsure = turn.state.unsure.get(name)
-    if unsure is not None:
-        turn.state.unsure = turn.state.unsure.put(name, replace(unsure, hung_up=False))
+def connection_changed(turn: Turn, slot: SlotId, worker: WorkerId | None, stands: bool) -> None:
+    """Of a slot (worker: None) or of a worker, that may have been given up."""
+    if _job(slot) not in turn.state.unsure_in:
+        return
+    for name, unsure in tuple(turn.state.unsure.items()):
+        if name == worker or (worker is None and _slot(name) == slot):
+            hung_up = not stands and _soon(turn, turn.now, unsure.heard)
+            _note(turn, name, replace(unsure, hung_up=hung_up))
 
 
 def seen_dead(turn: Turn, worker: WorkerId) -> None:
@@ -66,7 +64,7 @@ def slot_is_gone(turn: Turn, slot: SlotId, how: SlotEnd) -> None:
     """And so is whatever ran in it, as far as that is known."""
     if _job(slot) in turn.state.unsure_in:
         for worker, unsure in tuple(turn.state.unsure.items()):
-            if worker.rpartition(".")[0] == slot:
+            if _slot(worker) == slot:
                 _testify(turn, worker, unsure, how)
 
 
@@ -74,11 +72,12 @@ def job_is_gone(turn: Turn, job: int, host_lost: bool) -> None:
     """And so are all its attempts, those that were told to end before among them."""
     if str(job) not in turn.state.unsure_in:
         return
-    turn.state.unsure_in -= {str(job)}
     for worker, unsure in tuple(turn.state.unsure.items()):
         if _job(worker) == str(job):
             gone = SlotEnd.DISOWNED if host_lost or unsure.disowned else SlotEnd.SEEN
             _testify(turn, worker, unsure, gone)
+    if not any(_job(worker) == str(job) for worker in turn.state.unsure):
+        turn.state.unsure_in -= {str(job)}
 
 
 def _testify(turn: Turn, worker: WorkerId, unsure: Unsure, how: SlotEnd) -> None:
@@ -99,6 +98,10 @@ def _note(turn: Turn, name: WorkerId, unsure: Unsure) -> None:
 def _soon(turn: Turn, ended: float, heard: float) -> bool:
     """Before the silence of a host that is cut off would have ended the connection."""
     return ended - heard <= turn.state.limits.lease
+
+
+def _slot(worker: WorkerId) -> SlotId:
+    return worker.rpartition(".")[0]
 
 
 def _job(name: SlotId | WorkerId) -> str:

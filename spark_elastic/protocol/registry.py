@@ -82,8 +82,8 @@ class SlotEnd(Enum):
 @dataclass(frozen=True)
 class Unsure:
     """A member that was given up and may be alive (R18). until: when it has ended itself, for want of the driver.
-    heard: when it or its slot last spoke. hung_up: its connection ended while it still spoke, as that of a process does
-    that dies, not that of a host that is cut off. disowned: Spark says that its executor is lost."""
+    heard: when it or its slot last spoke. hung_up: its connection or its slot's ended while it still spoke, as that of
+    a process does that dies, not that of a host that is cut off. disowned: Spark says that its executor is lost."""
 
     until: float
     heard: float

@@ -88,6 +88,23 @@ def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
     assert max(sizes) == 3  # Spark's own retry makes no fourth worker
 
 
+@pytest.mark.faults
+def test_r18_executors_that_were_killed_are_known_dead(
+    spark: SparkSession, standalone: StandaloneCluster
+) -> None:
+    """A world without survivors does not wait for what the driver's silence would end."""
+    program = CountingProgram(steps=120, seconds=0.04)
+
+    def kill_all() -> None:
+        for pid in standalone.executor_pids():
+            standalone.kill_executor(pid)
+
+    result = launch(spark, program, Limits(3, 1, 3), ElasticConfig(), "all", (), Striker({30: kill_all}))
+    anew = next(after for after, world in enumerate(result.worlds) if "begins from nothing" in world.reason)
+    waited = result.worlds[anew].seconds - result.worlds[anew - 1].seconds
+    assert waited < Limits(3, 1, 3).driver_timeout / 2
+
+
 class Talkative(Held):
     """Prints its rank."""
 
