@@ -139,6 +139,17 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_a_hand_written_loop_imports_knows_no_learner_of_the_estimators() -> None:
+    wrong = [
+        f"{module.path}:{line}: {module.name} imports {name}"
+        for module, name, line in _edges()
+        for learner in ("spark_elastic.torch.train", "spark_elastic.keras.train")
+        if f"{name}.".startswith(f"{learner}.")
+        and not f"{module.name}.".startswith((f"{learner}.", "spark_elastic.estimators."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [

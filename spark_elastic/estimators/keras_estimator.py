@@ -24,7 +24,7 @@ from spark_elastic.estimators.keras_model import ElasticKerasModel
 from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.params import KerasParams
 from spark_elastic.estimators.validation import checked
-from spark_elastic.keras.train_archive import Archive
+from spark_elastic.keras.train.archive import Archive
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
 

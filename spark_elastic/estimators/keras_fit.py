@@ -8,7 +8,7 @@ from spark_elastic.estimators import fitting
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.validation import Request
-from spark_elastic.keras.train_task import KerasTrainTask
+from spark_elastic.keras.train.task import KerasTrainTask
 
 PACKAGES = ("tensorflow", "keras")
 KERAS = fitting.Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)

@@ -21,9 +21,9 @@ from spark_elastic.errors import StoreError
 from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.stacking import Floats, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
-from spark_elastic.keras.train_archive import Archive
-from spark_elastic.keras.train_order import ordered_labels
-from spark_elastic.keras.train_share import Inputs
+from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.order import ordered_labels
+from spark_elastic.keras.train.share import Inputs
 from spark_elastic.training.transformation import changed
 
 PART, TRANSFORMATION = "model.keras", "transformation"

@@ -13,10 +13,10 @@ import keras
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
-from spark_elastic.keras.train_archive import Archive
-from spark_elastic.keras.train_objective import Objective
-from spark_elastic.keras.train_order import ordered_features, ordered_labels
-from spark_elastic.keras.train_spec import KerasBrought
+from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.objective import Objective
+from spark_elastic.keras.train.order import ordered_features, ordered_labels
+from spark_elastic.keras.train.spec import KerasBrought
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 _BY_OURSELVES = "BackupAndRestore"

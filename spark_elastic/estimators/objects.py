@@ -18,11 +18,11 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.travelling import check_travels
 from spark_elastic.estimators.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.lightning import check_lightning, is_lightning
-from spark_elastic.torch.metrics import named
 from spark_elastic.torch.optimizers import made
-from spark_elastic.torch.state_bytes import readable
-from spark_elastic.torch.train_spec import Brought
+from spark_elastic.torch.train.lightning import check_lightning, is_lightning
+from spark_elastic.torch.train.metrics import named
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.state_bytes import readable
 
 Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # an optimizer over a copy, and its schedules
 

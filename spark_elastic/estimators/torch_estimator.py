@@ -39,7 +39,8 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
     with one tensor per feature column, the loss with the model's output and one tensor per label column.
 
     optimizer: over `model.parameters()`, or a function of parameters that makes one. A LightningModule brings its own,
-    and its loss: see `spark_elastic.torch.objective`. Horovod's names are taken, or refused with what to use instead.
+    and its loss: see `spark_elastic.torch.train.objective`. Horovod's names are taken, or refused with what to use
+    instead.
     store: shared by driver and executors; where all run on this machine it may be left out.
     config, or any field of `ElasticConfig` as a keyword of its own: ports, addresses, time limits, ledger.
 

@@ -17,7 +17,7 @@ from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.validation import Request
-from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.train.task import TorchTrainTask
 
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
 PRELOAD = ("torch", "torch._dynamo")

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.keras.train_archive import Archive
-from spark_elastic.keras.train_spec import KerasBrought
-from spark_elastic.keras.train_task import KerasTrainTask
+from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.spec import KerasBrought
+from spark_elastic.keras.train.task import KerasTrainTask
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH

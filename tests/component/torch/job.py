@@ -31,8 +31,8 @@ from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
-from spark_elastic.torch.train_spec import Brought
-from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, TrainSpec
 from tests.component.blows import await_blow
 

@@ -13,7 +13,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch import RowDropout, SyncBatchNorm
-from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping
 from tests.component.blows import blows, kill
 from tests.component.torch.job import (

@@ -17,8 +17,8 @@ import torch
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train_spec import Brought
-from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import (
     ROWS,

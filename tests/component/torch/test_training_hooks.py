@@ -19,8 +19,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.train_spec import Brought
-from spark_elastic.torch.train_task import TorchTrainTask
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Rows
 from tests.component.blows import blows, kill
 from tests.component.torch.job import (

@@ -16,8 +16,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.outputs import Outputs
-from spark_elastic.keras.train_archive import Archive
-from spark_elastic.keras.train_order import ordered_labels
+from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.order import ordered_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -19,7 +19,7 @@ from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.stacking import ROWS_AT_ONCE, stacked
 from spark_elastic.estimators.validation import checked
-from spark_elastic.torch.columns import Columns
+from spark_elastic.torch.train.columns import Columns
 from tests.unit.estimators.test_validation import values
 
 

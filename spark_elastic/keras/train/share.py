@@ -1,0 +1,110 @@
+"""Columns of a step as the arrays that a Keras model takes: order, shapes, dtypes. Numpy only; training thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.data.loader import StepRows
+from spark_elastic.data.manifest import Column
+from spark_elastic.keras.train.order import ordered_features
+from spark_elastic.training.share import Share
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.transformation import Transformation, transformed
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How feature columns become the model's inputs. columns: as the model sees them, in the order of its inputs.
+    dtypes, shapes: () for what the arrays have."""
+
+    columns: tuple[Column, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, model: Any, features: Sequence[Column], free: bool = False) -> Inputs:
+        """By the keys or names of the model's inputs where all columns have such names, else in the columns' order.
+
+        free: shapes are what the user's transformation makes of the columns.
+        """
+        tensors = list(getattr(model, "inputs", None) or ())
+        by_name = {column.name: column for column in features}
+        columns = tuple(by_name[name] for name in ordered_features(model, list(by_name)))
+        if not tensors:  # a class of its own, which takes what comes
+            if free:
+                return cls(columns, (), ())
+            return cls(
+                columns, tuple(_plain_dtype(c.dtype) for c in columns), tuple(c.shape for c in columns)
+            )
+        shapes = tuple(_fitting(c.shape, t.shape[1:]) for c, t in zip(columns, tensors, strict=True))
+        return cls(columns, tuple(str(t.dtype) for t in tensors), () if free else shapes)
+
+    def arrays(self, columns: Mapping[str, Any]) -> tuple[Array, ...]:
+        arrays = [np.asarray(columns[c.name]) for c in self.columns]
+        if self.shapes:
+            arrays = [a.reshape(len(a), *s) for a, s in zip(arrays, self.shapes, strict=True)]
+        dtypes = self.dtypes or tuple(_plain_dtype(str(a.dtype)) for a in arrays)
+        return tuple(a.astype(dtype, copy=False) for a, dtype in zip(arrays, dtypes, strict=True))
+
+
+class Columns:
+    """Which columns are what. labels: in the order of the model's outputs."""
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        inputs: Inputs,
+        labels: Sequence[str],
+        transformation: Transformation | None,
+        class_weight: Mapping[int, float] | None,
+    ) -> None:
+        self._inputs, self._labels, self._weight = inputs, tuple(labels), spec.weight
+        shapes = spec.label_shapes
+        self._shapes = None if shapes is None else dict(zip(spec.labels, shapes, strict=True))
+        self._transformation, self._class_weight = transformation, class_weight
+
+    def share(self, rows: StepRows) -> Share[Array]:
+        wanted = [c.name for c in self._inputs.columns] + [*self._labels, *filter(None, [self._weight])]
+        columns = transformed(rows, wanted, self._transformation)
+        labels = tuple(self._label(name, np.asarray(columns[name])) for name in self._labels)
+        weights = None if self._weight is None else np.asarray(columns[self._weight], keras.config.floatx())
+        if self._class_weight is not None:
+            by_class = class_weights(labels[0], self._class_weight)
+            weights = by_class if weights is None else weights * by_class
+        return Share(rows.planned, rows.row_ids, self._inputs.arrays(columns), labels, weights)
+
+    def _label(self, name: str, values: Array) -> Array:
+        if self._shapes is not None:
+            values = values.reshape(len(values), *self._shapes[name])
+        return values.astype(keras.config.floatx(), copy=False) if values.dtype.kind == "f" else values
+
+
+def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
+    """(n,): each row's weight by its class, an index or a row of indicators; 1 for classes that are not named."""
+    classes = labels.argmax(-1) if labels.ndim > 1 and labels.shape[-1] != 1 else labels.reshape(len(labels))
+    found = np.ones(len(labels), keras.config.floatx())
+    for number, weight in weights.items():
+        found[np.round(classes).astype(np.int64) == number] = weight
+    return found
+
+
+def _fitting(shape: tuple[int, ...], wanted: Sequence[int | None]) -> tuple[int, ...]:
+    """The shape that the model wants, where the row's numbers fill it; else the row's own."""
+    known = tuple(size for size in wanted if size is not None)
+    if len(known) == len(wanted) and math.prod(known) == math.prod(shape):
+        return known
+    return shape
+
+
+def _plain_dtype(dtype: str) -> str:
+    kind = np.dtype(dtype).kind
+    return str(keras.config.floatx()) if kind == "f" else dtype if kind == "b" else "int64"

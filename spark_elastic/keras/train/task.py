@@ -1,0 +1,148 @@
+"""A Keras model in training, as the training loop takes it: state, step, validation, weights.
+
+Shipped by cloudpickle with the user's model inside, as a `.keras` file. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+
+from elastic_collectives import Group
+from spark_elastic.data.loader import StepRows
+from spark_elastic.keras.train.archive import saved
+from spark_elastic.keras.train.hooks import KerasHooks
+from spark_elastic.keras.train.metrics import StepMetrics
+from spark_elastic.keras.train.moving import world_dependence
+from spark_elastic.keras.train.objective import Objective
+from spark_elastic.keras.train.order import ordered_labels
+from spark_elastic.keras.train.share import Columns, Inputs
+from spark_elastic.keras.train.spec import KerasBrought
+from spark_elastic.keras.train.state import KerasState
+from spark_elastic.keras.train.step import StepTaker, Structure
+from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.share import Share
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.trailer import Verdict
+
+
+class KerasTrainTask(TrainingLoop):
+    """What a worker of the estimator runs."""
+
+    def __init__(self, spec: TrainSpec, brought: KerasBrought) -> None:
+        super().__init__(spec, KerasLearner(spec, brought))
+
+
+class KerasLearner:
+    """See `training.learner.Learner`."""
+
+    def __init__(self, spec: TrainSpec, brought: KerasBrought) -> None:
+        self._spec = spec
+        self._brought = brought
+
+    def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
+        spec, brought = self._spec, self._brought
+        keras.utils.set_random_seed(spec.seed)
+        keras.config.set_floatx(brought.model.floatx)
+        self.model = model = brought.model.load()
+        if spec.learning_rate is not None:
+            model.optimizer.learning_rate = spec.learning_rate
+        if spec.lr_times != 1:
+            model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_times
+        model.optimizer.build(model.trainable_variables)
+        transformed = brought.transformation is not None
+        inputs = Inputs.of(model, spec.features, free=transformed)
+        change = brought.transformation
+        structure, outputs = self._tried(self._row(Columns(spec, inputs, spec.labels, change, None)))
+        labels = ordered_labels(model, outputs, spec.labels)
+        self._columns = Columns(spec, inputs, labels, change, brought.class_weight)
+        self._seen = Columns(spec, inputs, labels, change, None)  # as Keras validates
+        known = structure.outputs(list(self._row(self._seen).labels))
+        objective = Objective(model, known, outputs)
+        self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
+        self._metrics.build(known, outputs)
+        params = {"epochs": spec.epochs, "steps": spec.plan.steps, "verbose": 0}
+        self.hooks = KerasHooks(brought.callbacks, model, params)
+        replicas = [*model.weights, *model.optimizer.variables]
+        extras.update(losses={}, trained={})
+        self.state = KerasState(replicas, self._metrics.variables, self.hooks, extras)
+        self._taker = StepTaker(spec, model, self.state, objective, structure, self._metrics, ledger)
+
+    def take(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: int,
+        after: Callable[[Verdict], Position],
+        before_apply: Callable[[], None],
+    ) -> Verdict:
+        self._metrics.sums = self.state.extras["losses"]
+
+        def accounted(verdict: Verdict) -> Position:
+            position, extras = after(verdict), self.state.extras
+            extras["losses"] = self._metrics.sums
+            if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
+                extras["trained"] = self._metrics.results()
+                self._metrics.reset()
+                extras["losses"] = {}
+            return position
+
+        share, ends = self._columns.share(rows), self.hooks.ends()
+        return self._taker.take(group, share, version, accounted, before_apply, ends)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        self.hooks.tests_begin()
+        return nullcontext()
+
+    def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
+        self._metrics.sums = self.state.extras["losses"]
+        verdict = self._taker.evaluate(group, self._seen.share(rows), version)
+        self.state.extras["losses"] = self._metrics.sums
+        return verdict
+
+    def numbers(self) -> dict[str, Any]:
+        found = {"learning_rate": float(np.asarray(self.model.optimizer.learning_rate))}
+        found.update(self.state.extras["trained"])
+        if self._spec.validation is not None:
+            found.update({f"val_{name}": value for name, value in self._metrics.results().items()})
+        return found
+
+    def reset(self) -> None:
+        self._metrics.reset()
+        self.state.extras.update(losses={}, trained={})
+
+    def world_dependence(self) -> str | None:
+        return world_dependence(self.model)
+
+    def weights(self) -> bytes:
+        return saved(self.model)
+
+    def close(self) -> None:
+        self._taker.close()
+
+    def _row(self, columns: Columns) -> Share[Any]:
+        """Of zeros."""
+        stored = {c.name: np.zeros((1, *c.shape), c.dtype) for c in self._spec.manifest.columns}
+        return columns.share(StepRows(0, 0, 1, np.zeros(1, np.int64), stored))
+
+    def _tried(self, row: Share[Any]) -> tuple[Structure, Any]:
+        """How inputs and outputs are nested, and the outputs of the row."""
+        nested = getattr(self.model, "input", None) if getattr(self.model, "inputs", None) else None
+
+        def inputs(arrays: Sequence[Any]) -> Any:
+            if nested is not None:
+                return keras.tree.pack_sequence_as(nested, list(arrays))
+            return arrays[0] if len(arrays) == 1 else list(arrays)
+
+        outputs = self.model(inputs([np.asarray(array) for array in row.features]), training=False)
+
+        def structured(values: Sequence[Any]) -> Any:
+            return keras.tree.pack_sequence_as(outputs, list(values))
+
+        return Structure(inputs, structured), outputs

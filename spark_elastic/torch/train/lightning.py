@@ -1,0 +1,159 @@
+"""A LightningModule as what a step minimises. Duck-typed: Lightning itself is not imported. Main thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import START, Position
+from spark_elastic.torch.train.loss import RowLoss
+from spark_elastic.torch.train.objective import Scored, autocast, given_loss, widened
+from spark_elastic.training.share import Share
+
+_PACKAGES = ("lightning.", "pytorch_lightning.")
+# What Lightning's Trainer calls of a module around the steps of a fit; nothing calls it here.
+_UNCALLED = (
+    *(
+        "backward",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+        "lr_scheduler_step",
+    ),
+    *("configure_model", "configure_sharded_model", "configure_callbacks"),
+    *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+    *("on_save_checkpoint", "on_load_checkpoint"),
+    *(
+        f"on_{what}_{when}"
+        for what in ("fit", "train", "train_epoch", "train_batch")
+        for when in ("start", "end")
+    ),
+    *(f"on_validation{what}_{when}" for what in ("", "_epoch", "_batch") for when in ("start", "end")),
+    *("on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad"),
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What `self.trainer` tells a LightningModule of where it runs, by Lightning's names.
+
+    global_step: optimizer steps taken since the training began, whatever worlds took them.
+    """
+
+    current_epoch: int
+    global_step: int
+    global_rank: int
+    world_size: int
+    training: bool
+    sanity_checking: bool = False
+    logger: None = None
+    loggers: tuple[()] = ()
+
+    @property
+    def validating(self) -> bool:
+        return not self.training
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"self.trainer has no {name} here: no Trainer runs this LightningModule; there are current_epoch, "
+            "global_step, global_rank, world_size, is_global_zero, training and validating."
+        )
+
+
+class LightningLoss:
+    """A LightningModule's `training_step`, and its `validation_step` in evaluation mode where it has one.
+
+    The batch is (features, labels), each a tensor, or a tuple where there are several columns; batch_idx is the step of
+    the epoch, from 0. What it logs is averaged over rows. The whole step runs under autocast, as Lightning has it.
+    """
+
+    logs = True
+
+    def __init__(self, weighted: bool, precision: str | None = None, epoch_steps: int = 0) -> None:
+        """epoch_steps: steps of an epoch."""
+        self._precision = precision
+        self._epoch_steps = epoch_steps
+        self._loss = RowLoss(given_loss, weighted)
+        self._logged: dict[str, float] = {}
+        self._here, self._rank, self._size = START, 0, 1
+
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+        self._here, self._rank, self._size = here, group.rank, group.size
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+        batch = tuple(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
+        self._logged = {}
+        evaluates = not model.training and _overrides(model, "validation_step")
+        step: Any = model.validation_step if evaluates else model.training_step
+        with self._seated(model), autocast(self._precision):
+            value = step(batch, self._here.step)
+        value = value["loss"] if isinstance(value, Mapping) else value
+        if value is None and evaluates:
+            return Scored(torch.zeros(()), float(len(part)), logged=self._logged)
+        summed = self._loss(widened(value), part.labels, part.weights)
+        return Scored(summed.total, summed.denominator, logged=self._logged)
+
+    @contextmanager
+    def _seated(self, model: torch.nn.Module) -> Iterator[None]:
+        """Instance attributes for as long as a step: the module's own would ask for a Trainer."""
+        steps = self._here.epoch * self._epoch_steps + (
+            self._here.step if model.training else self._epoch_steps
+        )
+        seat = Seat(self._here.epoch, steps, self._rank, self._size, model.training)
+        own: Any = vars(model)
+        before = {name: own[name] for name in ("log", "log_dict", "_trainer") if name in own}
+        own.update(log=self._log, log_dict=self._log_all, _trainer=seat)
+        try:
+            yield
+        finally:
+            del own["log"], own["log_dict"], own["_trainer"]
+            own.update(before)
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(getattr(value, "compute", None)):
+            raise InvalidInput(
+                f"self.log({name!r}, ...) was given the metric {type(value).__name__}, which has seen the rows of one "
+                f"worker alone: log the number of this batch, that is what calling the metric returns."
+            )
+        self._logged[name] = float(value)
+
+    def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            self._log(name, value)
+
+
+def is_lightning(model: Any) -> bool:
+    """Whether a module brings its own step and optimizer, as LightningModules do."""
+    return all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers"))
+
+
+def check_lightning(model: torch.nn.Module) -> None:
+    """Raises InvalidInput for what a LightningModule leaves to itself, or to a Trainer that there is not."""
+    if not getattr(model, "automatic_optimization", True):
+        raise InvalidInput(
+            "the LightningModule has automatic_optimization = False: gradients are summed over the workers and applied "
+            "for it, so return the loss from training_step and leave the optimizer's step to the training."
+        )
+    hooks = [name for name in _UNCALLED if _overrides(model, name)]
+    if hooks:
+        raise InvalidInput(
+            f"the LightningModule defines {', '.join(hooks)}, which nothing calls here: move the work to "
+            "training_step, validation_step or callbacks, and clipping to gradient_clip_norm or gradient_clip_value."
+        )
+
+
+def _overrides(model: torch.nn.Module, name: str) -> bool:
+    """Lightning's own class has every hook, without content."""
+    method = getattr(type(model), name, None)
+    return method is not None and not str(getattr(method, "__module__", "")).startswith(_PACKAGES)

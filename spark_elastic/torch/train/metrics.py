@@ -1,0 +1,219 @@
+"""Metrics of an epoch, exact however its rows were shared out: every rank is given the whole step's rows.
+
+Rows travel once a step, in rank order; accumulators are equal on all ranks and part of the state. A metric is a
+function of (output, label) to a mean over rows, or an object with `update`, `compute` and `reset` (torchmetrics).
+Main thread only; what a step gathered counts once `commit` is called, in its apply section.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.objective import Scored
+from spark_elastic.training.row_arrays import Arrays, packed, unpacked
+
+
+class Metrics:
+    """metrics: by name; with several outputs each is taken for each label. labels: names of the label columns.
+
+    logs: the objective reports numbers of its own, too.
+    """
+
+    def __init__(
+        self, metrics: Mapping[str, Any], labels: Sequence[str], logs: bool, prefix: str = ""
+    ) -> None:
+        self._given = metrics
+        self._labels = labels
+        self._logs = logs
+        self._prefix = prefix
+        self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
+        self._sums: dict[str, tuple[float, int]] = {}  # (sum over rows, rows) of functions and logged numbers
+        self._updates = 0
+        self._step: list[tuple[dict[str, float], int, Arrays]] = []
+        self.drop()
+
+    def add(self, scored: Scored, labels: Sequence[torch.Tensor]) -> None:
+        """A part of this rank's rows."""
+        rows = len(labels[0])
+        self._rows += rows
+        for name, value in scored.logged.items():
+            self._logged[name] = self._logged.get(name, 0.0) + value * rows
+        if self._given:
+            if not scored.outputs:
+                raise InvalidInput(
+                    "metrics need the model's outputs, which a training step of your own does not hand over: leave "
+                    "metrics out."
+                )
+            self._parts.append([tensor.numpy() for tensor in (*scored.outputs, *labels)])
+
+    def gather(self, group: Group) -> None:
+        """Exchange the step's rows; collective, also on a rank without rows."""
+        parts, logged, rows = self._parts, self._logged, self._rows
+        self.drop()
+        if self._given or self._logs:
+            columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+            self._step = [unpacked(blob) for blob in group.allgather_bytes(packed(logged, rows, columns))]
+
+    def drop(self) -> None:
+        """Forget the rows of a step that was given up."""
+        self._parts: list[Arrays] = []
+        self._logged: dict[str, float] = {}
+        self._rows = 0
+        self._step = []
+
+    def commit(self) -> None:
+        """The step was applied: what was gathered counts."""
+        step = self._step
+        self.drop()
+        for logged, rows, _ in step:
+            for name, total in logged.items():
+                self._count(name, total, rows)
+        with_rows = [columns for _, _, columns in step if columns]
+        if with_rows:
+            whole = [torch.from_numpy(np.concatenate(column)) for column in zip(*with_rows, strict=True)]
+            self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
+
+    def results(self) -> dict[str, Any]:
+        """Of all rows since `reset`, by name: numbers, or lists of them."""
+        found: dict[str, Any] = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
+        for name, (_, metric) in self._objects.items():
+            if self._updates:
+                found.update(_numbers(name, metric.compute()))
+        return {self._prefix + name: value for name, value in found.items()}
+
+    def reset(self) -> None:
+        self._sums, self._updates = {}, 0
+        for _, metric in self._objects.values():
+            metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        objects = {name: (given, _state(metric)) for name, (given, metric) in self._objects.items()}
+        return {"sums": dict(self._sums), "updates": self._updates, "objects": objects}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._updates = dict(state["sums"]), state["updates"]
+        self._objects = {
+            name: (given, _restored(self._given[given], kept, self._updates))
+            for name, (given, kept) in state["objects"].items()
+        }
+
+    def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
+        self._updates += 1
+        if len(outputs) == 1:
+            calls = [("", (outputs[0], *labels))]
+        elif len(outputs) == len(labels):
+            pairs = zip(self._labels, outputs, labels, strict=True)
+            calls = [(f"_{name}", (output, label)) for name, output, label in pairs]
+        else:
+            raise InvalidInput(
+                f"metrics need one output of the model, or one per label column: it returned {len(outputs)} for "
+                f"{len(labels)} labels."
+            )
+        for given, metric in self._given.items():
+            for suffix, arguments in calls:
+                name = given + suffix
+                if not accumulates(metric):
+                    rows = len(labels[0])
+                    self._count(name, float(metric(*arguments)) * rows, rows)
+                    continue
+                if name not in self._objects:
+                    self._objects[name] = (given, copy.deepcopy(metric))
+                self._objects[name][1].update(*arguments)
+
+    def _count(self, name: str, total: float, rows: int) -> None:
+        so_far, before = self._sums.get(name, (0.0, 0))
+        self._sums[name] = (so_far + total, before + rows)
+
+
+def named(metrics: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """By name: a function's own, else its class's in lower case. Of a collection (torchmetrics) each member has its own
+    name, behind that of the collection where it was given one.
+
+    Raises:
+        InvalidInput: one is neither a function nor a metric object, or two have the same name.
+    """
+    if accumulates(metrics) or callable(metrics):
+        metrics = [metrics]
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(metrics, Mapping):
+        for name, metric in metrics.items():
+            members = (
+                [(f"{name}_{member}", each) for member, each in metric.items()] if _collects(metric) else []
+            )
+            pairs += members or [(str(name), metric)]
+    else:
+        for metric in metrics:
+            own = getattr(metric, "__name__", type(metric).__name__.lower())
+            pairs += list(metric.items()) if _collects(metric) else [(own, metric)]
+    for name, metric in pairs:
+        if isinstance(metric, type) or not (callable(metric) or accumulates(metric)):
+            raise InvalidInput(
+                f"metrics must be functions of (output, label) or objects with update, compute and reset; {name!r} "
+                f"is {metric!r}."
+            )
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise InvalidInput("two metrics have the same name: give them as a dict of names.")
+    return found
+
+
+def accumulates(metric: Any) -> bool:
+    """Whether it is an object in torchmetrics' style, not a function."""
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _collects(metric: Any) -> bool:
+    """Whether it is a collection of metrics, whose accumulators may be shared among them."""
+    return accumulates(metric) and callable(getattr(metric, "items", None))
+
+
+def _numbers(name: str, value: Any) -> dict[str, Any]:
+    """What `compute` returned, as the history takes it: numbers, or lists of them, those of a dict each by its name."""
+    if isinstance(value, Mapping):
+        return {k: v for key, part in value.items() for k, v in _numbers(f"{name}_{key}", part).items()}
+    return {name: _plain(name, value)}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(name, part) for part in value]
+    try:
+        return torch.as_tensor(value).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(
+            f"the metric {name!r} computed {value!r}: compute must return numbers, tensors, or lists or dicts of them."
+        ) from None
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    if not hasattr(metric, "state_dict"):
+        return dict(vars(metric))
+    for part in _parts(metric):  # torchmetrics leaves its accumulators out otherwise
+        part.persistent(True)
+    state: dict[str, Any] = metric.state_dict()
+    return state
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metric and those that it wraps, where they are torchmetrics'."""
+    inner = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+    return [part for part in inner if hasattr(part, "persistent")]
+
+
+def _restored(metric: Any, kept: dict[str, Any], updates: int) -> Any:
+    metric = copy.deepcopy(metric)
+    if not hasattr(metric, "load_state_dict"):
+        vars(metric).update(kept)
+        return metric
+    for part in _parts(metric):
+        part.persistent(True)
+        part._update_count = updates  # without it torchmetrics warns of results without data
+    metric.load_state_dict(kept)
+    return metric

@@ -1,0 +1,173 @@
+"""What a step minimises: model, losses and labels put together, for one part of a rank's rows.
+
+Each form gives a sum over rows with a graph and what it is divided by (R8), so that any split of a batch gives the same
+gradient. Knows no loop. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Position
+from spark_elastic.torch.train.loss import RowLoss
+from spark_elastic.training.share import Share
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """total, denominator: as `LossSum`. outputs: of the model, detached, one per label or one for all; () where only
+    the loss is known. logged: other numbers of these rows by name, their means."""
+
+    total: torch.Tensor
+    denominator: float
+    outputs: tuple[torch.Tensor, ...] = ()
+    logged: Mapping[str, float] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """Called for each part of a step's share; `begin` comes before, on every rank. logs: `Scored.logged` is in use."""
+
+    logs: bool
+
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None: ...
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored: ...
+
+
+class ModelLoss:
+    """One loss of (output, *labels)."""
+
+    logs = False
+
+    def __init__(
+        self, loss: Callable[..., torch.Tensor], weighted: bool, precision: str | None = None
+    ) -> None:
+        self._loss = RowLoss(loss, weighted)
+        self._forward = _Forward(precision)
+
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+        """Nothing to agree on: the denominator travels in the trailer."""
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+        output = self._forward(model, part)
+        summed = self._loss(output, part.labels, part.weights)
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        return Scored(summed.total, summed.denominator, _detached(outputs))
+
+
+class ModelLosses:
+    """A model of several outputs, with a loss and a weight for each: sum over k of weight_k · mean of loss_k.
+
+    Each mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the
+    backward pass adds the gradients up: one small exchange a step. `loss_LABEL` of each is logged.
+    """
+
+    logs = True
+
+    def __init__(
+        self,
+        losses: Mapping[str, tuple[Callable[..., torch.Tensor], float]],
+        weighted: bool,
+        precision: str | None = None,
+    ) -> None:
+        """losses: by label column, with their weights."""
+        self._names = [f"loss_{label}" for label in losses]
+        self._losses = [RowLoss(loss, weighted) for loss, _ in losses.values()]
+        self._loss_weights = [weight for _, weight in losses.values()]
+        self._forward = _Forward(precision)
+        self._factors: list[float] = []
+
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+        own = [
+            loss.denominator((label,), share.weights) if len(share) else 0.0
+            for loss, label in zip(self._losses, share.labels, strict=True)
+        ]
+        everywhere = group.allgather(np.array(own)).sum(axis=0).tolist()
+        # A loss that its user wants summed has no denominator.
+        self._factors = [
+            weight * share.planned / (divisor or 1.0)
+            for weight, divisor in zip(self._loss_weights, everywhere, strict=True)
+        ]
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+        outputs = self._forward(model, part)
+        if not isinstance(outputs, tuple | list) or len(outputs) != len(self._losses):
+            found = len(outputs) if isinstance(outputs, tuple | list) else type(outputs).__name__
+            raise InvalidInput(
+                f"loss has {len(self._losses)} losses, but the model returned {found}: return one output for each."
+            )
+        summed = [
+            loss(output, (label,), part.weights)
+            for loss, output, label in zip(self._losses, outputs, part.labels, strict=True)
+        ]
+        total = torch.stack(
+            [s.total.to(torch.float64) * f for s, f in zip(summed, self._factors, strict=True)]
+        ).sum()
+        logged = {
+            name: float(s.total.detach()) / (s.denominator or 1.0)
+            for name, s in zip(self._names, summed, strict=True)
+        }
+        return Scored(total, float(len(part)), _detached(outputs), logged)
+
+
+class FunctionLoss:
+    """The user's own function of (model, features, labels) to the rows' losses or their mean, under autocast."""
+
+    logs = False
+
+    def __init__(self, function: Callable[..., Any], weighted: bool, precision: str | None = None) -> None:
+        self._function = function
+        self._loss = RowLoss(given_loss, weighted)
+        self._precision = precision
+
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+        """Nothing to agree on."""
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+        with autocast(self._precision):
+            value = self._function(model, part.features, part.labels)
+        summed = self._loss(widened(value), part.labels, part.weights)
+        return Scored(summed.total, summed.denominator)
+
+
+class _Forward:
+    """The model's output in float32 or wider, computed in `precision` where one is asked for."""
+
+    def __init__(self, precision: str | None) -> None:
+        self._precision = precision
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Any:
+        with autocast(self._precision):
+            output = model(*part.features)
+        return output if self._precision is None else widened(output)
+
+
+def autocast(precision: str | None) -> AbstractContextManager[Any]:
+    return nullcontext() if precision is None else torch.autocast("cpu", dtype=DTYPES[precision])
+
+
+def given_loss(value: Any, *labels: torch.Tensor) -> Any:
+    """The user's function has computed the loss already."""
+    return value
+
+
+def widened(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, tuple | list):
+        return tuple(widened(part) for part in output)
+    return output
+
+
+def _detached(outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(output.detach() for output in outputs if isinstance(output, torch.Tensor))

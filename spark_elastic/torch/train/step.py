@@ -1,0 +1,177 @@
+"""One optimizer step of the whole world: forward, backward, exchange, trailer, apply (R1, R3, R6, R8).
+
+`StepTaker.take` either applies the step or leaves everything as it was and raises; nothing interrupts its apply
+section. It owns no data and no loop. Main thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.protocol.types import Position
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.torch.train.buffers import BufferExchange
+from spark_elastic.torch.train.coupling import shares_statistics
+from spark_elastic.torch.train.metrics import Metrics
+from spark_elastic.torch.train.objective import Objective
+from spark_elastic.torch.train.precision import Scaling
+from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, has_buffers
+from spark_elastic.torch.train.state import TorchState
+from spark_elastic.training.apply_section import uninterrupted
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Clipping
+from spark_elastic.training.trailer import Trailer, Verdict, exchange
+
+
+@dataclass(frozen=True)
+class Rules:
+    """batch_size: most rows in one forward pass. seed: of what forward passes draw. terminate_on_nan: a loss that is no
+    number ends the training, with the weights as they were."""
+
+    batch_size: int
+    clipping: Clipping = field(default_factory=Clipping)
+    seed: int = 0
+    terminate_on_nan: bool = False
+
+
+class StepTaker:
+    """Takes steps on one state."""
+
+    def __init__(
+        self,
+        state: TorchState,
+        objective: Objective,
+        exchange: GradientExchange,
+        rules: Rules,
+        ledger: Ledger,
+        metrics: Metrics,
+        scaling: Scaling,
+    ) -> None:
+        self._state = state
+        self._objective = objective
+        self._exchange = exchange
+        # To walk a model each step costs as much as a small one's forward pass.
+        self._modules = tuple(state.model.modules())
+        self._draws_rows = any(isinstance(module, RowDropout) for module in self._modules)
+        self._buffers = BufferExchange(state.model)
+        self._rules = rules
+        self._ledger = ledger
+        self._metrics = metrics
+        self._scaling = scaling
+
+    def take(
+        self,
+        group: Group,
+        share: Share[torch.Tensor],
+        version: int,
+        after: Callable[[Verdict], Position],
+        before_apply: Callable[[], None] = lambda: None,
+        ends: bool = False,
+    ) -> Verdict:
+        """One step. version: newest membership version heard of. before_apply: called once the exchange is complete, so
+        that the step before is sealed. after: part of the apply section; accounts for the verdict and returns the next
+        position. ends: see `Trailer`.
+
+        Raises:
+            CollectiveError: the exchange broke; the state is as before the step.
+            FloatingPointError: the loss is no number, and `terminate_on_nan`; likewise.
+        """
+        state, here = self._state, self._state.position
+        before = ForwardSnapshot(state.model, self._modules)
+        try:
+            # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
+            meets = shares_statistics(self._modules)
+            parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
+            self._objective.begin(group, share, here)
+            self._exchange.begin(group, len(parts))
+            self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
+            # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
+            with drawing_by(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
+                loss, denominator = self._backward(parts)
+            self._exchange.finish()
+            shared = group.size > 1 and has_buffers(self._modules)
+            if shared:
+                self._buffers.send(group, before, len(share), share.planned)
+            self._metrics.gather(group)
+            verdict = exchange(
+                group,
+                Trailer(
+                    here,
+                    version,
+                    self._exchange.layout_hash,
+                    len(share),
+                    loss,
+                    denominator,
+                    self._exchange.present,
+                    self._exchange.found_sparse,
+                    self._exchange.bucket_bytes,
+                    ends,
+                ),
+            )
+            self._check(verdict, here)
+        except BaseException:
+            before.restore()
+            self._metrics.drop()
+            raise
+        with uninterrupted():
+            before_apply()
+            self._apply(verdict, share.planned, shared)
+            self._metrics.commit()
+            self._exchange.agree(verdict.found_sparse, verdict.bucket_bytes)
+            state.position = after(verdict)
+            self._ledger.applied(group.fence, here, group.size)
+        return verdict
+
+    def _backward(self, parts: Sequence[Share[torch.Tensor]]) -> tuple[float, float]:
+        """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
+        loss, denominator = 0.0, 0.0
+        here = self._state.position
+        for part in parts:
+            if self._draws_rows:
+                draw_rows(
+                    self._state.model, part.row_ids, self._rules.seed, here.epoch, here.phase, here.step
+                )
+            if not len(part):
+                output = self._state.model(*part.features)  # its layers meet those of the other ranks
+                sum(
+                    out.sum() for out in (output if isinstance(output, tuple | list) else (output,))
+                ).backward()
+                continue
+            scored = self._objective(self._state.model, part)
+            self._scaling.backward(scored.total, part.planned)
+            self._metrics.add(scored, part.labels)
+            loss += float(scored.total.detach())
+            denominator += scored.denominator
+        return loss, denominator
+
+    def _check(self, verdict: Verdict, here: Position) -> None:
+        if self._rules.terminate_on_nan and not math.isfinite(verdict.loss):
+            raise FloatingPointError(
+                f"the loss became {verdict.loss} in step {here.step} of epoch {here.epoch}: look at these rows, or "
+                "lower the learning rate (terminate_on_nan=True ended the training before they were applied)."
+            )
+
+    def _apply(self, verdict: Verdict, planned: int, shared: bool) -> None:
+        divisor = verdict.denominator or 1.0  # 0: a loss that the user wants summed
+        if divisor != planned:
+            self._exchange.scale(planned / divisor)
+        self._exchange.drop_absent(verdict.present)
+        if shared:
+            self._buffers.apply()
+        self._scaling.unscale(self._state.optimizer)
+        _clip(self._exchange.parameters, self._rules.clipping)
+        self._scaling.step(self._state.optimizer)
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter], clipping: Clipping) -> None:
+    if clipping.value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, clipping.value)
+    if clipping.norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)

@@ -1,0 +1,135 @@
+"""A torch model in training, as the training loop takes it: state, step, validation, weights.
+
+Shipped by cloudpickle with the user's model, optimizer and loss inside. Main thread only.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.data.loader import StepRows
+from spark_elastic.protocol.types import Position
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.terms import as_set
+from spark_elastic.torch.train.columns import Columns
+from spark_elastic.torch.train.coupling import world_dependence
+from spark_elastic.torch.train.hooks import Hooks
+from spark_elastic.torch.train.metrics import Metrics
+from spark_elastic.torch.train.precision import Scaling
+from spark_elastic.torch.train.snapshot import drawing_by
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.step import Rules, StepTaker
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.trailer import Trailer, Verdict, exchange
+from spark_elastic.worker.seat import engine_of_process
+
+
+class TorchTrainTask(TrainingLoop):
+    """What a worker of the estimator runs."""
+
+    def __init__(self, spec: TrainSpec, brought: Brought) -> None:
+        super().__init__(spec, TorchLearner(spec, brought))
+
+
+class TorchLearner:
+    """See `training.learner.Learner`."""
+
+    def __init__(self, spec: TrainSpec, brought: Brought) -> None:
+        self._spec = spec
+        self._brought = brought
+
+    def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
+        spec, brought = self._spec, self._brought
+        torch.manual_seed(spec.seed)
+        model = brought.model.train()
+        optimizer, schedules = made(model, brought.optimizer, spec.learning_rate, spec.lr_times)
+        self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
+        metrics = [
+            Metrics(brought.metrics, spec.labels, self._objective.logs, prefix) for prefix in ("", "val_")
+        ]
+        self._metrics = metrics
+        self.hooks = Hooks((*schedules, *brought.callbacks), model, optimizer)
+        self.state = TorchState(model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras)
+        self._exchange = GradientExchange(
+            model.named_parameters(), as_set(wire=spec.wire), engine=engine_of_process
+        )
+        rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
+        self._taker = StepTaker(
+            self.state, self._objective, self._exchange, rules, ledger, metrics[0], self._scaling
+        )
+        dtype = self._exchange.parameters[0].dtype
+        shapes, change = spec.label_shapes, brought.transformation
+        self._columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
+
+    def take(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: int,
+        after: Callable[[Verdict], Position],
+        before_apply: Callable[[], None],
+    ) -> Verdict:
+        share, ends = self._columns.share(rows), self.hooks.ends()
+        return self._taker.take(group, share, version, after, before_apply, ends)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.state.model.eval()
+        try:
+            yield
+        finally:
+            self.state.model.train()
+
+    def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
+        spec, here, metrics = self._spec, self.state.position, self._metrics[1]
+        share, loss, denominator = self._columns.share(rows), 0.0, 0.0
+        try:
+            self._objective.begin(group, share, here)
+            with torch.no_grad(), drawing_by(spec.seed, here.epoch, here.phase, here.step, group.rank):
+                for part in share.micro_batches(spec.val_batch_size or spec.batch_size):
+                    scored = self._objective(self.state.model, part)
+                    metrics.add(scored, part.labels)
+                    loss += float(scored.total)
+                    denominator += scored.denominator
+            metrics.gather(group)
+            nothing = np.zeros(0, np.bool_)
+            verdict = exchange(group, Trailer(here, version, 0, len(share), loss, denominator, nothing))
+        except BaseException:
+            metrics.drop()
+            raise
+        metrics.commit()
+        return verdict
+
+    def numbers(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
+        for metrics in self._metrics:
+            found.update(metrics.results())
+        if self._spec.precision == "fp16":
+            found["skipped_steps"] = self._scaling.skipped
+        return found
+
+    def reset(self) -> None:
+        for metrics in self._metrics:
+            metrics.reset()
+
+    def world_dependence(self) -> str | None:
+        return world_dependence(self.state.model)
+
+    def weights(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.state.model.state_dict(), buffer)
+        return buffer.getvalue()
+
+    def close(self) -> None:
+        self._exchange.close()

@@ -1,0 +1,227 @@
+"""Callbacks of Keras: each hook once, writers on rank 0 alone, rank 0's decisions for all, put back where it broke."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from elastic_collectives import CollectiveError
+from spark_elastic.keras.train.hooks import KerasHooks, numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
+
+
+class Counts(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(f"epoch {epoch}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(f"end {epoch} {sorted(logs)}")
+
+
+class Writes(keras.callbacks.ModelCheckpoint):
+    """Writes nothing, but is of the kind that does."""
+
+    def __init__(self) -> None:
+        super().__init__("unused.keras")
+        self.calls = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Nothing."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls += 1
+
+
+def make(*callbacks: Any) -> tuple[KerasHooks, Any]:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return KerasHooks(callbacks, model, PARAMS), model
+
+
+def alone(rank: int = 0, theirs: bytes | None = None) -> Any:
+    """A group whose rank 0 says `theirs`, or what this rank says."""
+    return SimpleNamespace(
+        rank=rank, size=1, allgather_bytes=lambda mine: [mine if theirs is None else theirs]
+    )
+
+
+def test_each_hook_is_called_once_whatever_resets_happen() -> None:
+    counts = Counts()
+    hooks, _ = make(counts)
+    for _ in range(3):  # worlds that go on with the same epoch
+        hooks.world(alone())
+        hooks.epoch_begins(0)
+    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})
+    assert counts.calls == ["begin", "epoch 0", "end 0 ['loss']"]
+
+
+def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
+    stopping = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
+    hooks, model = make(stopping)
+    hooks.world(alone())
+    hooks.epoch_begins(0)
+    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0})
+    hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0})
+    other = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
+    joined, _ = make(other)
+    joined.load(hooks.captured())
+    joined.world(alone(rank=1))
+    assert (other.wait, other.best, other.best_epoch) == (1, 1.0, 0)
+    np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
+
+
+def test_writers_run_on_rank_0_and_their_memory_goes_to_all() -> None:
+    said: list[bytes] = []
+    leader, follower = Writes(), Writes()
+    first, _ = make(leader)
+    first.world(alone())
+    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    first.epoch_ends(told, {"epoch": 0, "loss": 1.0})
+    second, model = make(follower)
+    model.optimizer.learning_rate = 0.25
+    second.world(alone(rank=1))
+    second.epoch_ends(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    assert (leader.calls, follower.calls) == (1, 1)  # the second was told, it did not write
+    assert float(np.asarray(model.optimizer.learning_rate)) == 0.5, "rank 0's rate goes for all"
+
+
+def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
+    reduce, stop = (
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.0),
+        keras.callbacks.EarlyStopping("loss", patience=1),
+    )
+    hooks, model = make(reduce, stop)
+    hooks.world(alone())
+    assert hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0}) is None
+
+    def breaks(mine: bytes) -> list[bytes]:
+        raise CollectiveError([1], "a peer is gone")
+
+    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=breaks)
+    with pytest.raises(CollectiveError):
+        hooks.epoch_ends(broken, {"epoch": 1, "loss": 2.0})
+    assert (float(np.asarray(model.optimizer.learning_rate)), stop.wait, model.stop_training) == (
+        0.5,
+        0,
+        False,
+    )
+    assert hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
+    assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
+
+
+def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    said: list[bytes] = []
+    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    first, _ = make(keras.callbacks.CSVLogger(path))
+    second, _ = make(keras.callbacks.CSVLogger(path))
+    first.world(told)
+    second.world(alone(rank=1))
+    first.epoch_begins(0)
+    first.epoch_ends(told, {"epoch": 0, "loss": 1.0})
+    second.epoch_begins(0)
+    second.epoch_ends(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    second.epoch_begins(1)
+    second.world(alone())  # rank 0 was lost
+    second.epoch_ends(alone(), {"epoch": 1, "loss": 0.5})
+    resumed, _ = make(keras.callbacks.CSVLogger(path))  # all were lost
+    resumed.load(second.captured())
+    resumed.world(alone())
+    resumed.epoch_ends(alone(), {"epoch": 2, "loss": 0.25})
+    for hooks in (first, second, resumed):
+        hooks._callbacks[0].csv_file.close()
+    assert path.read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA", "2,0.25,NA"]
+
+
+@pytest.mark.parametrize("name", ["ProgbarLogger", "TensorBoard"])
+def test_a_writer_of_keras_goes_on_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
+    arguments = {"log_dir": str(tmp_path), "write_graph": False} if name == "TensorBoard" else {}
+    hooks, _ = make(getattr(keras.callbacks, name)(**arguments))
+    hooks.world(alone(rank=1))
+    hooks.epoch_begins(0)
+    hooks.tests_begin()
+    hooks.world(alone())
+    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0})
+    hooks.fit_ends([{"epoch": 0, "loss": 1.0}])
+
+
+def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() -> None:
+    class Told(keras.callbacks.Callback):
+        calls = ""
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.calls += f"{batch} "
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.calls += "test "
+
+        def on_test_end(self, logs: Any = None) -> None:
+            self.calls += f"{logs} "
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.calls += "end"
+
+    told, joined = Told(), Told()
+    hooks, _ = make(told)
+    hooks.epoch_begins(0)
+    hooks.step_begins(0, 0)
+    hooks.step_begins(0, 1)
+    newcomer, _ = make(joined)
+    newcomer.load(hooks.captured())
+    for one in (hooks, newcomer):  # a new world, after step 1 was given up
+        one.world(alone())
+        one.step_begins(0, 1)
+        one.tests_begin()
+        one.tests_begin()
+        one.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0, "val_rows": 7})
+    assert told.calls == joined.calls == "0 1 test {'loss': 2.0} end"
+
+
+def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() -> None:
+    hooks, model = make(keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True))
+    hooks.world(alone())
+    kept = []
+    for epoch, loss in enumerate((2.0, 1.0, 3.0)):
+        model.set_weights([np.full_like(weights, epoch) for weights in model.get_weights()])
+        kept.append(hooks.epoch_ends(alone(), {"epoch": epoch, "loss": loss}))
+    hooks.fit_ends([{"epoch": 2, "loss": 3.0}])
+    assert kept == [None, None, "a callback set stop_training"]
+    assert {float(value) for weights in model.get_weights() for value in weights.ravel()} == {1.0}
+
+
+def test_averaged_weights_are_the_final_ones_as_in_keras() -> None:
+    x, y = np.ones((4, 2), "f"), np.ones((4, 1), "f")
+
+    def averaged() -> Any:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+        return model
+
+    theirs, ours = averaged(), averaged()
+    theirs.fit(x, y, epochs=5, verbose=0)
+    for _ in range(5):
+        ours.train_on_batch(x, y)
+    KerasHooks([], ours, PARAMS).fit_ends([{"epoch": 4, "loss": 0.1}])
+    np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-6)
+
+
+def test_logs_are_those_of_keras() -> None:
+    assert numbers({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
+        "loss": 2.0,
+        "val_loss": 3.0,
+    }

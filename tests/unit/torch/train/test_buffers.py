@@ -1,0 +1,57 @@
+"""Buffers over the ranks: means by rows, and nothing done to what nobody wrote."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastic_collectives import Group
+from spark_elastic.torch.train.buffers import BufferExchange
+from spark_elastic.torch.train.snapshot import ForwardSnapshot
+from tests.unit.torch.worlds import in_a_world
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("table", torch.tensor([0.1, 0.7]))
+        self.register_buffer("running", torch.zeros(2, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("seen", torch.tensor(False))
+        self.register_buffer("rotation", torch.tensor([1j]))
+
+
+def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
+    """Rank 2 has no rows; a mask of infinities must survive its zero share."""
+
+    def work(group: Group) -> Holder:
+        holder, rows = Holder(), (3, 1, 0)[group.rank]
+        before = ForwardSnapshot(holder, holder.modules())
+        exchange = BufferExchange(holder)
+        if rows:
+            holder.get_buffer("running").add_(rows)
+            holder.get_buffer("count").add_(rows)
+            holder.get_buffer("seen").fill_(rows == 1)
+        exchange.send(group, before, rows, 4)
+        exchange.apply()
+        return holder
+
+    for holder in in_a_world(3, work):
+        assert holder.get_buffer("running").tolist() == [2.5, 2.5]
+        assert holder.get_buffer("count").item() == 3
+        assert holder.get_buffer("seen").item() is True
+        for name in ("mask", "table", "rotation"):
+            assert torch.equal(holder.get_buffer(name), Holder().get_buffer(name))
+
+
+def test_a_model_without_buffers_sends_nothing() -> None:
+    model = nn.Linear(1, 1)
+
+    def work(group: Group) -> None:
+        exchange = BufferExchange(model)
+        if group.rank == 0:  # a collective would wait for the other rank
+            exchange.send(group, ForwardSnapshot(model, model.modules()), 1, 1)
+            exchange.apply()
+
+    in_a_world(2, work)

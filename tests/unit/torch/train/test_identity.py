@@ -1,0 +1,102 @@
+"""What a run of the torch estimator is bound to among the user's objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
+
+from spark_elastic.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.training.identity import WEIGHTS
+
+
+class Own(nn.Module):
+    def __init__(self, slope: float = 0.1) -> None:
+        super().__init__()
+        self.slope, self.folder, self.layer = slope, str(id(self)), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.leaky_relu(self.layer(x), self.slope)
+
+
+def made(seed: int = 1, **changes: Any) -> Brought:
+    torch.manual_seed(seed)
+    plain = Brought(Own(), lambda params: torch.optim.SGD(params, lr=0.1), (nn.MSELoss(),))
+    return replace(plain, **changes)
+
+
+def differing(one: Brought, other: Brought) -> list[str]:
+    before = one.identity()
+    return [name for name, value in other.identity().items() if before[name] != value]
+
+
+def test_the_same_made_twice_is_the_same() -> None:
+    assert differing(made(), made()) == []
+
+
+def test_another_draw_of_weights_is_told_apart_as_such() -> None:
+    assert differing(made(1), made(2)) == [WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model", {"model": Own(slope=0.2)}),
+        ("model", {"model": nn.Sequential(nn.Linear(3, 1))}),
+        ("optimizer", {"optimizer": lambda params: torch.optim.SGD(params, lr=0.2)}),
+        ("optimizer", {"optimizer": lambda params: torch.optim.Adam(params, lr=0.1)}),
+        ("loss", {"losses": (nn.L1Loss(),)}),
+        ("loss", {"losses": (nn.MSELoss(reduction="sum"),)}),
+        ("loss", {"losses": (nn.MSELoss(), nn.MSELoss()), "loss_weights": (0.2, 0.8)}),
+        ("train_minibatch_fn", {"train_minibatch_fn": lambda model, features, labels: model(*features)}),
+        ("transformation_fn", {"transformation": lambda columns: columns}),
+        ("EarlyStopping or BestWeights", {"callbacks": (EarlyStopping(patience=3),)}),
+        ("EarlyStopping or BestWeights", {"callbacks": (BestWeights("loss"),)}),
+        ("learning rate schedule", {"callbacks": (LearningRateSchedule(lambda o: StepLR(o, 1, 0.1)),)}),
+    ],
+)
+def test_another_thing_is_named(name: str, changes: dict[str, Any]) -> None:
+    assert differing(made(), made(**changes))[0] == name
+
+
+def test_class_weights_are_part_of_a_loss() -> None:
+    one, other = (nn.CrossEntropyLoss(torch.tensor([1.0, weight])) for weight in (1.0, 2.0))
+    assert differing(made(losses=(one,)), made(losses=(other,))) == ["loss"]
+    one, other = (partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, w])) for w in (1.0, 2.0))
+    assert differing(made(losses=(one,)), made(losses=(other,))) == ["loss"]
+
+
+def test_an_optimizer_that_is_there_is_read_and_not_copied() -> None:
+    brought = made()
+    rates = [torch.optim.SGD(brought.model.parameters(), lr=rate) for rate in (0.1, 0.1, 0.3)]
+    first, same, other = (replace(brought, optimizer=optimizer) for optimizer in rates)
+    assert differing(first, same) == []
+    assert differing(first, other) == ["optimizer"]
+
+
+class Scheduled(Own):
+    """As a LightningModule has it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def configure_optimizers(self) -> Any:
+        optimizer, factor = torch.optim.SGD(self.parameters(), lr=0.1), self._factor
+        parts: list[LRScheduler] = [LambdaLR(optimizer, lambda e: factor**e), StepLR(optimizer, 2)]
+        return [optimizer], [SequentialLR(optimizer, parts, [2])]
+
+
+def test_the_schedules_that_a_module_makes_are_told_apart() -> None:
+    first, same, other = (
+        made(model=model, optimizer=None, losses=())
+        for model in (Scheduled(0.5), Scheduled(0.5), Scheduled(0.9))
+    )
+    assert differing(first, same) == [WEIGHTS]
+    assert differing(first, other) == ["learning rate schedule", WEIGHTS]

@@ -1,0 +1,108 @@
+"""What a LightningModule is told, and what of it is refused since nothing would call it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.torch.train.lightning import LightningLoss, check_lightning
+from spark_elastic.training.share import Share
+
+SHARE = Share(3, np.arange(3), (torch.ones(3, 2),), (torch.zeros(3),), None)
+GROUP: Any = SimpleNamespace(rank=1, size=4)
+
+
+class Duck(torch.nn.Linear):
+    """What a LightningModule has."""
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        return self(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def stepped(model: torch.nn.Module, here: Position) -> Any:
+    objective = LightningLoss(False, epoch_steps=10)
+    objective.begin(GROUP, SHARE, here)
+    return objective(model, SHARE)
+
+
+@pytest.mark.parametrize(("phase", "global_step"), [(Phase.TRAIN, 23), (Phase.VALIDATE, 30)])
+def test_a_module_is_told_where_training_stands(phase: Phase, global_step: int) -> None:
+    told: list[Any] = []
+
+    class Asks(Duck):
+        def training_step(self, batch: Any, number: int) -> Any:
+            told.append((number, self._trainer))
+            return super().training_step(batch, number)
+
+    model = Asks(2, 1).train(phase is Phase.TRAIN)
+    vars(model)["_trainer"] = None
+    stepped(model, Position(2, phase, 3))
+    ((number, trainer),) = told
+    assert (number, trainer.current_epoch, trainer.global_step) == (3, 2, global_step)
+    assert (trainer.global_rank, trainer.world_size, trainer.validating) == (1, 4, phase is Phase.VALIDATE)
+    assert vars(model)["_trainer"] is None
+    assert "log" not in vars(model)
+    with pytest.raises(AttributeError, match=r"self.trainer has no strategy here: no Trainer runs"):
+        assert trainer.strategy
+
+
+def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
+    class Logs(Duck):
+        def training_step(self, batch: Any, number: int) -> Any:
+            self.log("far", SimpleNamespace(compute=lambda: 1.0))  # type: ignore[operator]
+
+    with pytest.raises(InvalidInput, match=r"self.log\('far', ...\) was given the metric SimpleNamespace"):
+        stepped(Logs(2, 1), Position(0, Phase.TRAIN, 0))
+
+
+def test_hooks_that_nothing_calls_are_named() -> None:
+    class Hooked(Duck):
+        def on_train_epoch_start(self) -> None: ...
+
+        def optimizer_step(self, *args: Any) -> None: ...
+
+    check_lightning(Duck(2, 1))
+    with pytest.raises(
+        InvalidInput, match="defines optimizer_step, on_train_epoch_start, which nothing calls"
+    ):
+        check_lightning(Hooked(2, 1))
+
+
+def test_the_real_package() -> None:
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Real(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            self.log_dict({"epoch": self.current_epoch, "step": self.global_step, "number": number})
+            self.log("rank", self.global_rank, prog_bar=True)
+            assert self.logger is None
+            return self.layer(batch[0])[:, 0]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = Real().train()
+    check_lightning(model)
+    scored = stepped(model, Position(2, Phase.TRAIN, 3))
+    assert scored.logged == {"epoch": 2.0, "step": 23.0, "number": 3.0, "rank": 1.0}
+    assert scored.denominator == 3
+    assert model.current_epoch == 0, "it has no trainer behind the step"
+
+    class Clips(Real):
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(InvalidInput, match="defines configure_gradient_clipping, which"):
+        check_lightning(Clips())

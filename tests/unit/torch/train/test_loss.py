@@ -1,0 +1,196 @@
+"""R8: any split of a batch over ranks and micro-batches gives the gradient that one process has for the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.loss import RowLoss
+
+ROWS, CLASSES = 12, 4
+DRAW = torch.Generator().manual_seed(5)
+X = torch.randn(ROWS, 6, dtype=torch.float64, generator=DRAW)
+CLASS = torch.tensor([0, 1, 2, 3, 0, -100, 2, 2, -100, 0, 1, 3])
+FEW = CLASS.clamp(min=0)
+BEYOND = torch.where(CLASS < 0, 255, CLASS)
+REAL = torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=DRAW)
+SHARE = torch.rand(ROWS, CLASSES, dtype=torch.float64, generator=DRAW)
+BY_CLASS = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+WEIGHTS = torch.rand(ROWS, dtype=torch.float64, generator=DRAW) + 0.1
+MODEL = nn.Linear(6, CLASSES, dtype=torch.float64)
+
+
+def per_row(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().sum(1)
+
+
+def mean_of_rows(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return per_row(output, label).mean()
+
+
+# name -> (the user's loss, what one process takes for the whole batch, label)
+Case = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], torch.Tensor]
+CASES: dict[str, Case] = {
+    name: (loss, loss, label)
+    for name, loss, label in (
+        ("cross entropy, ignored rows", nn.CrossEntropyLoss(), CLASS),
+        ("weighted cross entropy", nn.CrossEntropyLoss(weight=BY_CLASS), CLASS),
+        ("smoothed", nn.CrossEntropyLoss(weight=BY_CLASS, label_smoothing=0.1), CLASS),
+        ("ignored beyond the weights", nn.CrossEntropyLoss(weight=BY_CLASS, ignore_index=255), BEYOND),
+        ("class probabilities", nn.CrossEntropyLoss(weight=BY_CLASS), SHARE),
+        ("summed cross entropy", nn.CrossEntropyLoss(weight=BY_CLASS, reduction="sum"), CLASS),
+        ("function cross_entropy", F.cross_entropy, CLASS),
+        ("function nll_loss", F.nll_loss, CLASS),
+        ("partial cross_entropy", partial(F.cross_entropy, weight=BY_CLASS, label_smoothing=0.1), CLASS),
+        ("partial nll_loss", partial(F.nll_loss, weight=BY_CLASS), CLASS),
+        ("partial of squares, summed", partial(F.mse_loss, reduction="sum"), REAL),
+        ("partial of another, summed", partial(F.soft_margin_loss, reduction="sum"), REAL),
+        ("mean squares", nn.MSELoss(), REAL),
+        ("summed squares", nn.MSELoss(reduction="sum"), REAL),
+        ("Huber", nn.HuberLoss(), REAL),
+        ("binary", nn.BCEWithLogitsLoss(pos_weight=BY_CLASS), SHARE),
+        ("divergence", nn.KLDivLoss(reduction="batchmean"), SHARE),
+        ("margins", nn.MultiMarginLoss(weight=BY_CLASS), FEW),
+        ("a mean of one's own", mean_of_rows, REAL),
+    )
+}
+CASES["one loss per row"] = (per_row, mean_of_rows, REAL)
+CASES["unreduced"] = (nn.MSELoss(reduction="none"), nn.MSELoss(), REAL)
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def in_parts(
+    loss: RowLoss, label: torch.Tensor, weights: torch.Tensor | None, cuts: Sequence[int]
+) -> torch.Tensor:
+    """As the ranks do it: sums scaled by the planned rows, divided by the true denominator at the end."""
+    model = copy.deepcopy(MODEL)
+    denominator = 0.0
+    for first, last in zip([0, *cuts], [*cuts, ROWS], strict=True):
+        if first < last:
+            part = None if weights is None else weights[first:last]
+            summed = loss(model(X[first:last]), (label[first:last],), part)
+            (summed.total / ROWS).backward()  # type: ignore[no-untyped-call]
+            denominator += summed.denominator
+    return gradient(model) * (ROWS / (denominator or 1.0))
+
+
+CUTS = st.lists(st.integers(0, ROWS), max_size=5).map(sorted)
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(cuts=CUTS)
+def test_r08_any_split_gives_the_gradient_of_the_whole_batch(name: str, cuts: list[int]) -> None:
+    loss, reference, label = CASES[name]
+    model = copy.deepcopy(MODEL)
+    reference(model(X), label).backward()  # type: ignore[no-untyped-call]
+    whole = gradient(model)
+    assert (in_parts(RowLoss(loss), label, None, cuts) - whole).abs().max() <= 1e-12 * whole.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", ["weighted cross entropy", "mean squares", "function cross_entropy", "one loss per row"]
+)
+@given(cuts=CUTS)
+def test_r08_sample_weights_enter_sum_and_denominator(name: str, cuts: list[int]) -> None:
+    loss, _, label = CASES[name]
+    model = copy.deepcopy(MODEL)
+    if label is CLASS:
+        by_class = BY_CLASS if name.startswith("weighted") else torch.ones(CLASSES, dtype=torch.float64)
+        rows = F.cross_entropy(model(X), label, by_class, reduction="none")
+        divisors = torch.where(label >= 0, by_class[label.clamp(min=0)], 0.0)
+    else:
+        output = model(X)
+        rows = per_row(output, label) if loss is per_row else (output - label).pow(2).mean(1)
+        divisors = torch.ones(ROWS, dtype=torch.float64)
+    ((rows * WEIGHTS).sum() / (divisors * WEIGHTS).sum()).backward()  # type: ignore[no-untyped-call]
+    whole = gradient(model)
+    parts = in_parts(RowLoss(loss, weighted=True), label, WEIGHTS, cuts)
+    assert (parts - whole).abs().max() <= 1e-12 * whole.abs().max()
+
+
+def test_tokens_are_counted_not_rows() -> None:
+    """(n, C, t) outputs: rows with many ignored tokens weigh less."""
+    output = torch.randn(6, 3, 5, dtype=torch.float64, requires_grad=True)
+    label = torch.randint(0, 3, (6, 5))
+    label[1, 1:] = -100
+    whole = torch.autograd.grad(nn.CrossEntropyLoss()(output, label), output)[0]
+    loss = RowLoss(nn.CrossEntropyLoss())
+    sums = [loss(output[part], (label[part],), None) for part in (slice(0, 2), slice(2, 6))]
+    total = sum(s.total for s in sums) / sum(s.denominator for s in sums)
+    assert torch.allclose(torch.autograd.grad(total, output)[0], whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_is_taken_as_it_comes(reduction: str) -> None:
+    """Output (n, t, C): the user's own wrapper turns it as CTC wants it."""
+
+    class Ctc(nn.CTCLoss):
+        def forward(self, output: Any, label: Any) -> Any:  # type: ignore[override]
+            turned = output.log_softmax(2).transpose(0, 1)
+            rows = len(label)
+            return super().forward(turned, label, torch.full((rows,), 8), torch.full((rows,), 3))
+
+    output = torch.randn(4, 8, 5, dtype=torch.float64, requires_grad=True)
+    label = torch.randint(1, 5, (4, 3))
+    whole = Ctc(reduction=reduction)(output, label)
+    loss = RowLoss(Ctc(reduction=reduction))
+    sums = [loss(output[part], (label[part],), None) for part in (slice(0, 1), slice(1, 4))]
+    denominator = sum(s.denominator for s in sums) or 1.0
+    assert sum(float(s.total.detach()) for s in sums) / denominator == pytest.approx(
+        float(whole.detach()), rel=1e-12
+    )
+
+
+def test_the_users_loss_stays_as_it_is() -> None:
+    loss = nn.MSELoss()
+    RowLoss(loss)(REAL, (SHARE,), None)
+    assert loss.reduction == "mean"
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("loss", "output", "says"),
+    [
+        (lambda output, label: 3.0, REAL, "returned float"),
+        (lambda output, label: output[:5, 0], REAL, "5 numbers for 12 rows"),
+        (nn.MSELoss(), REAL[:, :1, None], r"made \(12, 1, 12\) out of the model's output \(12, 1, 1\)"),
+        (lambda output, label: (output - label) ** 2, REAL[:, :1], r"made \(12, 12\) out of"),
+    ],
+)
+def test_losses_of_a_wrong_shape_are_named(loss: Any, output: torch.Tensor, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        RowLoss(loss)(output, (REAL[:, 0],), None)
+
+
+def test_sample_weights_need_a_loss_per_row() -> None:
+    with pytest.raises(InvalidInput, match="sample_weight_col"):
+        RowLoss(mean_of_rows, weighted=True)(REAL, (SHARE,), WEIGHTS)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.HuberLoss(), nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_a_label_per_row_meets_an_output_of_one_column(loss: Any, weights: torch.Tensor | None) -> None:
+    """Alone torch would compare each row's output with every row's label."""
+    output, label = REAL[:, :1], SHARE[:, 0]
+    ours = RowLoss(loss, weights is not None)(output, (label,), weights)
+    theirs = RowLoss(loss, weights is not None)(output[:, 0], (label,), weights)
+    assert torch.allclose(ours.total, theirs.total)
+    assert ours.denominator == theirs.denominator
+
+
+def test_a_partial_that_its_module_does_not_know_is_named() -> None:
+    with pytest.raises(InvalidInput, match="a partial of mse_loss with beta, which MSELoss does not take"):
+        RowLoss(partial(F.mse_loss, beta=2.0))

@@ -1,0 +1,151 @@
+"""Metrics over steps and worlds: what a newcomer takes over, what the history is given, what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.metrics import Metrics, named
+from spark_elastic.torch.train.objective import Scored
+from spark_elastic.torch.train.state import TorchState
+from tests.unit.torch.worlds import in_a_world
+
+
+class Far(torch.nn.Module):
+    """In torchmetrics' form: accumulators that `state_dict` leaves out until they are persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.rows = torch.zeros(()), 0
+        self._persistent, self._update_count = False, 0
+
+    def persistent(self, mode: bool = False) -> None:
+        self._persistent = mode
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self._update_count += 1
+        self.total = self.total + (output - label).abs().sum()
+        self.rows += len(label)
+
+    def compute(self) -> Any:
+        assert self._update_count
+        return self.total / self.rows
+
+    def reset(self) -> None:
+        self.total, self.rows, self._update_count = torch.zeros(()), 0, 0
+
+    def get_extra_state(self) -> Any:
+        return {"total": self.total, "rows": self.rows} if self._persistent else {}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.total, self.rows = state["total"], state["rows"]
+
+
+class Wrapped(torch.nn.Module):
+    """One that holds another, and computes several numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Far()
+
+    def update(self, *arguments: torch.Tensor) -> None:
+        self.inner.update(*arguments)
+
+    def compute(self) -> Any:
+        return {"mean": self.inner.compute(), "curve": (torch.ones(2), torch.zeros(3))}
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+
+STEPS = [([0.0, 2.0], [1.0, 1.0]), ([5.0], [1.0]), ([1.0, 1.0, 1.0], [0.0, 1.0, 3.0])]
+
+
+def counted(metrics: Metrics, group: Group, step: tuple[list[float], list[float]]) -> None:
+    """Rank 0 has the rows."""
+    if group.rank == 0:
+        output, label = (torch.tensor(side) for side in step)
+        metrics.add(Scored(torch.zeros(()), len(label), (output,)), (label,))
+    metrics.gather(group)
+    metrics.commit()
+
+
+def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
+    def fresh() -> tuple[Metrics, TorchState]:
+        net = torch.nn.Linear(1, 1)
+        metrics = Metrics(named([Far(), Wrapped()]), ["y"], logs=False)
+        return metrics, TorchState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
+
+    def work(group: Group) -> tuple[Any, Any, Any]:
+        metrics, state = fresh()
+        for step in STEPS[:2]:
+            counted(metrics, group, step)
+        if group.rank == 1:
+            metrics, state = fresh()
+        state.sync(group, 0, [1])
+        counted(metrics, group, STEPS[2])
+        resumed, other = fresh()
+        other.restore(state.copied()())
+        results = metrics.results(), resumed.results()
+        metrics.reset()
+        counted(metrics, group, STEPS[1])
+        return *results, metrics.results()
+
+    done = in_a_world(2, work)
+    far, curve = (2 + 4 + 3) / 6, [[1.0, 1.0], [0.0, 0.0, 0.0]]
+    for whole, resumed, after in done:
+        assert whole == resumed == {"far": far, "wrapped_mean": far, "wrapped_curve": curve}
+        assert (after["far"], after["wrapped_mean"]) == (4.0, 4.0)
+    assert done[0] == done[1]
+
+
+def test_what_computes_no_numbers_is_named() -> None:
+    metrics = Metrics({"odd": SimpleNamespace()}, ["y"], logs=False)
+    metrics._objects = {"odd": ("odd", SimpleNamespace(compute=lambda: {"a": "text"}))}
+    metrics._updates = 1
+    with pytest.raises(InvalidInput, match="the metric 'odd_a' computed 'text': compute must return numbers"):
+        metrics.results()
+
+
+def test_a_collection_is_its_members() -> None:
+    far = Far()
+    methods = dict.fromkeys(("update", "compute", "reset"), print)
+    members: Any = SimpleNamespace(items=lambda: [("a", far), ("b", far)], **methods)
+    assert list(named(members)) == ["a", "b"]
+    assert list(named([members, far])) == ["a", "b", "far"]
+    assert list(named({"m": members, "far": far})) == ["m_a", "m_b", "far"]
+    assert list(named(far)) == ["far"]
+    with pytest.raises(InvalidInput, match="two metrics have the same name"):
+        named([members, members])
+
+
+def test_the_real_torchmetrics() -> None:
+    given = pytest.importorskip("torchmetrics")
+    kinds = given.classification
+    classes = kinds.MulticlassAccuracy(num_classes=2, average=None)
+    collection = given.MetricCollection([kinds.BinaryAccuracy(), kinds.BinaryF1Score()])
+    metrics = [
+        collection,
+        kinds.BinaryAUROC(),
+        given.ClasswiseWrapper(classes),
+        kinds.BinaryROC(thresholds=3),
+    ]
+    first, joined = (Metrics(named(metrics), ["y"], logs=False) for _ in range(2))
+    steps = [([0.0, 1.0, 0.0], [0, 1, 1]), ([1.0, 0.0], [0, 1])]
+    both = [(torch.tensor(output), torch.tensor(label)) for output, label in steps]
+    first._update([both[0][0]], [both[0][1]])
+    joined.load_state_dict(first.state_dict())
+    for each in (first, joined):
+        each._update([both[1][0]], [both[1][1]])
+    found = first.results()
+    assert found == joined.results()
+    assert found["BinaryAccuracy"] == pytest.approx(0.4)
+    assert found["classwisewrapper_multiclassaccuracy_0"] == 0.5
+    assert np.shape(found["binaryroc"]) == (3, 3)
+    assert {"BinaryF1Score", "binaryauroc"} < set(found)

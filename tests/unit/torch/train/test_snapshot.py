@@ -1,0 +1,61 @@
+"""R3: what a forward pass changes comes back."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, rng_state, set_rng_state
+
+
+def test_r03_buffers_come_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    x = torch.randn(8, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    snapshot = ForwardSnapshot(model, model.modules())
+    model(x)
+    assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
+    assert snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
+    snapshot.restore()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
+
+
+class Decaying(nn.Module):
+    """Its forward pass puts a new tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.5
+        return x * self.mean
+
+
+def test_r03_a_replaced_buffer_comes_back() -> None:
+    model = nn.Sequential(Decaying())
+    snapshot = ForwardSnapshot(model, model.modules())
+    model(torch.ones(2))
+    assert snapshot.wrote("0.mean", model.get_buffer("0.mean"))
+    snapshot.restore()
+    assert torch.equal(model.get_buffer("0.mean"), torch.ones(2))
+
+
+def test_r03_draws_follow_from_the_key_and_leave_the_generators_alone() -> None:
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    kept = rng_state()
+    plain = draw()
+    set_rng_state(kept)
+    drawn = []
+    for key in [(1, 0, 2), (1, 0, 2), (1, 0, 3)]:
+        with drawing_by(*key):
+            drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+    assert draw() == plain

@@ -1,0 +1,96 @@
+"""What users keep in optimizers and callbacks goes through a checkpoint, or is refused by name."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.torch.train.hooks import Hooks
+from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.state_bytes import readable
+
+
+class Keeps(Callback):
+    def __init__(self, kept: Any = None) -> None:
+        self.kept = kept
+
+
+def made(callback: Callback, **settings: Any) -> TorchState:
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), **({"lr": 0.1} | settings))
+    hooks = Hooks([callback], net, optimizer)
+    return TorchState(net, optimizer, hooks.callbacks, history=[])
+
+
+def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
+    kept = {
+        "best": np.float64(1.5),
+        "seen": {np.int64(3)},
+        np.int64(7): [np.float32(0.5), np.bool_(True)],
+        "array": np.arange(3.0),
+        "empty": np.zeros((0, 2), np.float32),
+        "scalar": np.array(2.0),
+        "none": None,
+    }
+    state = made(Keeps(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
+    readable(kept, "callback Keeps")
+    state.restore(state.copied()())
+    found = state.schedulers[0].kept
+    assert found["array"].dtype == np.float64
+    assert found.pop("scalar").shape == ()
+    assert found["empty"].shape == (0, 2)
+    assert [found.pop("array").tolist(), found.pop("empty").tolist()] == [[0.0, 1.0, 2.0], []]
+    assert found == {"best": 1.5, "seen": {3}, 7: [0.5, True], "none": None}
+    assert state.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_a_schedule_of_numpys_exp_comes_back() -> None:
+    schedule = LearningRateSchedule(
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: np.exp(-0.1 * e))
+    )
+    state = made(schedule)
+    state.optimizer.step()
+    schedule.on_epoch_end(None, {})  # type: ignore[arg-type]
+    rate = state.optimizer.param_groups[0]["lr"]
+    state.restore(state.copied()())
+    assert state.optimizer.param_groups[0]["lr"] == rate == pytest.approx(0.1 * np.exp(-0.1))
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        (deque([1]), "the deque of callback Keeps, at 'kept'"),
+        ([Keeps()], "the Keeps of"),
+        (np.array(["a"]), "the array of <U1 of"),
+        (lambda: 1, "the function of"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_is_refused_by_name(kept: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        readable(Keeps(kept).state_dict(), "callback Keeps")
+
+
+class Warms(Callback):
+    def on_fit_begin(self, training: Any) -> None:
+        training.learning_rate = 0.01
+
+
+def test_p4_what_a_newcomer_sets_as_it_begins_gives_way_to_the_state() -> None:
+    class Alone:
+        rank, size = 0, 1
+
+    old, new = made(Warms()), made(Warms())
+    hooks = [Hooks([s.schedulers[0]], s.model, s.optimizer) for s in (old, new)]
+    for each in hooks:
+        each.begins(Alone)  # type: ignore[arg-type]
+        each.begins(Alone)  # type: ignore[arg-type]
+    old.optimizer.param_groups[0]["lr"] = 0.04
+    new.load(old.capture())
+    hooks[1].world(Alone)  # type: ignore[arg-type]
+    assert new.optimizer.param_groups[0]["lr"] == 0.04

@@ -1,0 +1,314 @@
+"""A step of the whole world: as one process takes it, whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.protocol.types import START, Phase, Position
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.train.metrics import Metrics
+from spark_elastic.torch.train.objective import ModelLoss
+from spark_elastic.torch.train.precision import Scaling
+from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.step import Rules, StepTaker
+from spark_elastic.training.apply_section import uninterrupted
+from spark_elastic.training.ledger import NullLedger
+from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Clipping
+from tests.unit.torch.worlds import in_a_world
+
+ROWS = 10
+X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(ROWS) % 3
+NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+NORMED = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+NEXT = Position(0, Phase.TRAIN, 1)
+
+
+class Order(NullLedger):
+    """Which lines came in which order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: Any) -> None:
+        self.lines.append(f"contributes {row_ids.tolist()}")
+
+    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+        self.lines.append("applied")
+
+
+class Trainee:
+    """A state and what takes its steps."""
+
+    def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
+        self.model = copy.deepcopy(model)
+        self.state = TorchState(
+            self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
+        )
+        self.exchange = GradientExchange(self.model.named_parameters(), Terms(bucket_bytes=64))
+        self.ledger = Order()
+        objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
+        rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
+        metrics = Metrics({}, ["y"], logs=False)
+        self.taker = StepTaker(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
+
+    def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda verdict: NEXT) -> Any:
+        part = slice(rows.start, rows.stop)
+        share = Share(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
+        return self.taker.take(group, share, 0, then)
+
+
+def even(group: Group) -> range:
+    return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
+
+
+def plain(model: nn.Module, steps: int = 1) -> nn.Module:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), Y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> None:
+    """12 ranks for 10 rows: two have none."""
+
+    def work(group: Group) -> tuple[nn.Module, str, Any]:
+        trainee = Trainee(NET)
+        trainee.take(group, even(group))
+        verdict = trainee.take(group, even(group))
+        trainee.exchange.close()
+        return trainee.model, trainee.state.digest(), verdict
+
+    done = in_a_world(size, work)
+    assert len({digest for _, digest, _ in done}) == 1
+    assert done[0][2].rows == ROWS
+    assert done[0][2].denominator == ROWS
+    assert same(done[0][0], plain(NET, 2))
+
+
+def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
+    """Weight decay moves whatever has a gradient, be it zero."""
+
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.frozen = (nn.Linear(5, 3).double() for _ in range(3))
+            self.tied = self.used
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.used(x) + self.tied(x) + self.frozen(x)
+
+    model = Forked()
+
+    def work(group: Group) -> nn.Module:
+        trainee = Trainee(model)
+        trainee.take(group, even(group))
+        assert trainee.model.unused.weight.grad is None  # type: ignore[union-attr]
+        trainee.exchange.close()
+        return trainee.model
+
+    replicas = in_a_world(2, work)
+    assert all(same(replica, plain(model)) for replica in replicas)
+
+
+def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
+    def work(group: Group) -> dict[str, Any]:
+        trainee = Trainee(NORMED, batch_size=ROWS)
+        trainee.take(group, range(4) if group.rank == 0 else range(4, ROWS))
+        trainee.exchange.close()
+        return dict(trainee.model.named_buffers())
+
+    first, second = in_a_world(2, work)
+    hidden = NORMED[0](X).detach()
+    mean = 0.1 * (hidden[:4].mean(0) * 0.4 + hidden[4:].mean(0) * 0.6)
+    assert torch.allclose(first["1.running_mean"], mean, rtol=0, atol=1e-12)
+    assert int(first["1.num_batches_tracked"]) == 1
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_r09_each_rank_drops_for_itself_and_the_generators_stay_equal() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3).double())
+
+    def masks(own_rank: int) -> list[torch.Tensor]:
+        class Alone:
+            rank, size, fence = own_rank, 1, (1, 1)
+
+            def allgather(self, array: Any) -> Any:
+                return array[None]
+
+        trainee = Trainee(model, batch_size=ROWS)
+        seen: list[torch.Tensor] = []
+        trainee.model[0].register_forward_hook(lambda module, given, out: seen.append(out == 0))  # type: ignore[index]
+        for _ in range(2):
+            trainee.take(Alone(), range(ROWS))  # type: ignore[arg-type]
+        trainee.exchange.close()
+        return seen
+
+    generator = torch.get_rng_state()
+    first, second, again = masks(0), masks(1), masks(0)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_r02_a_rank_writes_its_rows_before_any_bucket_goes_out() -> None:
+    trainee = Trainee(NET)
+    seen: list[list[str]] = []
+
+    def work(group: Group) -> None:
+        class Watching:
+            rank, size, fence = group.rank, 2, group.fence
+            allgather, buffer, abort = group.allgather, group.buffer, group.abort
+
+            def allreduce(self, array: Any, *what: Any, **how: Any) -> None:
+                seen.append(list(trainee.ledger.lines))
+                group.allreduce(array, *what, **how)
+
+        if group.rank == 0:
+            trainee.take(Watching(), even(group))  # type: ignore[arg-type]
+            trainee.exchange.close()
+        else:
+            other = Trainee(NET)
+            other.take(group, even(group))
+            other.exchange.close()
+
+    in_a_world(2, work)
+    assert seen
+    assert all(lines == ["contributes [0, 1, 2, 3, 4]"] for lines in seen)
+    assert trainee.ledger.lines[-1] == "applied"
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: int) -> None:
+    """It breaks at the layout's hash (0), at an allreduce on its way (bucket, then buffers), or at the trailer (4)."""
+    model = nn.Sequential(NORMED, nn.Dropout(0.5), nn.Linear(3, 3).double())
+
+    def work(group: Group) -> None:
+        trainee = Trainee(model)
+        trainee.exchange.close()
+        trainee.exchange = GradientExchange(trainee.model.named_parameters())  # one bucket
+        trainee.taker._exchange = trainee.exchange
+
+        class Breaking:
+            rank, size, fence = 0, 2, (1, 1)
+            calls = 0
+
+            def buffer(self, nbytes: int) -> Any:
+                return np.zeros(nbytes, np.uint8)
+
+            def allreduce(self, array: Any, op: str = "sum", **how: Any) -> None:
+                array.fill(7)
+                self._call()
+
+            def allgather(self, array: Any) -> Any:
+                self._call()
+                return np.stack([array, array])
+
+            def abort(self, reason: str) -> None: ...
+
+            def _call(self) -> None:
+                self.calls += 1
+                if self.calls > at:
+                    raise CollectiveError((1,), "broken for the test")
+
+        torch.manual_seed(3)
+        before, draws = trainee.state.digest(), torch.get_rng_state()
+        with pytest.raises(CollectiveError, match="broken for the test"):
+            trainee.take(Breaking(), range(5))  # type: ignore[arg-type]
+        assert trainee.state.digest() == before
+        assert trainee.state.position == START
+        assert torch.equal(torch.get_rng_state(), draws)
+        assert "applied" not in trainee.ledger.lines
+        trainee.take(group, range(ROWS))
+        torch.manual_seed(3)
+        undisturbed = Trainee(model)
+        undisturbed.take(group, range(ROWS))
+        assert trainee.state.digest() == undisturbed.state.digest()
+        trainee.exchange.close()
+        undisturbed.exchange.close()
+
+    in_a_world(1, work)
+
+
+def test_r03_an_exception_of_the_users_with_buckets_under_way_is_drained() -> None:
+    """A hook raises while the first bucket waits for a peer: the next step must not share its memory."""
+    trainees = [Trainee(NET, batch_size=ROWS) for _ in range(2)]
+
+    def breaks(group: Group) -> None:
+        if group.rank == 0:
+            handle = trainees[0].model[0].weight.register_post_accumulate_grad_hook(_raise)  # type: ignore[index]
+            with pytest.raises(ZeroDivisionError):
+                trainees[0].take(group, range(5))
+            handle.remove()
+            assert trainees[0].exchange.under_way
+
+    def goes_on(group: Group) -> None:
+        trainees[group.rank].take(group, even(group))
+
+    in_a_world(2, breaks)
+    in_a_world(2, goes_on, generation=2)
+    for trainee in trainees:
+        assert same(trainee.model, plain(NET))
+        trainee.exchange.close()
+
+
+def _raise(parameter: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_r06_ranks_at_different_positions_do_not_step() -> None:
+    def work(group: Group) -> None:
+        trainee = Trainee(NET)
+        trainee.state.position = Position(0, Phase.TRAIN, group.rank)
+        before = trainee.state.digest()
+        with pytest.raises(CollectiveError):
+            trainee.take(group, even(group))
+        assert trainee.state.digest() == before
+        trainee.exchange.close()
+
+    in_a_world(2, work)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises; a shell starts what it puts into the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    through = False
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the interrupt comes at the block's end
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            through = True
+    assert through
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,34 @@
+"""A step of a net with SyncBatchNorm equals that of one process with the whole batch, on ranks without rows as well."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from elastic_collectives import Group
+from spark_elastic.torch import SyncBatchNorm
+from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.torch.train.test_step import ROWS, Trainee, plain, same
+
+
+@pytest.fixture(autouse=True)
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_r09_statistics_are_those_of_the_steps_rows_whoever_has_them(size: int) -> None:
+    """Shares of 4, 0 and 6 rows, and micro-batches of 3, which such a net is not cut into."""
+    net = nn.Sequential(nn.Linear(5, 6), SyncBatchNorm(6), nn.Linear(6, 3)).double()
+    shares = [range(ROWS)] if size == 1 else [range(4), range(4, 4), range(4, ROWS)]
+
+    def work(group: Group) -> tuple[nn.Module, str]:
+        trainee = Trainee(net)
+        for _ in range(2):
+            trainee.take(group, shares[group.rank])
+        trainee.exchange.close()
+        return trainee.model, trainee.state.digest()
+
+    replicas = among_fakes(size, work)
+    assert len({digest for _, digest in replicas}) == 1
+    assert same(replicas[0][0], plain(net, steps=2))

@@ -1,0 +1,191 @@
+"""A whole training in a world of threads equals one process: losses, schedules, callbacks, metrics, validation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_collectives import Group
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.torch.callbacks import Callback, Training
+from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.training.loop import CHANGE, _recorded
+from spark_elastic.worker.program import Stopped
+from tests.component.torch.job import ROWS, RUN, difference, make_data
+from tests.component.torch.test_training_hooks import HookedJob, make_job, plain, same_history
+from tests.unit.torch.worlds import in_a_world
+
+pytestmark = pytest.mark.native
+
+
+def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
+    (store, manifest), job = make_data(tmp_path), make_job()
+    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    told: list[Any] = []
+
+    def work(group: Group) -> tuple[Any, Any]:
+        report = told.append if group.rank == 0 else lambda numbers: None
+        session: Any = SimpleNamespace(
+            membership_version=lambda: 0, tell=lambda position: None, report=report
+        )
+        task = job.task(store, manifest)
+        task._spec = replace(task._spec, checkpoints=None)
+        task.prepare()
+        outcome = task.run(world, group, session)
+        task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
+        task.close()
+        return task._learner.state.model.state_dict(), outcome
+
+    (ours, outcome), *_ = in_a_world(2, work)
+    theirs, history = plain(job, store, manifest)
+    assert difference(ours, theirs) < 1e-9
+    same_history(SimpleNamespace(results=[outcome.result]), history)
+    shows_what_the_history_has(told, json.loads(outcome.result)["history"])
+
+
+def shows_what_the_history_has(told: list[Any], history: list[Any]) -> None:
+    """Each report has the numbers of the last closed epoch, for the progress line, the status page and /metrics."""
+    names = {name for name, value in history[0].items() if isinstance(value, float)} - {"seconds", "loss"}
+    steps = history[0]["steps"]
+    assert {"val_loss", "learning_rate"} < names
+    assert not names & told[0].keys()
+    for entry in history:
+        closing = told[(entry["epoch"] + 1) * (steps + 1) - 1]
+        assert (closing["epoch"], closing["step"]) == (entry["epoch"], steps)
+        assert {name: closing[name] for name in (*names, "loss")} == {
+            name: entry[name] for name in (*names, "loss")
+        }
+    assert told[steps + 1]["val_loss"] == history[0]["val_loss"], "stays until the next epoch's is known"
+    assert told[-1] == closing
+
+
+class Warms(Callback):
+    def on_fit_begin(self, training: Training) -> None:
+        training.learning_rate = 0.01
+
+
+def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path) -> None:
+    (store, manifest), job = make_data(tmp_path), make_job()
+    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=(1,))
+
+    def work(group: Group) -> float:
+        task = job.task(store, manifest)
+        learner: Any = task._learner
+        learner._brought = replace(learner._brought, callbacks=(Warms(),))
+        task.prepare()
+        if group.rank == 0:  # three epochs later
+            task._hooks.begins(group)
+            learner.state.optimizer.param_groups[0]["lr"] = 0.04
+        task.sync(world, group)
+        task._hooks.world(group)
+        task.close()
+        return float(learner.state.optimizer.param_groups[0]["lr"])
+
+    assert in_a_world(2, work) == [0.04, 0.04]
+
+
+def test_the_history_keeps_plain_values() -> None:
+    assert _recorded({"a": np.int64(3), "b": np.arange(2), "c": np.float32(0.5)}) == {
+        "a": 3,
+        "b": [0, 1],
+        "c": 0.5,
+    }
+    with pytest.raises(InvalidInput, match="a callback added a set to logs"):
+        _recorded({"a": {1}})
+
+
+@dataclass(frozen=True)
+class EndingJob(HookedJob):
+    """`who` asks for the end before step 4 of epoch 0."""
+
+    who: int = 0
+
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+        task = super().task(store, manifest, ledger)
+        learner: Any = task._learner
+        brought = learner._brought
+        learner._brought = replace(brought, callbacks=(*brought.callbacks, Ends(self.who)))
+        return task
+
+
+class Ends(Callback):
+    def __init__(self, who: int) -> None:
+        self._who = who
+
+    def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
+        if (epoch, step, training.rank) == (0, 4, self._who):
+            training.stop("enough")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path: Path) -> None:
+    (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
+    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    session: Any = SimpleNamespace(
+        membership_version=lambda: 0, tell=lambda position: None, report=lambda numbers: None
+    )
+
+    def work(group: Group) -> Any:
+        task = job.task(store, manifest)
+        task._spec = replace(task._spec, checkpoints=None)
+        task.prepare()
+        outcome: Any = task.run(world, group, session)
+        task.close()
+        return json.loads(outcome.result)["history"]
+
+    plan = job.plan(manifest)
+    for history in in_a_world(2, work):
+        steps = 5 if who == 0 else plan.steps
+        assert [entry["epoch"] for entry in history] == ([0] if who == 0 else [0, 1])
+        assert [entry["steps"] for entry in history] == [steps] * len(history)
+        assert {entry["rows"] for entry in history} == {sum(map(plan.step_size, range(steps)))}
+        assert {entry["planned"] for entry in history} == {entry["rows"] for entry in history}
+        assert {entry["val_rows"] for entry in history} == {ROWS}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "last", "here"),
+    [
+        pytest.param(8, 4, Position(0, Phase.TRAIN, 4), id="inside an epoch"),
+        pytest.param(ROWS // 3, 1, Position(1, Phase.TRAIN, 0), id="epochs of one step"),
+    ],
+)
+def test_r18_behind_the_last_boundary_the_very_step_is_durable(
+    tmp_path: Path, batch_size: int, last: int, here: Position
+) -> None:
+    """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""
+    (store, manifest), job = make_data(tmp_path), replace(make_job(), batch_size=batch_size)
+    world: Any = SimpleNamespace(version=0, fence=Fence(1, 1), source=0, resume=(), receivers=())
+    told: list[Checkpoint] = []
+
+    def work(group: Group) -> tuple[Any, Any]:
+        heard = iter([0] * (last - 1 + group.rank) + [LAST_CHANGE] * job.workers)
+        session: Any = SimpleNamespace(
+            membership_version=lambda: next(heard),
+            tell=lambda position: None,
+            report=lambda numbers: None,
+            wrote_checkpoint=told.append,
+        )
+        task = job.task(store, manifest)
+        rare = CheckpointPolicy(RUN, 100_000, None)
+        task._spec = replace(task._spec, checkpoints=rare, validation=None)
+        task.prepare()
+        outcome = task.run(world, group, session)
+        task.close()
+        return outcome, task.position()
+
+    assert in_a_world(2, work) == [(Stopped(CHANGE), here)] * 2
+    (checkpoint,) = told
+    assert checkpoint.position == here
+    Checkpoints(store, RUN).read_newest((checkpoint,))
