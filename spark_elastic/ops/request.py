@@ -12,7 +12,6 @@ BROADCAST = "broadcast"
 ALLTOALL = "alltoall"
 REDUCESCATTER = "reducescatter"
 BARRIER = "barrier"
-RAGGED = (ALLGATHER, ALLTOALL)  # ranks may differ in the first dimension
 JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part
 
 
