@@ -256,8 +256,9 @@ native_programs() { ctest --test-dir "$NATIVE" --output-on-failure --no-tests=ig
 verb_bench() { # all benchmarks, or those named: bench recovery [...]
     setup
     local name names=("$@")
-    if [ $# = 0 ]; then names=($(cd benchmarks && ls ./*.py | sed -E 's#^\./(.*)\.py#\1#' | grep -vxE "report|regroup|swarm")); fi
+    if [ $# = 0 ]; then names=(benchmarks/*.py); fi
     for name in "${names[@]}"; do
+        name=$(basename "$name" .py)
         python "benchmarks/$name.py" --json "benchmarks/results/$name.json"
     done
 }

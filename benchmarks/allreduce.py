@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import spark_elastic.torch as hvd
+from benchmarks.parts.report import Row, finish, parser
 from elastic_collectives import Endpoint, Group, connect
-from report import Row, finish, parser
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.worker import context
 from spark_elastic.worker.context import Current

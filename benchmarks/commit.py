@@ -21,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from report import Row, finish, parser
+from benchmarks.parts.report import Row, finish, parser
 from spark_elastic.torch.elastic import TorchState
 
 WIDTH, LAYERS, BATCH = 1024, 24, 16

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
-import swarm  # noqa: E402
-from report import Row, finish, parser  # noqa: E402
+from benchmarks.parts import swarm  # noqa: E402
+from benchmarks.parts.report import Row, finish, parser  # noqa: E402
 from spark_elastic.clock import SystemClock  # noqa: E402
 from spark_elastic.driver.effects import Effects  # noqa: E402
 from spark_elastic.driver.inbox import Inbox  # noqa: E402

@@ -27,7 +27,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from report import Row, finish, parser
+from benchmarks.parts.report import Row, finish, parser
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.store import Store
 from spark_elastic.spark.materialize import materialize

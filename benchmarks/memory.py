@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from pyspark.sql import SparkSession
 
-from report import Row, finish, parser
+from benchmarks.parts.report import Row, finish, parser
 from spark_elastic import ElasticTorchEstimator
 
 WORKERS, WIDTH, BATCH = 2, 256, 512

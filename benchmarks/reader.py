@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from report import Row, finish, parser
+from benchmarks.parts.report import Row, finish, parser
 from spark_elastic.data.foreign import describe
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest

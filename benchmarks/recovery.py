@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from regroup import local_rows  # noqa: E402
-from report import Row, finish, parser  # noqa: E402
+from benchmarks.parts.regroup import local_rows  # noqa: E402
+from benchmarks.parts.report import Row, finish, parser  # noqa: E402
 
 WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
 STEP = 0.030  # seconds

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.tensorflow_step import Contenders, addresses
 from elastic_collectives import Endpoint, Group, connect
-from report import Row, finish, parser
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.worker.context import Current, set_current
-from tensorflow_step import Contenders, addresses
 
 KEY = b"a benchmark's key"
 WARM_UP = 3  # rounds that open connections and touch memory

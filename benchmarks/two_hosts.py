@@ -25,8 +25,8 @@ from socket import socketpair
 
 import numpy as np
 
+from benchmarks.parts.report import Row, finish, parser
 from elastic_collectives import Endpoint, Group, connect
-from report import Row, finish, parser
 
 HERE = Path(__file__).resolve().parent
 HOSTS = {"spark-elastic-a": "10.99.0.1", "spark-elastic-b": "10.99.0.2"}  # namespace: address

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "python"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
 import cloudpickle  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from report import machine  # noqa: E402
+from benchmarks.parts.report import machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.observe.changes import Kind, WorldChange  # noqa: E402
 from spark_elastic.testing import Blow, ClusterFaults  # noqa: E402

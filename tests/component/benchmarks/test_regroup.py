@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-import regroup
+from benchmarks.parts import regroup
 
 BUDGET = 5.0  # seconds; the benchmark's figures are a twentieth of it
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Row, as_json, finish, parser, table
+from benchmarks.parts.report import Row, as_json, finish, parser, table
 
 ROWS = [Row("kill a child", 0.05, 0.5), Row("alone", 12.0, unit="rows/s")]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.parts.report import Row
 from elastic_collectives import CollectiveError, Group
-from report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post

@@ -1,6 +1,6 @@
 """How every benchmark reports: one table for people, one JSON file for the record.
 
-Owns the form alone and measures nothing. A script in this folder begins with `parser(...)`, which knows
+Owns the form alone and measures nothing. A benchmark begins with `parser(...)`, which knows
 `--json PATH`, and ends with `finish(name, rows, arguments.json)`.
 """
 

@@ -1,0 +1,1 @@
+"""What several benchmarks are made of: none of these runs by itself."""
