@@ -1,7 +1,8 @@
 """Letters between a client and a coordinator that cannot dial each other: objects of the store that both reach.
 
 A letter is JSON, signed with the job's key, and deleted by whom it is for. What was posted since the last turn goes out
-as one object, so that logs come in chunks; silence is broken now and then, so that each side knows of the other. One
+as one object, so that logs come in chunks; silence is broken now and then, so that each side knows of the other. What
+does not verify stays where it is: it may be half of a letter, or in the place of one that is still to come. One
 thread a side, `start` to `close`, which also calls `heard`; `post` may be called from any thread.
 """
 
@@ -45,11 +46,10 @@ class Box:
         return base64.b64encode(self._seal(name, body)) + b"\n" + body
 
     def opened(self, name: str, content: bytes) -> list[Letter]:
-        """Empty for what nobody with the key has written under that name."""
+        """Raises StoreError for what nobody with the key has written under that name, or not yet to its end."""
         seal, _, body = content.partition(b"\n")
         if not hmac.compare_digest(seal, base64.b64encode(self._seal(name, body))):
-            log.warning("a letter that is not signed with the job's key was thrown away: %s", name)
-            return []
+            raise StoreError(f"The letter {name} is not whole, or not signed with the job's key.")
         letters: list[Letter] = json.loads(body)
         return letters
 
@@ -90,7 +90,11 @@ class Mail:
         self._thread.join(timeout)
 
     def turn(self) -> None:
-        """Send what waits and read what is there, once. Raises StoreError where the store fails; nothing is lost."""
+        """Send what waits and read what is there, once.
+
+        Raises:
+            StoreError: the store failed, or a letter in it is not whole; nothing is lost.
+        """
         self._send()
         while self._box.store.exists(name := self._box.name(self._box.own, self._read)):
             letters = self._box.opened(name, self._box.store.read_bytes(name))

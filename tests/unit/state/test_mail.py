@@ -37,21 +37,51 @@ def test_what_was_posted_between_two_turns_is_one_object_and_comes_in_order() ->
     assert pair.store.list("mail/1") == []
 
 
-def test_letters_without_the_key_are_thrown_away() -> None:
+def test_letters_without_the_key_are_never_acted_upon() -> None:
     pair = Pair()
-    stranger = pair.side("a", "b", b"another key")
-    stranger.post({"cancel": "me"})
-    stranger.turn()
-    pair.a.post({"n": 0})
-    pair.a.turn()  # its first letter takes the place of the stranger's
+    for number in range(2):
+        stranger = pair.side("a", "b", b"another key")
+        stranger._sent = number
+        stranger.post({"cancel": "me"})
+        stranger.turn()
+        with pytest.raises(StoreError, match="not signed with the job's key"):
+            pair.b.turn()
+        pair.a.post({"n": number})
+        pair.a.turn()  # takes the place of the stranger's
+        pair.b.turn()
+        assert pair.heard["b"] == [{"n": each} for each in range(number + 1)]
+
+
+@pytest.mark.parametrize("length", [0, 30, 60])
+def test_half_of_a_letter_is_looked_at_again(length: int) -> None:
+    """A mount of an object store has no renames: a reader may see a part for a moment."""
+    pair = Pair()
+    pair.a.post({"results": ["42"]})
+    pair.a.turn()
+    (name,) = pair.store.list("mail/1")
+    whole = pair.store.read_bytes(name)
+    pair.store.write_bytes(name, whole[:length])
+    for _ in range(20):
+        with pytest.raises(StoreError, match="is not whole"):
+            pair.b.turn()
+        pair.clock.advance(1.0)
+    pair.store.write_bytes(name, whole)
     pair.b.turn()
-    assert pair.heard["b"] == [{"n": 0}]
-    again = pair.side("a", "b", b"another key")
-    again._sent = 1
-    again.post({"cancel": "me"})
-    again.turn()
-    pair.b.turn()
-    assert pair.heard["b"] == [{"n": 0}]
+    assert pair.heard["b"] == [{"results": ["42"]}]
+    assert not pair.store.exists(name)
+
+
+def test_last_words_that_are_half_written_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side that is written to ends when the other's task has: its result may come a moment later."""
+    pair = Pair()
+    pair.a.post({"results": ["42"]})
+    pair.a.turn()
+    (name,) = pair.store.list("mail/1")
+    whole = pair.store.read_bytes(name)
+    pair.store.write_bytes(name, whole[:30])
+    monkeypatch.setattr(pair.clock, "sleep", lambda seconds: pair.store.write_bytes(name, whole))
+    pair.b.close(10.0)
+    assert pair.heard["b"] == [{"results": ["42"]}]
 
 
 def test_a_letter_is_bound_to_its_place() -> None:
@@ -61,7 +91,8 @@ def test_a_letter_is_bound_to_its_place() -> None:
     first = pair.store.read_bytes("mail/1/b-00000000")
     pair.b.turn()
     pair.store.write_bytes("mail/1/b-00000001", first)
-    pair.b.turn()
+    with pytest.raises(StoreError):
+        pair.b.turn()
     assert pair.heard["b"] == [{"launch": 1}]
 
 
