@@ -78,6 +78,7 @@ class _Normalise(torch.autograd.Function):
         rows, mean, variance = _moments(x, process_set)
         scale = (variance + eps).rsqrt()
         ctx.process_set, ctx.rows = process_set, rows
+        ctx.of_bias = None if bias is None else bias.dtype
         normal = ((x.double() - _spread(mean, x)) * _spread(scale, x)).to(_computed(x))
         ctx.save_for_backward(normal, scale, weight)
         result = normal if weight is None else normal * _spread(weight, x)
@@ -99,7 +100,7 @@ class _Normalise(torch.autograd.Function):
             factor = scale if weight is None else scale * weight.double()
             of_x = (centred * _spread(factor, wide)).to(gradient.dtype)
         of_weight = mine[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        of_bias = mine[0].to(gradient.dtype) if ctx.needs_input_grad[2] else None
+        of_bias = mine[0].to(ctx.of_bias) if ctx.needs_input_grad[2] else None
         return of_x, of_weight, of_bias, None, None
 
 

@@ -92,6 +92,21 @@ def test_lower_precision_is_near_and_of_its_dtype(dtype: torch.dtype) -> None:
     assert float((got.double() - expected).detach().abs().max()) < (0.02 if dtype is torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_its_parameters_keep_their_own_precision(dtype: torch.dtype) -> None:
+    """A sum over so many rows is beyond float16, and between two numbers of bfloat16."""
+    rows = 80_001
+
+    def work(group: Group) -> torch.Tensor:
+        norm = hvd.SyncBatchNorm(2)
+        norm(torch.ones(rows, 2, dtype=dtype)).sum().backward()
+        assert norm.bias.grad is not None
+        return norm.bias.grad
+
+    for gradient in among_fakes(2, work):
+        assert gradient.tolist() == [rows, rows]
+
+
 def test_evaluation_exchanges_nothing() -> None:
     def work(group: Group) -> list[float]:
         norm = hvd.SyncBatchNorm(2).eval()
