@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import checked_compression
+from spark_elastic.ops.passes import PassCount
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
-from spark_elastic.ops.world import world
-from spark_elastic.torch.allreduce import grouped_allreduce
+from spark_elastic.ops.reduction import How
+from spark_elastic.torch.allreduce import start
 
 Plain = TypeVar("Plain")
 
@@ -31,30 +31,19 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     scale_local_gradients: bool = True,
 ) -> Plain:
     """See `spark_elastic.keras.DistributedOptimizer`."""
-    if isinstance(optimizer, _Distributed) or op not in (Average, Sum) or backward_passes_per_step < 1:
+    if isinstance(optimizer, _Distributed):
         raise InvalidInput(
-            "on the torch backend DistributedOptimizer wraps a Keras optimizer once, takes op=Average or Sum, and "
-            "backward_passes_per_step of 1 or more."
+            f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
         )
-    if gradient_predivide_factor <= 0 or (op is Sum and gradient_predivide_factor != 1.0):
-        raise InvalidInput("gradient_predivide_factor must be above 0, and left out with op=Sum.")
+    if op not in (Average, Sum):
+        raise InvalidInput(f"on the torch backend of Keras op must be Average or Sum; got {op!r}.")
+    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
     own = type(optimizer)
     kind = type(own.__name__, (_Distributed, own), {"__module__": own.__module__})
     distributed: Any = object.__new__(kind)
     object.__setattr__(distributed, "__dict__", optimizer.__dict__)  # past Keras's own way to set attributes
-    factor = gradient_predivide_factor
-    how = {
-        "compression": checked_compression(compression),
-        "op": op,
-        "process_set": process_set,
-        "prescale_factor": 1.0 / factor,
-        "postscale_factor": factor,
-    }
-    local = process_set if scale_local_gradients else None
-    vars(distributed)["_spark_elastic"] = (
-        _Passes(backward_passes_per_step, average_aggregated_gradients),
-        _Exchange(how, local),
-    )
+    vars(distributed)["_spark_elastic"] = (passes, _Exchange(how, scale_local_gradients))
     wrapped: Plain = distributed
     return wrapped
 
@@ -63,41 +52,33 @@ class _Passes:
     """Gradients summed until there are as many as make a step. What a world that is over left unfinished is dropped."""
 
     def __init__(self, count: int, average: bool) -> None:
-        self._count = count
-        self._average = average
-        self._taken = 0
+        self._passes = PassCount(count)
+        self._share = 1.0 / count if average else 1.0
         self._sums: list[torch.Tensor | None] = []
-        self._fence = (0, 0)  # of the world that they are of
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """The sums once they are complete, else None."""
-        if self._count == 1:
+        if self._passes.count == 1:
             return list(gradients)
-        fence = world().fence
-        if fence != self._fence:
-            self._fence, self._taken = fence, 0
-        if self._taken == 0:
+        if self._passes.begin():
             self._sums = [None if g is None else g.detach().clone() for g in gradients]
         else:
             self._sums = [
                 a if b is None else (b.detach().clone() if a is None else a + b)
                 for a, b in zip(self._sums, gradients, strict=True)
             ]
-        self._taken += 1
-        if self._taken < self._count:
+        if not self._passes.complete():
             return None
-        self._taken = 0
-        share = 1.0 / self._count if self._average else 1.0
-        return [None if g is None else g * share for g in self._sums]
+        return [None if g is None else g * self._share for g in self._sums]
 
 
 class _Exchange:
-    """how: arguments of `grouped_allreduce`. scaled: whose size local gradients are divided by; None: they are not."""
+    """local: variables whose gradients are this rank's own; scale_local: they are divided by the size."""
 
-    def __init__(self, how: dict[str, Any], scaled: ProcessSet | None) -> None:
+    def __init__(self, how: How, scale_local: bool) -> None:
         self.local: set[int] = set()
         self._how = how
-        self._scaled = scaled
+        self._scale_local = scale_local
 
     def shared(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
@@ -106,13 +87,13 @@ class _Exchange:
             if gradient is None:
                 continue
             if id(variable) in self.local:
-                results[i] = gradient if self._scaled is None else gradient / self._scaled.size()
+                results[i] = gradient / self._how.process_set.size() if self._scale_local else gradient
             else:
                 of_dtype.setdefault(gradient.dtype, []).append(i)
         for places in of_dtype.values():
-            for i, result in zip(
-                places, grouped_allreduce([gradients[i].detach() for i in places], **self._how), strict=True
-            ):
+            given = [gradients[i].detach() for i in places]
+            shared = start(given, None, self._how, in_place=False, awaited=True)()
+            for i, result in zip(places, shared, strict=True):
                 results[i] = result
         return results
 

@@ -9,7 +9,7 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.compression import Compressor, NoneCompressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, chosen
+from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum, chosen
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,23 @@ class How:
                 f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {op!r}."
             )
         return cls(op, _floats(scale), checked_compression(compression), process_set)
+
+    @classmethod
+    def asked_of_gradients(
+        cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
+    ) -> How:
+        """Of a step's gradients: an average divides by `predivide` before the sum and by size / it behind it.
+
+        Raises:
+            InvalidInput: an argument is wrong.
+        """
+        if op not in (Average, Sum, Adasum):
+            raise InvalidInput(f"op must be Average, Sum or Adasum; got {op!r}.")
+        if predivide <= 0 or (op is not Average and predivide != 1.0):
+            raise InvalidInput(
+                "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
+            )
+        return cls(op, _floats((1.0 / predivide, predivide)), checked_compression(compression), process_set)
 
     def wire(self, all_float32: bool) -> str | None:
         """The engine's format for these tensors; None: the compressor's two methods surround the exchange."""

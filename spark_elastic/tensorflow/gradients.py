@@ -20,70 +20,55 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.compression import Compressor
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, trains_alone
-from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
+from spark_elastic.ops.process_sets import ProcessSet, trains_alone
+from spark_elastic.ops.reduce_op import Adasum
 from spark_elastic.ops.reduction import How
 from spark_elastic.ops.request import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
 from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
 from spark_elastic.tensorflow.calls import call
-from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.sparse import reduced_slices
 from spark_elastic.tensorflow.topology_ops import size_op
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How gradients are exchanged. predivide: divide by it before and by size / it after.
+    """How gradients are exchanged.
 
     groups: a number of groups to make, or lists of variables. local: variables whose gradients are this rank's own;
     scale_local: they are divided by the size, as an average's share is.
     """
 
-    op: ReduceOp = Average
-    compression: type[Compressor] = Compression.none
-    predivide: float = 1.0
-    sparse_as_dense: bool = False
-    groups: int | Sequence[Sequence[Any]] = 0
-    process_set: ProcessSet = global_process_set
+    how: How
+    sparse_as_dense: bool
+    groups: int | Sequence[Sequence[Any]]
+    scale_local: bool
     local: list[Any] = field(default_factory=list)
-    scale_local: bool = True
 
     def __post_init__(self) -> None:
-        if self.op not in (Average, Sum, Adasum):
-            raise InvalidInput(f"op must be Average, Sum or Adasum; got {self.op!r}.")
-        if self.predivide <= 0 or (self.op is not Average and self.predivide != 1.0):
-            raise InvalidInput(
-                "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
-            )
         if isinstance(self.groups, int) and self.groups < 0:
             raise InvalidInput(f"groups must be lists of variables, or a number; got {self.groups}.")
-
-    @property
-    def how(self) -> How:
-        return How(self.op, (1.0 / self.predivide, self.predivide), self.compression, self.process_set)
 
 
 def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms) -> list[Tensor]:
     """The gradients that all ranks share, in the same places."""
     results = list(gradients)
-    if terms.sparse_as_dense or terms.op is Adasum:
+    if terms.sparse_as_dense or terms.how.op is Adasum:
         results = [dense(gradient) for gradient in results]
     local = {key_of(variable) for variable in terms.local}
     places = [i for i, g in enumerate(results) if g is not None]
     shared = [i for i in places if key_of(sources[i]) not in local]
     if terms.scale_local:
         for i in set(places) - set(shared):
-            results[i] = _over_size(results[i], terms.process_set)
+            results[i] = _over_size(results[i], terms.how.process_set)
     for i in shared:
         if isinstance(results[i], tf.IndexedSlices):
             # Its rows differ in number, so its shape is no name for it.
             results[i] = reduced_slices(results[i], f"gradient.{i}", terms.how, alone=True)
     whole = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
     for group in _groups(whole, results, sources, terms):
-        for i, result in zip(group, _exchanged([results[i] for i in group], terms), strict=True):
+        for i, result in zip(group, _exchanged([results[i] for i in group], terms.how), strict=True):
             results[i] = result
     return results
 
@@ -110,30 +95,30 @@ def _groups(
     return list(made.values())[::-1]
 
 
-def _exchanged(gradients: list[Tensor], terms: Terms) -> list[Tensor]:
-    wire, squeezed = on_the_wire(gradients, terms.how)
+def _exchanged(gradients: list[Tensor], how: How) -> list[Tensor]:
+    wire, squeezed = on_the_wire(gradients, how)
     given = [tensor for tensor, _ in squeezed]
     dtype = name_of(given[0].dtype)
-    body = _body(dtype, f"allreduce.gradients.{_label(given)}", wire, terms)
+    body = _body(dtype, f"allreduce.gradients.{_label(given)}", wire, how)
     results = call(body, given, [g.dtype for g in given], [g.shape for g in given])
-    return [terms.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
+    return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
 
 
-def _body(dtype: str, name: str, wire: str | None, terms: Terms) -> Callable[[list[Array]], list[Array]]:
+def _body(dtype: str, name: str, wire: str | None, how: How) -> Callable[[list[Array]], list[Array]]:
     def body(arrays: list[Array]) -> list[Array]:
         # Copied even for nobody: TensorFlow may write into what a call returns.
         results, memory = copies(arrays)
-        if trains_alone(terms.process_set):
+        if trains_alone(how.process_set):
             return results
-        if terms.op is Adasum:  # which combines each by itself
+        if how.op is Adasum:  # which combines each by itself
             operands = [for_engine(array) for array in results]
         else:
             kind = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
             operands = [memory.view(kind)]
         shapes = tuple(array.shape for array in operands)
         dtypes = (dtype,) * len(operands)
-        request = Request(kinds.ALLREDUCE, name, dtypes, shapes, terms.op.value, terms.how.scale, wire)
-        channel_of(terms.process_set).submit(request, operands, awaited=True).wait()
+        request = Request(kinds.ALLREDUCE, name, dtypes, shapes, how.op.value, how.scale, wire)
+        channel_of(how.process_set).submit(request, operands, awaited=True).wait()
         return results
 
     return body

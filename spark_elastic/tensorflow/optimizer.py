@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
 from spark_elastic.tensorflow.compression import Compression
@@ -55,23 +55,14 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
         )
-    if backward_passes_per_step < 1:
-        raise InvalidInput(f"backward_passes_per_step must be at least 1; got {backward_passes_per_step}.")
-    terms = Terms(
-        op,
-        checked_compression(compression),
-        gradient_predivide_factor,
-        sparse_as_dense,
-        num_groups if groups is None else groups,
-        process_set,
-        scale_local=scale_local_gradients,
-    )
+    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    terms = Terms(how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients)
+    passes = Passes(backward_passes_per_step, average_aggregated_gradients)
     own = type(optimizer)
     # Under the name of its own class: what is saved is loaded as the plain optimizer.
     kind = type(own.__name__, (_Distributed, own), {"__module__": own.__module__})
     distributed: Any = object.__new__(kind)
     object.__setattr__(distributed, "__dict__", optimizer.__dict__)  # past Keras's own way to set attributes
-    passes = Passes(backward_passes_per_step, average_aggregated_gradients)
     vars(distributed)["_spark_elastic"] = (terms, passes)  # unseen by Keras's tracking of attributes
     wrapped: Plain = distributed
     return wrapped
@@ -113,7 +104,7 @@ class _Distributed:
             own.apply(exchanged(given, variables, terms), trainable_variables)
             return
         this.build(variables)  # not inside of the branch below
-        complete, summed = passes.add([dense(gradient) for gradient in given], terms.process_set)
+        complete, summed = passes.add([dense(gradient) for gradient in given], terms.how.process_set)
 
         def step() -> Any:
             own.apply(exchanged(summed, variables, terms), trainable_variables)

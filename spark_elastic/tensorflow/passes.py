@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from elastic_collectives.group import Array
+from spark_elastic.ops.passes import PassCount
 from spark_elastic.ops.process_sets import ProcessSet
-from spark_elastic.ops.world import world
 from spark_elastic.tensorflow.arrays import Tensor, copies
 from spark_elastic.tensorflow.calls import call
 
@@ -21,11 +21,13 @@ class Passes:
     """count: of passes in a step. average: divide their sum by it."""
 
     def __init__(self, count: int, average: bool) -> None:
-        self.count = count
+        self._passes = PassCount(count)
         self._average = average
-        self._taken = 0
         self._sums: list[Array] = []
-        self._fence = (0, 0)  # of the world that they are of
+
+    @property
+    def count(self) -> int:
+        return self._passes.count
 
     def add(self, gradients: Sequence[Tensor], process_set: ProcessSet) -> tuple[Tensor, list[Tensor]]:
         """(whether the step is complete, then the sums; before, of no use)"""
@@ -40,18 +42,14 @@ class Passes:
         return results[0], summed
 
     def _added(self, arrays: list[Array]) -> list[Array]:
-        fence = world().fence
-        if fence != self._fence:
-            self._fence, self._taken = fence, 0
-        if self._taken == 0:
+        if self._passes.begin():
             self._sums, _ = copies(arrays)
         else:
             for whole, part in zip(self._sums, arrays, strict=True):
                 whole += part
-        self._taken += 1
-        if self._taken < self.count:
+        if not self._passes.complete():
             return [np.array(False), *arrays]  # which nobody looks at
-        results, self._sums, self._taken = self._sums, [], 0
+        results, self._sums = self._sums, []
         if self._average:
             for whole in results:
                 whole /= self.count

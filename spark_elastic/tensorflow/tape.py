@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
 from spark_elastic.tensorflow.compression import Compression
@@ -45,15 +45,8 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedGradientTape wraps a tf.GradientTape once; got a {type(gradtape).__name__}."
         )
-    terms = Terms(
-        op,
-        checked_compression(compression),
-        gradient_predivide_factor,
-        sparse_as_dense,
-        num_groups if groups is None else groups,
-        process_set,
-        scale_local=scale_local_gradients,
-    )
+    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    terms = Terms(how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients)
     kind = type(type(gradtape).__name__, (_Distributed, type(gradtape)), {})
     distributed: Any = object.__new__(kind)
     distributed.__dict__ = gradtape.__dict__

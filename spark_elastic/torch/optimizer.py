@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import Compressor, NoneCompressor, checked_compression
+from spark_elastic.ops.compression import Compressor, NoneCompressor
+from spark_elastic.ops.passes import checked_passes
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp, Sum
+from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp
+from spark_elastic.ops.reduction import How
 from spark_elastic.torch.adasum import ByDeltas, Deltas
 from spark_elastic.torch.buckets import even_groups
 from spark_elastic.torch.named import named_parameters_of
@@ -57,26 +59,19 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Raises:
         InvalidInput: an argument is wrong.
     """
-    if op not in (Average, Sum, Adasum):
-        raise InvalidInput(f"op must be Average, Sum or Adasum; got {op!r}.")
     if isinstance(optimizer, torch.optim.LBFGS | _Distributed | ByDeltas):
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )
-    if backward_passes_per_step < 1:
-        raise InvalidInput(f"backward_passes_per_step must be at least 1; got {backward_passes_per_step}.")
-    if gradient_predivide_factor <= 0 or (op is not Average and gradient_predivide_factor != 1.0):
-        raise InvalidInput(
-            "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
-        )
+    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    passes = checked_passes(backward_passes_per_step)
     named = named_parameters_of(optimizer, named_parameters)
-    kind = checked_compression(compression)
     terms = as_set(
         groups=_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,
-        wire=kind.wire,
-        compressor=_own(kind),
+        wire=how.compression.wire,
+        compressor=_own(how.compression),
         sparse="dense" if sparse_as_dense else "kept",
     )
     if op is Adasum and (terms.wire is not None or terms.compressor is not None or terms.groups):
@@ -87,7 +82,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     if op is Adasum:
         distributed._deltas = Deltas(named, process_set)
     else:
-        distributed._rounds = Rounds(named, terms, backward_passes_per_step, process_set)
+        distributed._rounds = Rounds(named, terms, passes, process_set)
     here = current()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)

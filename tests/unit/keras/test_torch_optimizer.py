@@ -11,7 +11,8 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.keras import torch_optimizer
 from spark_elastic.keras.torch_optimizer import DistributedOptimizer
-from spark_elastic.ops.reduce_op import Sum
+from spark_elastic.ops import passes
+from spark_elastic.ops.reduce_op import Adasum, Sum
 from spark_elastic.state.variables import array_of
 
 
@@ -27,7 +28,7 @@ class Plain:
 
 def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(torch_optimizer, "world", lambda: here)
+    monkeypatch.setattr(passes, "world", lambda: here)
     optimizer = DistributedOptimizer(Plain(), backward_passes_per_step=2)
     for fence, value in [((1, 1), 1.0), ((1, 2), 10.0), ((1, 2), 20.0)]:
         here.fence = fence
@@ -39,7 +40,7 @@ def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPa
 def test_a_local_gradient_is_an_averages_share(
     monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
 ) -> None:
-    monkeypatch.setattr(torch_optimizer, "grouped_allreduce", lambda tensors, **how: tensors)
+    monkeypatch.setattr(torch_optimizer, "start", lambda tensors, *how, **when: lambda: tensors)
     four: Any = SimpleNamespace(size=lambda: 4)
     optimizer: Any = DistributedOptimizer(Plain(), process_set=four, scale_local_gradients=scaled)
     mine, shared = object(), object()
@@ -48,10 +49,22 @@ def test_a_local_gradient_is_an_averages_share(
     assert optimizer.applied == [expected]
 
 
-@pytest.mark.parametrize("factor", [0.0, 2.0])
-def test_a_factor_that_a_sum_does_not_have_is_refused(factor: float) -> None:
-    with pytest.raises(InvalidInput, match="left out with op=Sum"):
-        DistributedOptimizer(Plain(), op=Sum, gradient_predivide_factor=factor)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"op": Sum, "gradient_predivide_factor": 2.0}, "left out with op=Sum"),
+        ({"op": Adasum}, "must be Average or Sum; got"),
+        ({"backward_passes_per_step": 0}, "must be at least 1; got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        DistributedOptimizer(Plain(), **arguments)
+
+
+def test_it_wraps_once() -> None:
+    with pytest.raises(InvalidInput, match="of Keras 3 once; got a Plain"):
+        DistributedOptimizer(DistributedOptimizer(Plain()))
 
 
 def test_a_variable_of_bfloat16_has_an_array() -> None:

@@ -31,6 +31,21 @@ def test_what_cannot_be_scattered(count: int, op: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "predivide", "says"),
+    [
+        (Max, 1.0, "op must be Average, Sum or Adasum; got"),
+        (Average, 0.0, "must be above 0"),
+        (Sum, 2.0, "left out with op=Sum"),
+        (Adasum, 2.0, "and op=Adasum"),
+    ],
+)
+def test_what_gradients_cannot_be_reduced_by(op: ReduceOp, predivide: float, says: str) -> None:
+    assert How.asked_of_gradients(Average, 2, global_process_set).scale == (0.5, 2.0)
+    with pytest.raises(InvalidInput, match=says):
+        How.asked_of_gradients(op, predivide, global_process_set)
+
+
+@pytest.mark.parametrize(
     ("op", "compression", "all_float32", "wire"),
     [
         (Sum, Halves, True, "fp16"),

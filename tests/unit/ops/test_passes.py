@@ -1,0 +1,35 @@
+"""Which backward passes make a step, and what becomes of them when their world ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import passes
+from spark_elastic.ops.passes import PassCount, checked_passes
+
+
+def _pass(count: PassCount) -> tuple[bool, bool]:
+    return count.begin(), count.complete()
+
+
+def test_three_passes_make_a_step() -> None:
+    count = PassCount(3)
+    assert [_pass(count) for _ in range(4)] == [(True, False), (False, False), (False, True), (True, False)]
+
+
+def test_a_world_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(fence=(1, 1))
+    monkeypatch.setattr(passes, "world", lambda: here)
+    count = PassCount(2)
+    assert _pass(count) == (True, False)
+    here.fence = (1, 2)
+    assert [_pass(count), _pass(count)] == [(True, False), (False, True)]
+
+
+def test_there_is_one_pass_at_least() -> None:
+    assert checked_passes(1) == 1
+    with pytest.raises(InvalidInput, match="at least 1; got 0"):
+        PassCount(0)
