@@ -81,6 +81,7 @@ class FileRows:
         record = RunRecord.load(store, run.run_id)
         if record is None:
             record = recorded(request, self._files.url, *self._described)
+            run.check()
             record.save(store, run.run_id)
         else:
             self.check_same(request, record, run.run_id)

@@ -15,13 +15,12 @@ from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import Request
 from spark_elastic.spark.materialize import Split, Writing, materialize, materialize_split
 from spark_elastic.spark.sameness import How, difference
 from spark_elastic.spark.schema import check_columns
-from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 
@@ -113,11 +112,11 @@ class TableRows:
             try:
                 manifest, seen = _written(self._df, request, _inside(store, own))
                 record = recorded(request, own, manifest, seen)
+                run.check()
+                record.save(store, run.run_id)
             except BaseException:
-                _forget_rows(store, own)
-                attempts.forget(store, run.run_id, run.attempt)
+                run.forget(own)
                 raise
-            record.save(store, run.run_id)
             self._known = record.manifest
         else:
             self.check_same(request, record, run.run_id)
@@ -134,11 +133,9 @@ def forgotten_unless_it_goes_on(request: Request, store: Store, run: HeldRun, ro
         if _goes_on(request, store, run.run_id):
             log.warning("run %s can go on: fit again with run_id=%r", run.run_id, run.run_id)
         else:
-            _forget_rows(store, rows)
-            store.delete(f"runs/{run.run_id}/run.json")
-            attempts.forget(store, run.run_id, run.attempt)
+            run.forget(rows)
         raise
-    _forget_rows(store, rows)
+    run.let_go(rows)
 
 
 def recorded(request: Request, data: str, manifest: Manifest, seen: Manifest | None) -> RunRecord:
@@ -151,14 +148,12 @@ def _inside(store: Store, folder: str) -> Store:
     return dataclasses.replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
 
 
-def _forget_rows(store: Store, folder: str) -> None:
-    if folder:
-        store.remove_tree(folder)
-
-
 def _goes_on(request: Request, store: Store, run_id: str) -> bool:
     """Whether something of the failed run is worth its rows' room."""
-    return request.store is not None and bool(Checkpoints(store, run_id).published())
+    try:
+        return request.store is not None and bool(Checkpoints(store, run_id).published())
+    except StoreError:
+        return True  # for all that is known
 
 
 def _written(df: DataFrame, request: Request, store: Store) -> tuple[Manifest, Manifest | None]:

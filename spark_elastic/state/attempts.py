@@ -31,22 +31,17 @@ def take(store: Store, run_id: str) -> int:
     attempt = highest(store, run_id)
     for _ in range(TRIES):
         attempt += 1
-        if store.create_exclusive(f"{_folder(run_id)}/{attempt:06d}", content):
+        if store.create_exclusive(f"{folder(run_id)}/{attempt:06d}", content):
             return attempt
     raise StoreError(f"Run {run_id!r}: {TRIES} other drivers opened it at the same moment; try again.")
 
 
 def highest(store: Store, run_id: str) -> int:
     """The attempt that holds the run; 0 where nobody has opened it."""
-    names = [name.rpartition("/")[2] for name in store.list(_folder(run_id))]
+    names = [name.rpartition("/")[2] for name in store.list(folder(run_id))]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def forget(store: Store, run_id: str, attempt: int) -> None:
-    """Of a run that came to nothing; not where another driver holds it by now."""
-    if highest(store, run_id) == attempt:
-        store.remove_tree(_folder(run_id))
-
-
-def _folder(run_id: str) -> str:
+def folder(run_id: str) -> str:
+    """Where a run's attempts are."""
     return f"runs/{run_id}/attempts"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import JobCancelled
+from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
@@ -45,12 +45,37 @@ class HeldRun:
 
     def check(self) -> None:
         """Raises JobCancelled where another driver holds the run."""
-        holder = attempts.highest(self.store, self.run_id)
+        holder = self._holder()
         if holder != self.attempt:
             raise JobCancelled(
                 f"run {self.run_id!r} was taken over by another driver (attempt {holder}; this one is attempt "
                 f"{self.attempt})"
             )
+
+    def let_go(self, *names: str) -> None:
+        """Remove what the run needs no more, one after the other ("": nothing): as long as this driver holds the run.
+
+        What the store does not let go stays, with all that comes after it, and a warning says so.
+        """
+        for place, name in enumerate(names):
+            try:
+                if self._holder() != self.attempt:
+                    return
+                if name:
+                    self.store.remove_tree(name)
+            except StoreError as error:
+                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[place:])))
+                return
+
+    def forget(self, *names: str) -> None:
+        """Let go of a run that came to nothing: its record, then `names`, then who held it.
+
+        In this order: a record without the rows that it tells of could not be gone on with.
+        """
+        self.let_go(f"runs/{self.run_id}/run.json", *names, attempts.folder(self.run_id))
+
+    def _holder(self) -> int:
+        return attempts.highest(self.store, self.run_id)
 
     def start(self, lost: Callable[[str], None]) -> None:
         """lost: called with a sentence, once, when another driver holds the run."""

@@ -14,7 +14,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.file_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import Request
@@ -81,6 +81,23 @@ def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> Non
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
+
+
+def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_path: Path) -> None:
+    train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
+    late, lost = HeldRun.take(store, "mine"), HeldRun.take(store, "mine")
+    with pytest.raises(JobCancelled, match="was taken over"), found(train).held(request(), store, late):
+        pass
+    assert RunRecord.load(store, "mine") is None
+
+    def loses() -> None:
+        with found(train).held(request(), store, lost):
+            HeldRun.take(store, "mine")
+            lost.check()
+
+    with pytest.raises(JobCancelled, match="was taken over"):
+        loses()
+    assert RunRecord.load(store, "mine") is not None
 
 
 @pytest.mark.parametrize(

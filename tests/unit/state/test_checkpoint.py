@@ -84,13 +84,36 @@ def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     assert attempts.highest(store, "another") == 0
 
 
-def test_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: Store) -> None:
-    for _ in range(2):
-        attempts.take(store, "r")
-    attempts.forget(store, "r", 1)
+def begun(store: Store) -> HeldRun:
+    for name in ("run.json", "rows/a"):
+        store.write_bytes(f"runs/r/{name}", b"{}")
+    return HeldRun.take(store, "r")
+
+
+def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: Store) -> None:
+    first, second = begun(store), begun(store)
+    first.forget("runs/r/rows")
+    first.let_go("runs/r/rows")
     assert attempts.highest(store, "r") == 2
-    attempts.forget(store, "r", 2)
+    assert store.exists("runs/r/run.json")
+    assert store.exists("runs/r/rows/a")
+    second.forget("runs/r/rows")
     assert attempts.highest(store, "r") == 0
+    assert not store.find("runs/r")
+
+
+def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCaptureFixture) -> None:
+    store = memory_store()
+    run = begun(store)
+
+    def denied(path: str, recursive: bool) -> None:
+        raise PermissionError("AccessDenied")
+
+    store.filesystem.rm = denied
+    run.forget("runs/r/rows")
+    assert store.exists("runs/r/rows/a")
+    assert "AccessDenied" in caplog.text
+    assert "Remove runs/r/run.json and runs/r/rows and runs/r/attempts by hand" in caplog.text
 
 
 def test_an_object_is_created_once(store: Store) -> None:
