@@ -148,18 +148,18 @@ def _trained(
         result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
         spec = _spec(request, store, data, record, run, result, training.ledger)
         launched = _train(training.platform, request, framework, spec, run)
-    trained = _agreed([json.loads(result) for result in launched.results])
-    ended = RunResult(
-        trained["model"],
-        trained["sha256"],
-        trained["digest"],
-        request.epochs,
-        trained["history"],
-        manifest.rows,
-    )
-    run.check()
-    ended.save(store, run_id)
-    store.remove_tree(f"runs/{run_id}/checkpoints")
+        trained = _agreed([json.loads(result) for result in launched.results])
+        ended = RunResult(
+            trained["model"],
+            trained["sha256"],
+            trained["digest"],
+            request.epochs,
+            trained["history"],
+            manifest.rows,
+        )
+        run.check()
+        ended.save(store, run_id)  # before anything goes that the run could go on with
+    run.let_go(f"runs/{run_id}/checkpoints")
     return record, ended, launched.worlds, launched.report
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +16,17 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import fitting, torch_fit
+from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on
 from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_fit import TORCH
 from spark_elastic.estimators.validation import Request
 from spark_elastic.protocol.types import Limits
+from spark_elastic.state.held_run import HeldRun
 
 
 def request(**values: Any) -> Request:
@@ -110,6 +116,72 @@ def test_inputs_have_the_shapes_that_were_asked_for() -> None:
     )  # whose results are reshaped: what is stored, it says itself
     bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), brought=changed)
     assert [c.shape for c in _inputs(bytes_shaped, manifest)] == [(4,)]
+
+
+@dataclasses.dataclass
+class Rows:
+    """Those of a run `r` of a store, let go of as a table's are."""
+
+    order: list[str]
+
+    @contextmanager
+    def held(self, wanted: Request, store: Store, run: HeldRun) -> Iterator[tuple[Any, Store]]:
+        for name in ("rows/a", "run.json", "checkpoints/c"):
+            store.write_bytes(f"runs/r/{name}", b"{}")
+        remove = store.filesystem.rm
+        store.filesystem.rm = lambda path, recursive: (self.note("remove ", path), remove(path, recursive))
+        with forgotten_unless_it_goes_on(wanted, store, run, "runs/r/rows"):
+            yield SimpleNamespace(rows=lambda: SimpleNamespace(rows=9)), store
+
+    def note(self, what: str, path: str) -> None:
+        self.order.append(what + path.rpartition("/")[2])
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What becomes of the store, one after the other."""
+    done: list[str] = []
+    save = RunResult.save
+    trained = '{"model": "m", "sha256": "s", "digest": "d", "history": []}'
+    launched = SimpleNamespace(results=[trained], worlds=(), report=None)
+    monkeypatch.setattr(fitting, "_spec", lambda *given: None)
+    monkeypatch.setattr(fitting, "_train", lambda *given: launched)
+    monkeypatch.setattr(RunResult, "save", lambda *given: (done.append("result"), save(*given)))
+    return done
+
+
+def trained(rows: Rows, store: Store) -> None:
+    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
+    training = fitting._Training(None, rows, request(store="memory://x"), framework, store, None)  # type: ignore[arg-type]
+    fitting._trained(training, "r")
+
+
+def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
+    store = memory_store()
+    trained(Rows(order), store)
+    assert order == ["result", "remove rows", "remove checkpoints"]
+    assert RunResult.load(store, "r") is not None
+
+
+def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
+    order: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: str, recursive: bool) -> None:
+        raise PermissionError("AccessDenied")
+
+    store = memory_store()
+    store.filesystem.rm = denied
+    trained(Rows(order), store)
+    assert RunResult.load(store, "r") is not None
+    assert "Remove runs/r/rows by hand" in caplog.text
+    assert "Remove runs/r/checkpoints by hand" in caplog.text
+
+    def fails(*given: Any) -> None:
+        raise ZeroDivisionError("of the training")
+
+    monkeypatch.setattr(fitting, "_train", fails)
+    with pytest.raises(ZeroDivisionError, match="of the training"):
+        trained(Rows(order), store)
 
 
 def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
