@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,8 +84,9 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
     def _fit(self, dataset: DataFrame) -> Any:
         return self._fitted(TableRows(dataset))
 
+    @abstractmethod
     def _fitted(self, rows: RowSource) -> ElasticModel:
-        raise TypeError(f"{type(self).__name__} belongs to no framework")
+        """What a training on the rows gives."""
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -98,13 +100,13 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         if self.getOrDefault("activation") is None:
             model._set(activation=activation)
 
+    @abstractmethod
     def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """Parameters that JSON cannot hold, as bytes by name."""
-        raise TypeError(f"{type(self).__name__} belongs to no framework")
 
+    @abstractmethod
     def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         """What was packed."""
-        raise TypeError(f"{type(self).__name__} belongs to no framework")
 
 
 class _Writer(saving.OverwritingWriter):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator
+from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+
+FRAMEWORKS_OWN = {"model", "optimizer", "loss", "metrics", "callbacks"}  # objects of the framework
 
 
 class Holder(TorchParams):
@@ -52,3 +59,31 @@ def test_options_of_the_store_are_not_shown() -> None:
     assert estimator.getStorageOptions()["secret"] == "abc"
     assert "'secret': ..." in estimator.explainParams()
     assert "abc" not in estimator.explainParams()
+
+
+def _keywords(estimator: type[ElasticEstimator]) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(estimator.__init__).parameters.values()
+    return {each.name: each for each in found if each.kind is each.KEYWORD_ONLY}
+
+
+def test_both_estimators_spell_the_same_keywords_in_the_same_way() -> None:
+    of_torch, of_keras = _keywords(ElasticTorchEstimator), _keywords(ElasticKerasEstimator)
+
+    def said(
+        own: dict[str, inspect.Parameter], others: dict[str, inspect.Parameter]
+    ) -> list[tuple[Any, ...]]:
+        """In order; an annotation of the framework's own objects may be another."""
+        return [
+            (name, each.default, None if name in FRAMEWORKS_OWN else each.annotation)
+            for name, each in own.items()
+            if name in others
+        ]
+
+    assert said(of_torch, of_keras) == said(of_keras, of_torch)
+    assert of_torch.keys() >= FRAMEWORKS_OWN <= of_keras.keys()
+
+
+@pytest.mark.parametrize("estimator", [ElasticTorchEstimator, ElasticKerasEstimator])
+def test_each_keyword_is_a_param_and_each_param_a_keyword(estimator: type[Any]) -> None:
+    params = {param.name for param in estimator().params}
+    assert params - {"settings"} == _keywords(estimator).keys()
