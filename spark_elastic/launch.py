@@ -217,13 +217,14 @@ def launch(  # noqa: PLR0913 - the root where all parts meet
     Raises:
         JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
     """
-    from spark_elastic.spark.admission import admit, facts
+    from spark_elastic.spark.admission import admit
     from spark_elastic.spark.carrying import broadcast
     from spark_elastic.spark.driver_address import bind_of
     from spark_elastic.spark.executors import ExecutorWatch
     from spark_elastic.spark.gpu_slots import profile_of
     from spark_elastic.spark.launcher import SparkLauncher
     from spark_elastic.spark.memory import room_of
+    from spark_elastic.spark.own_facts import facts
     from spark_elastic.spark.settings import ssl_enabled, warn
     from spark_elastic.spark.shipping import ship
     from spark_elastic.spark.slot_task import tasks_of

@@ -204,7 +204,8 @@ class Connect:
 
     def _site(self, order: Order, settings: Mapping[str, str]) -> Site:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.admission import admit, facts
+        from spark_elastic.spark.admission import admit
+        from spark_elastic.spark.own_facts import facts
         from spark_elastic.spark.settings import ssl_enabled
 
         bind = connect.bind_of(self._spark, self._config)
@@ -225,7 +226,8 @@ class Connect:
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.admission import admit, facts
+        from spark_elastic.spark.admission import admit
+        from spark_elastic.spark.own_facts import facts
         from spark_elastic.spark.settings import ssl_enabled
 
         folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run

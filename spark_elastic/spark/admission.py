@@ -7,13 +7,8 @@ have different builds of one release line).
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import spark_elastic
 
 # Package -> how many leading parts of its version must be equal; None: all of it.
 MUST_MATCH: dict[str, int | None] = {
@@ -25,21 +20,6 @@ MUST_MATCH: dict[str, int | None] = {
     "keras": 1,
 }
 ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
-
-
-def facts() -> dict[str, str]:
-    """This process's host name and the versions of what is installed; imports none of it."""
-    found = {
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "spark_elastic": spark_elastic.__version__,
-    }
-    for package in ("numpy", "torch", "tensorflow", "keras"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def admit(

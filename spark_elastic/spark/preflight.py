@@ -18,9 +18,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
-from spark_elastic.spark.admission import admit, facts
+from spark_elastic.spark.admission import admit
 from spark_elastic.spark.carrying import broadcast
 from spark_elastic.spark.description import describe
+from spark_elastic.spark.own_facts import facts
 from spark_elastic.spark.probe import Probing, Report, Task, prepared, task_of
 
 if TYPE_CHECKING:

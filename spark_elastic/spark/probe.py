@@ -20,10 +20,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.admission import facts
 from spark_elastic.spark.carrying import Carrier
 from spark_elastic.spark.meeting import Meeting
 from spark_elastic.spark.own_address import own_address
+from spark_elastic.spark.own_facts import facts
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 

@@ -16,7 +16,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
-from spark_elastic.spark.admission import facts
+from spark_elastic.spark.own_facts import facts
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import Probing
 from tests.spark.cluster import await_true, cluster_environment

@@ -1,0 +1,19 @@
+"""What a process says of itself."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+import spark_elastic
+from spark_elastic.spark.own_facts import facts
+
+
+def test_facts_are_of_this_process() -> None:
+    found = facts()
+    assert found["python"] == platform.python_version()
+    assert found["spark_elastic"] == spark_elastic.__version__
+    assert found["host"]
