@@ -253,6 +253,15 @@ verb_sanitize() { # the engine's own tests under the address, undefined-behaviou
 # Test programs in C++, where CMake knows some.
 native_programs() { ctest --test-dir "$NATIVE" --output-on-failure --no-tests=ignore; }
 
+verb_browser() { # the status page in a headless Chromium; its pictures go to docs/images
+    setup
+    system_package chromium has_browser
+    python -m pip install -qq --disable-pip-version-check "playwright>=1.50,<2"
+    SPARK_ELASTIC_PICTURES=docs/images python -m pytest tests/component/rendezvous/test_status_in_browser.py "$@"
+}
+
+has_browser() { command -v chromium || command -v chromium-headless-shell || command -v chromium-browser || command -v google-chrome; }
+
 verb_bench() { # all benchmarks, or those named: bench recovery [...]
     setup
     local name names=("$@")

@@ -2,89 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import pytest
 
-from spark_elastic.observe.changes import Kind, WorldChange
-from spark_elastic.observe.chronicle import MOST_TOLD, Chronicle
-from spark_elastic.observe.report import JobReport
-from spark_elastic.protocol import driver_machine
+from spark_elastic.observe.changes import Kind
+from spark_elastic.observe.chronicle import MOST_TOLD
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import LaunchSlot, Publish
-from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
-
-STARTED = 100.0
-
-
-class Job:
-    """A driver machine whose turns a chronicle hears; `now` is seconds since the launch."""
-
-    def __init__(self, workers: int) -> None:
-        self.told: list[WorldChange] = []
-        self.chronicle = Chronicle(STARTED, self.told.append)
-        self.state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
-        self.now = 0.0
-        self.world: World | None = None
-
-    def on(self, event: on.DriverEvent) -> None:
-        event = replace(event, now=STARTED + self.now)
-        self.state, commands = driver_machine.step(self.state, event)
-        self.chronicle.turn(event, commands, self.state)
-        for command in commands:
-            if isinstance(command, Publish):
-                self.world = command.world
-
-    def comes(self, job: int) -> None:
-        self.on(on.SlotRegistered(0, f"{job}-0", f"host-{job}", job))
-        self.on(on.WorkerStarted(0, f"{job}-0", f"{job}-0.1"))
-        self.on(on.WorkerJoins(0, f"{job}-0.1", f"{job}-0", None, None))
-
-    def form(self) -> None:
-        assert self.world is not None
-        for member in self.world.members:
-            self.on(on.WorkerFormed(0, member.worker, self.world.fence))
-
-    def start(self, jobs: Sequence[int]) -> None:
-        for job in jobs:
-            self.comes(job)
-        self.now += 1.0
-        self.form()
-
-    def loses(self, job: int, step: int, regroup: float) -> None:
-        """The host of a member goes; the others come again at `step`."""
-        assert self.world is not None
-        self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
-        self.now += regroup
-        self.returns(step, but=job)
-
-    def returns(self, step: int, but: int = 0, planned: bool = False) -> None:
-        """All members leave the world at `step`, but that of one slot job."""
-        assert self.world is not None
-        fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
-        for member in self.world.members:
-            if member.slot != f"{but}-0":
-                self.on(on.WorkerJoins(0, member.worker, member.slot, fence, position, planned=planned))
-
-    def report(self, step: int, **more: float) -> None:
-        numbers = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
-        self.chronicle.heard(STARTED + self.now, {**numbers, **more})
-
-    def done(self) -> None:
-        assert self.world is not None
-        for member in self.world.members:
-            end = Position(1, Phase.TRAIN, 0)
-            self.on(on.WorkerDone(0, member.worker, self.world.fence, end, "null"))
-
-    @property
-    def result(self) -> JobReport:
-        return self.chronicle.report(STARTED + self.now)
+from spark_elastic.protocol.commands import LaunchSlot
+from spark_elastic.protocol.types import Fence
+from tests.unit.observe.played_job import STARTED, PlayedJob
 
 
-def lossy() -> Job:
+def lossy() -> PlayedJob:
     """3 workers for 4 s, half a second of recovery, 2 workers for 2 s."""
-    job = Job(3)
+    job = PlayedJob(3)
     job.start([1, 2, 3])
     job.now = 5.0
     job.report(41)
@@ -115,7 +45,7 @@ def test_every_second_is_of_one_phase() -> None:
 
 
 def test_a_job_that_runs_reports_up_to_now() -> None:
-    job = Job(2)
+    job = PlayedJob(2)
     job.start([1, 2])
     job.now = 11.0
     assert job.result.phases["training"] == pytest.approx(10.0)
@@ -123,7 +53,7 @@ def test_a_job_that_runs_reports_up_to_now() -> None:
 
 
 def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
-    job = Job(3)
+    job = PlayedJob(3)
     job.comes(1)
     job.comes(2)
     job.now = 12.0
@@ -144,7 +74,7 @@ def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
 
 
 def test_a_second_loss_before_the_world_stands_prolongs_the_recovery() -> None:
-    job = Job(3)
+    job = PlayedJob(3)
     job.start([1, 2, 3])
     job.loses(2, step=1, regroup=0.5)
     job.loses(3, step=1, regroup=0.25)
@@ -154,7 +84,7 @@ def test_a_second_loss_before_the_world_stands_prolongs_the_recovery() -> None:
 
 
 def test_all_lost_is_a_restart() -> None:
-    job = Job(1)
+    job = PlayedJob(1)
     job.start([1])
     job.report(7)
     job.loses(1, step=0, regroup=0.0)
@@ -166,7 +96,7 @@ def test_all_lost_is_a_restart() -> None:
 
 
 def test_checkpoint_costs_add_up_over_processes() -> None:
-    job = Job(1)
+    job = PlayedJob(1)
     job.report(1, checkpoint_seconds=0.5)
     job.report(2, checkpoint_seconds=0.75)
     job.report(3, checkpoint_seconds=0.25)
@@ -174,7 +104,7 @@ def test_checkpoint_costs_add_up_over_processes() -> None:
 
 
 def test_the_story_is_bounded_and_joins_what_repeats() -> None:
-    job = Job(1)
+    job = PlayedJob(1)
     for number in range(1000):
         job.chronicle.turn(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
     (told,) = job.chronicle.look()[3]

@@ -1,0 +1,187 @@
+"""The status page in a headless Chromium, at four moments of a job: what a person sees.
+
+It makes the pictures of docs/images, too. The job's events are played to the real driver machine and the page comes
+from a real server; no worker is needed. Needs what `./build.sh browser` brings; SPARK_ELASTIC_PICTURES: the folder
+that keeps the pictures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.observe.status_page import pages
+from spark_elastic.protocol import events as on
+from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.status_door import StatusDoor
+from tests.unit.observe.played_job import STARTED, PlayedJob
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./build.sh browser")
+BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
+BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+SHOWN = 10_000  # milliseconds until a page must show what is waited for
+WIDTH, HEIGHT = 1180, 700
+INSIDE = (
+    "[...document.querySelectorAll('.tile, section')].every(part => part.scrollWidth <= part.clientWidth)"
+)
+BOXES = (
+    "[...document.querySelectorAll('.tile, section:not([hidden])')].map(part => part.getBoundingClientRect())"
+)
+STACK = """  File "train.py", line 41, in step
+    rows = next(batches)
+  File "reader.py", line 88, in __next__
+    return self._files[number].read()"""
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: ./build.sh browser")
+
+
+class Played(PlayedJob):
+    """Trains in played time, which the page's clock shows."""
+
+    def trains(self, first: int, last: int) -> None:
+        """Four steps a second."""
+        for step in range(first, last):
+            self.now += 0.25
+            self.report(step, loss=0.2 + 2 * math.exp(-step / 30) + 0.03 * math.sin(step))
+        for slot in list(self.state.slots.values()):
+            self.on(on.SlotBeat(0, slot.slot, slot.worker or "", "S"))
+
+    def joins(self, job: int, step: int) -> None:
+        """A newcomer, for whom the world stops at a boundary."""
+        self.comes(job)
+        self.now += 0.1
+        self.on(on.Tick(0))
+        assert self.world is not None
+        self.returns(step, planned=True)
+        self.now += 0.2
+        self.form()
+
+
+class PlayedClock(SystemClock):
+    def __init__(self, job: Played) -> None:
+        self._job = job
+
+    def now(self) -> float:
+        return STARTED + self._job.now
+
+
+class Screen:
+    """One page of a browser, and everything that it complained of."""
+
+    def __init__(self, page: Any, folder: Path) -> None:
+        self.page = page
+        self._folder = folder
+        self.complaints: list[str] = []
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def shows(self, *texts: str) -> None:
+        for text in texts:
+            self.page.get_by_text(text).first.wait_for(timeout=SHOWN)
+
+    def shoot(self, name: str) -> None:
+        self.page.screenshot(path=self._folder / f"{name}.png")
+
+    def fits(self) -> bool:
+        """Nothing sticks out to the side, and no part lies over another or out of its frame."""
+        boxes = self.page.evaluate(BOXES)
+        apart = all(
+            a["right"] <= b["left"]
+            or b["right"] <= a["left"]
+            or a["bottom"] <= b["top"]
+            or b["bottom"] <= a["top"]
+            for i, a in enumerate(boxes)
+            for b in boxes[:i]
+        )
+        inside = self.page.evaluate(INSIDE) and all(box["right"] <= WIDTH for box in boxes)
+        return len(boxes) > 10 and apart and inside
+
+    def curve(self, chart: str) -> list[tuple[float, float]]:
+        points = self.page.locator(f"#{chart} polyline").get_attribute("points")
+        return [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
+
+
+@pytest.fixture
+def job() -> Played:
+    return Played(3)
+
+
+@pytest.fixture
+def url(job: Played) -> Iterator[str]:
+    clock = SystemClock()
+    door = StatusDoor(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    hooks = Hooks(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server:
+        yield door.url(server.url)
+
+
+@pytest.fixture
+def screen(tmp_path: Path) -> Iterator[Screen]:
+    folder = Path(os.environ.get("SPARK_ELASTIC_PICTURES", tmp_path))
+    with playwright.sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield Screen(browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}), folder)
+        browser.close()
+
+
+def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen) -> None:
+    job.start([1, 2, 3])
+    job.trains(1, 40)
+    screen.page.goto(url)
+    screen.shows("3 of 3", "running", "39 / 100")
+    assert "token" not in screen.page.url
+    screen.page.reload()  # by the cookie alone
+    screen.shows("39 / 100")
+    assert screen.fits()
+    loss = screen.curve("loss")
+    assert loss[0][1] < loss[-1][1], "the loss falls, and y grows downwards"
+    screen.shoot("status-steady")
+
+    job.loses(2, step=40, regroup=0.4)
+    job.form()
+    job.trains(40, 46)
+    screen.shows("2 of 3", "1 of 3 lost, recovered in 0.40 s")
+    assert screen.page.locator("#world .mark").count() == 1
+    assert screen.fits()
+    screen.shoot("status-after-loss")
+
+    job.on(on.SlotJobEnded(0, 2, "its host is lost"))
+    job.joins(4, step=46)
+    job.trains(46, 80)
+    screen.shows("3 of 3", "1 joined in")
+    assert len({y for _, y in screen.curve("world")}) == 3, "nobody, two and three workers"
+    screen.shoot("status-recovered")
+
+    assert job.world is not None
+    text = f"rank 1 keeps rank 0 and 2 waiting for 3 s; its process is in state D\n{STACK}"
+    job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, text))
+    screen.shows("Who keeps the others waiting", "reader.py")
+    assert screen.fits()
+    screen.shoot("status-stuck")
+    assert not screen.complaints
+
+
+def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
+    job: Played, url: str, screen: Screen
+) -> None:
+    job.start([1, 2, 3])
+    screen.page.set_content(f'<iframe src="{url}" width="900" height="700"></iframe>')
+    screen.page.frame_locator("iframe").get_by_text("3 of 3").first.wait_for(timeout=SHOWN)
+
+
+def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
+    clock = SystemClock()
+    door = StatusDoor(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    hooks = Hooks(lambda event: None, lambda lines: None)
+    job.start([1, 2, 3])
+    with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server:
+        screen.page.goto(door.url(server.url))
+        screen.shows("3 of 3")
+    screen.shows("the job is over, or the driver cannot be reached")

@@ -1,0 +1,80 @@
+"""A job as the chronicle hears of it: a real driver machine and events played to it by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spark_elastic.observe.changes import WorldChange
+from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.report import JobReport
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Publish
+from spark_elastic.protocol.types import Limits, Phase, Position, World
+
+STARTED = 100.0
+
+
+class PlayedJob:
+    """A driver machine whose turns a chronicle hears; `now` is seconds since the launch."""
+
+    def __init__(self, workers: int) -> None:
+        self.told: list[WorldChange] = []
+        self.chronicle = Chronicle(STARTED, self.told.append)
+        self.state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
+        self.now = 0.0
+        self.world: World | None = None
+
+    def on(self, event: on.DriverEvent) -> None:
+        event = replace(event, now=STARTED + self.now)
+        self.state, commands = driver_machine.step(self.state, event)
+        self.chronicle.turn(event, commands, self.state)
+        for command in commands:
+            if isinstance(command, Publish):
+                self.world = command.world
+
+    def comes(self, job: int) -> None:
+        self.on(on.SlotRegistered(0, f"{job}-0", f"host-{job}", job))
+        self.on(on.WorkerStarted(0, f"{job}-0", f"{job}-0.1"))
+        self.on(on.WorkerJoins(0, f"{job}-0.1", f"{job}-0", None, None))
+
+    def form(self) -> None:
+        assert self.world is not None
+        for member in self.world.members:
+            self.on(on.WorkerFormed(0, member.worker, self.world.fence))
+
+    def start(self, jobs: Sequence[int]) -> None:
+        for job in jobs:
+            self.comes(job)
+        self.now += 1.0
+        self.form()
+
+    def loses(self, job: int, step: int, regroup: float) -> None:
+        """The host of a member goes; the others come again at `step`."""
+        assert self.world is not None
+        self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
+        self.now += regroup
+        self.returns(step, but=job)
+
+    def returns(self, step: int, but: int = 0, planned: bool = False) -> None:
+        """All members leave the world at `step`, but that of one slot job."""
+        assert self.world is not None
+        fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
+        for member in self.world.members:
+            if member.slot != f"{but}-0":
+                self.on(on.WorkerJoins(0, member.worker, member.slot, fence, position, planned=planned))
+
+    def report(self, step: int, **more: float) -> None:
+        numbers = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
+        self.chronicle.heard(STARTED + self.now, {**numbers, **more})
+
+    def done(self) -> None:
+        assert self.world is not None
+        for member in self.world.members:
+            end = Position(1, Phase.TRAIN, 0)
+            self.on(on.WorkerDone(0, member.worker, self.world.fence, end, "null"))
+
+    @property
+    def result(self) -> JobReport:
+        return self.chronicle.report(STARTED + self.now)
