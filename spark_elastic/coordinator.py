@@ -1,7 +1,8 @@
 """A job whose driver runs in a task, because executors cannot reach the client: that task's body, and its client.
 
 The coordinator has server, driver loop and machine; the client launches slots for it and tells people how it goes. They
-speak by letters in the store (`state.mail`). The coordinator's loss ends the job as `CoordinatorLost`.
+speak by letters in the store (`state.mail`). The coordinator's loss ends the job as `CoordinatorLost`; its pulse there
+(`state.pulse`) tells a copy of its task, which Spark may run beside it, to wait.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail
+from spark_elastic.state.pulse import Pulse, await_stillness
 
 log = logging.getLogger("spark_elastic")
 
@@ -55,7 +57,7 @@ class Coordinator:
         site = Site(bind=host, encrypted=self.encrypted, admit=self.admit, run=run, key=self.box.key)
         told = _Told(launcher.mail)
         try:
-            with log_passed_on(told.logged):
+            with Pulse(self.box.store, self._pulse), log_passed_on(told.logged):
                 done = supervise(launcher, Together(), site, self.limits, self.config, self.name, told)
             worlds = [dataclasses.astuple(world) for world in done.worlds]
             report = done.report.to_json()
@@ -64,6 +66,14 @@ class Coordinator:
             launcher.mail.post({"failed": type(error).__name__, "text": str(error)})
         finally:
             launcher.mail.close(LAST_WORDS)
+
+    def stand_by(self) -> None:
+        """Return once nobody conducts. Blocks."""
+        await_stillness(self.box.store, self._pulse, SystemClock())
+
+    @property
+    def _pulse(self) -> str:
+        return f"{self.box.folder}/pulse"
 
 
 @dataclass(frozen=True)

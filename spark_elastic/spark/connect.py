@@ -158,6 +158,10 @@ class Coordinates(Protocol):
         """host: this machine's address, as others know it."""
         ...
 
+    def stand_by(self) -> None:
+        """Return once nobody conducts."""
+        ...
+
 
 class ConnectLauncher:
     """`driver.ports.Launcher` over a session of Spark Connect. make_task, profile: as for `SparkLauncher`."""
@@ -216,11 +220,7 @@ class ConnectLauncher:
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                context = TaskContext.get()
-                first = context is None or context.attemptNumber() == 0
-                if first:
-                    coordinator.conduct(own_address(towards))
-                said = "it has ended" if first else RETRIED
+                said = _conducted(coordinator, towards)
                 yield pa.RecordBatch.from_pydict({"ended": [said] * batch.num_rows})
 
         self._carriers.append(threading.current_thread())
@@ -241,6 +241,17 @@ class ConnectLauncher:
             return JobEnd(str(rows[0]["ended"]) if rows else "the task returned nothing")
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             return classify(str(error))
+
+
+def _conducted(coordinator: Coordinates, towards: str | None) -> str:
+    """How the coordinator ended. Spark's retry returns without a new one, and so does its speculative copy: but only
+    once the first is gone, since Spark kills that as soon as the copy has returned."""
+    context = TaskContext.get()
+    if context is None or context.attemptNumber() == 0:
+        coordinator.conduct(own_address(towards))
+        return "it has ended"
+    coordinator.stand_by()
+    return RETRIED
 
 
 def _collected(spark: SparkSession, frame: Any, tag: str, timeout: float) -> list[Any]:

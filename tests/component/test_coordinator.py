@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -29,7 +30,15 @@ from tests.component.worker.moments import Held
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
 KEY = b"k" * 32
-PROGRAM = "import cloudpickle, sys; cloudpickle.load(open(sys.argv[1], 'rb')).conduct('127.0.0.1')"
+STILL = 0.6  # seconds, in place of eight
+PROGRAM = f"""
+import cloudpickle, sys
+from spark_elastic.state import pulse
+pulse.BEAT_EVERY, pulse.STILL, pulse.LOOK_EVERY = 0.1, {STILL}, 0.05
+with open(sys.argv[1], "rb") as file:
+    coordinator = cloudpickle.load(file)
+coordinator.conduct("127.0.0.1") if sys.argv[2] == "0" else coordinator.stand_by()
+"""
 
 
 class Watcher(Silent):
@@ -69,8 +78,12 @@ class Task:
         self.file.write_bytes(cloudpickle.dumps(coordinator))
 
     def carry(self) -> str:
-        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(self.file)])
+        self.process = self.attempt(0)
         return f"exit {self.process.wait()}"
+
+    def attempt(self, number: int) -> subprocess.Popen[bytes]:
+        """As Spark counts them."""
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, str(self.file), str(number)])
 
     def kill(self) -> None:
         assert self.process is not None
@@ -99,6 +112,28 @@ def test_a_job_by_mail_lives_through_the_loss_of_a_slot(
         "its log, too"
     )
     assert Store.open(str(tmp_path)).list("mail/1") == []
+
+
+@pytest.mark.faults
+def test_a_copy_of_the_coordinators_task_waits_for_its_end(tmp_path: Path) -> None:
+    """Spark takes the result of whichever attempt returns first, and kills the other."""
+    program = Held(steps=5)
+    cluster = ProcessLauncher(program, SystemClock(), room=2)
+    task = Task(tmp_path)
+    copies: list[subprocess.Popen[bytes]] = []
+    waited: list[bool] = []
+
+    def speculate() -> None:
+        copies.append(task.attempt(1))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            copies[0].wait(2.0 + 3 * STILL)
+        waited.append(copies[0].poll() is None)
+        program.release()
+
+    result = task.follow(cluster, Watcher(2, speculate))
+    assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected()}
+    assert waited == [True]
+    assert copies[0].wait(30) == 0
 
 
 @pytest.mark.faults

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pyspark")
+
+import pyarrow as pa
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
@@ -113,3 +116,28 @@ def test_a_slot_job_that_is_left_is_interrupted_at_the_end() -> None:
     assert launcher.close(3.0) == []
     assert session.interrupted.is_set()
     assert ended == []
+
+
+@pytest.mark.parametrize(("attempt", "calls"), [(0, ["conduct"]), (1, ["stand_by"]), (2, ["stand_by"])])
+def test_the_first_attempt_alone_conducts(
+    monkeypatch: pytest.MonkeyPatch, attempt: int, calls: list[str]
+) -> None:
+    class Coordinator:
+        def conduct(self, host: str) -> None:
+            called.append("conduct")
+
+        def stand_by(self) -> None:
+            called.append("stand_by")
+
+    called: list[str] = []
+    context = SimpleNamespace(attemptNumber=lambda: attempt)
+    monkeypatch.setattr(connect.TaskContext, "get", lambda: context)
+    session: Any = Session()
+    session.mapInArrow = lambda body, schema: SimpleNamespace(
+        collect=lambda: [
+            row for batch in body([pa.RecordBatch.from_pydict({"id": [0]})]) for row in batch.to_pylist()
+        ]
+    )
+    launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
+    assert launcher.conduct(Coordinator()) == ("it has ended" if attempt == 0 else connect.RETRIED)
+    assert called == calls

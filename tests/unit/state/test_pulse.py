@@ -1,0 +1,73 @@
+"""A count in a store: while it goes on, whoever watches it waits; a store that fails is no sign of death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from spark_elastic.data.memory_store import memory_store
+from spark_elastic.errors import StoreError
+from spark_elastic.state.pulse import LOOK_EVERY, STILL, Pulse, await_stillness
+from spark_elastic.testing.clock import FakeClock
+
+NAME = "mail/1/pulse"
+
+
+class ActingClock(FakeClock):
+    """Does something at each sleep."""
+
+    def __init__(self, act: Callable[[float], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self._act(self.now())
+
+
+def test_a_count_is_there_as_long_as_the_block_runs() -> None:
+    store = memory_store()
+    written: list[str] = []
+    write = type(store).write_bytes
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            type(store), "write_bytes", lambda *arguments: (written.append("x"), write(*arguments))
+        )
+        with Pulse(store, NAME):
+            pass
+    assert written == ["x"], "at once"
+    assert not store.exists(NAME)
+
+
+def test_who_watches_waits_until_the_count_stands_still() -> None:
+    store = memory_store()
+
+    def beat(now: float) -> None:
+        if now < 100:
+            store.write_bytes(NAME, str(int(now / (STILL - 1))).encode())
+
+    clock = ActingClock(beat)
+    await_stillness(store, NAME, clock)
+    assert clock.now() == pytest.approx(100 + STILL, abs=STILL)
+
+
+def test_an_absent_count_stands_still() -> None:
+    clock = FakeClock()
+    await_stillness(memory_store(), NAME, clock)
+    assert clock.now() == pytest.approx(STILL, abs=LOOK_EVERY)
+
+
+def test_a_store_that_fails_is_no_sign_of_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store()
+    exists = type(store).exists
+
+    def looked(self: object, name: str) -> bool:
+        if clock.now() < 60:
+            raise StoreError("gone for a minute")
+        return exists(store, name)
+
+    monkeypatch.setattr(type(store), "exists", looked)
+    clock = FakeClock()
+    await_stillness(store, NAME, clock)
+    assert clock.now() >= 60
