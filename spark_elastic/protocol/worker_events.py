@@ -18,7 +18,11 @@ from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, Work
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 
 OWN_CODES = (1, SILENT_DRIVER)  # of processes whose worker, not whose function, found no way on
-KILLED = (-9, -15)  # exit codes of a process that was killed from outside
+KILLED = (
+    -9,
+    -15,
+    SILENT_DRIVER,
+)  # exit codes of a process that was ended from outside, or for want of the driver
 KILLS_PER_SLOT = 20  # within the failure window that are a loss and nobody's failure
 KILLS_BORNE = 2  # such ends of one slot's workers in a row, before they took part in a world
 
@@ -177,8 +181,9 @@ def _own_word(turn: Turn, worker: WorkerRecord, code: int) -> str:
 
 
 def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str, detail: str) -> None:
-    """A process that was killed is a loss like that of a host, and its slot is not to blame, unless its workers are
-    killed one after the other before they ever take part in a world, or again and again within the failure window."""
+    """A process that was killed, or ended itself since the driver was silent (R12), is a loss like that of a host, and
+    its slot is not to blame, unless its workers end so one after the other before they ever take part in a world, or
+    again and again within the failure window."""
     state = turn.state
     slot = event.worker.rpartition(".")[0]
     if event.out_of_memory:
@@ -190,9 +195,9 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
         if kills <= KILLS_BORNE and often <= KILLS_PER_SLOT:
             return
         if kills > KILLS_BORNE:
-            detail += f"; {kills} of its slot were killed in a row before they took part in a world"
+            detail += f"; {kills} of its slot ended so in a row before they took part in a world"
         else:
-            detail += f"; {often} of its slot were killed within {state.limits.failure_window:g} s"
+            detail += f"; {often} of its slot ended so within {state.limits.failure_window:g} s"
     # Where it was is not known: what began at one place and ended alike is taken for the same.
     position = state.world.position if state.world is not None else None
     _blame(turn, Failure(turn.now, state.generation, event.worker, position, fingerprint, detail))

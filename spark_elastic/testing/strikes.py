@@ -101,7 +101,7 @@ class Strikes:
             case Kind.KILL_WORKER:
                 worker.die(-9)
             case Kind.CRASH:
-                worker.die(3)
+                worker.die(-11)
             case Kind.KILL_SLOT:
                 self._kill_slots([worker.slot], fault)
             case Kind.STOP_WORKER:

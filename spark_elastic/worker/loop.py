@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 from spark_elastic.clock import Clock
-from spark_elastic.errors import ElasticError, PeersMissing, StaleGeneration
+from spark_elastic.errors import DriverUnreachable, ElasticError, PeersMissing, StaleGeneration
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
@@ -101,7 +101,15 @@ class WorkerLoop:
             command = todo.popleft()
             if isinstance(command, do.Sync | do.Run | do.Exit):
                 return command
-            answer = self._carry_out(command)
+            asked = self._clock.now()
+            try:
+                answer = self._carry_out(command)
+            except (
+                DriverUnreachable
+            ) as error:  # no crash of ours: whoever waits may see it before the control thread
+                sys.stderr.write(f"worker {self._me.worker} ends: {error}\n")
+                now = self._clock.now()
+                answer = on.DriverSilent(now, now - asked)
             if answer is not None:
                 todo.extend(self._post(answer))
         raise ElasticError(f"worker {self._me.worker} was left without a command")

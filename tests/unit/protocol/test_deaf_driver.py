@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort
+from spark_elastic.protocol.commands import Abort, End, Outcome
+from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 ALL = (1, 2, 3, 4)
@@ -88,6 +90,34 @@ def test_r12_after_the_drivers_timeout_they_have_ended_themselves() -> None:
     bench = _running()
     bench.wait(46.0)
     assert not bench.state.workers
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["first news", "given up before"])
+def test_r12_workers_that_ended_for_want_of_the_driver_are_nobodys_failures(known: bool) -> None:
+    sixteen = range(1, 17)
+    bench = Bench(Limits(16, 1, 16, failure_budget=1))
+    bench.start(*sixteen)
+    if not known:
+        for job in sixteen:
+            bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+        bench.wait(bench.limits.reconnect_grace + 1.0, beating=sixteen)
+    for job in sixteen:
+        bench.on(on.WorkerExited(0, name(job), SILENT_DRIVER))
+    assert not bench.state.workers
+    assert not bench.all(End)
+    assert not bench.state.blacklist
+    assert not bench.state.failures
+
+
+def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
+    bench = Bench(replace(FOUR, failure_budget=0))
+    bench.start(1)
+    for started in range(1, 25):
+        if bench.all(End):
+            break
+        bench.on(on.WorkerExited(0, name(1, started), SILENT_DRIVER))
+        bench.on(on.WorkerStarted(0, "1-0", name(1, started + 1)))
+    assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
 
 def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:

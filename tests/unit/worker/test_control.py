@@ -1,4 +1,4 @@
-"""The newest numbers reach the driver before the worker says that it is done."""
+"""What the two threads of a worker say of the driver and to it: the last numbers before the end; its silence alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
+from spark_elastic.protocol.commands import Exit
+from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.types import START, Fence
+from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 from spark_elastic.rendezvous.messages import News, NextWorld
 from spark_elastic.worker.control import Control
 from spark_elastic.worker.loop import Identity, WorkerLoop
@@ -40,3 +44,27 @@ def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -
     control.close()
     over.set()
     assert heard == [{"val_loss": 0.5}, "done"]
+
+
+def test_r12_a_silent_driver_ends_the_main_thread_as_it_ends_the_control_thread() -> None:
+    """Whoever waits for a world may be the first to give the driver up."""
+
+    def join(*what: Any, **named: Any) -> NextWorld:
+        raise DriverUnreachable("The driver does not answer.")
+
+    driver: Any = SimpleNamespace(join=join, wrote_checkpoint=None)
+    program: Any = SimpleNamespace(close=lambda: None)
+    nothing: Any = None
+    loop = WorkerLoop(Identity("1-0.1", "1-0"), program, driver, nothing, SystemClock(), 5.0)
+    assert loop.run() == SILENT_DRIVER
+
+
+def test_r12_nor_does_it_hide_what_user_code_raised() -> None:
+    def unreachable(*what: Any) -> None:
+        raise DriverUnreachable("The driver does not answer.")
+
+    driver: Any = SimpleNamespace(failed=unreachable, wrote_checkpoint=None)
+    nothing: Any = None
+    loop = WorkerLoop(Identity("1-0.1", "1-0"), nothing, driver, nothing, SystemClock(), 5.0)
+    raised = UserRaised(0.0, "f", "Traceback: the user's\n")
+    assert loop._advance(raised) == Exit("user code raised", 1)
