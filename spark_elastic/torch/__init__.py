@@ -1,43 +1,11 @@
 """PyTorch on elastic workers: `import spark_elastic.torch as hvd` speaks Horovod's torch API. Knows no Spark."""
 
-from elastic_collectives import CollectiveError as HorovodInternalError
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
+from spark_elastic.ops import horovod_names
 from spark_elastic.ops.barrier import barrier
-from spark_elastic.ops.channels import start_timeline, stop_timeline
-from spark_elastic.ops.objects import allgather_object, broadcast_object
-from spark_elastic.ops.process_sets import (
-    ProcessSet,
-    add_process_set,
-    get_process_set_ids_and_ranks,
-    global_process_set,
-    is_process_set_included,
-    remove_process_set,
-)
-from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from spark_elastic.ops.topology import (
-    ccl_built,
-    check_extension,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
-from spark_elastic.state.state import HostsUpdatedInterrupt
+from spark_elastic.ops.horovod_names import *
+from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
+from spark_elastic.ops.topology import check_extension
 from spark_elastic.torch import elastic
 from spark_elastic.torch.allreduce import (
     allreduce,
@@ -77,26 +45,14 @@ from spark_elastic.torch.scattering import (
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
     "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
     "Progress",
-    "ReduceOp",
     "RowDropout",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -108,21 +64,12 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
     "check_extension",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "draw_rows",
     "elastic",
     "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -131,28 +78,13 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "is_process_set_included",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
     "progress",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += horovod_names.__all__

@@ -149,6 +149,7 @@ def test_the_page_for_movers_has_the_name(name: str) -> None:
 
 def test_what_is_exported_exists() -> None:
     assert all(hasattr(hvd, name) for name in hvd.__all__)
+    assert len(set(hvd.__all__)) == len(hvd.__all__), "a name of its own is among those of all faces"
     assert {name.split(".")[0] for name in (*SIGNATURES, *VALUES)} <= set(hvd.__all__)
 
 

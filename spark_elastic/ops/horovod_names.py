@@ -1,0 +1,73 @@
+"""Horovod's names that are the same for every framework: each face of ours imports and exports all of them.
+
+Each framework's own names are in its package.
+"""
+
+from elastic_collectives import CollectiveError as HorovodInternalError
+from spark_elastic.ops.channels import start_timeline, stop_timeline
+from spark_elastic.ops.objects import allgather_object, broadcast_object
+from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.ops.topology import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from spark_elastic.state.state import HostsUpdatedInterrupt
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "add_process_set",
+    "allgather_object",
+    "broadcast_object",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
