@@ -18,6 +18,7 @@ from spark_elastic.data.decoding import decoded
 from spark_elastic.data.footers import partition_values
 from spark_elastic.data.group_reader import GroupReader
 from spark_elastic.data.manifest import Manifest, RowGroup
+from spark_elastic.data.parquet import opened
 from spark_elastic.data.pieces import Pieces
 from spark_elastic.data.reader import Decoded
 from spark_elastic.data.store import Store
@@ -93,7 +94,7 @@ class ArrowReader(GroupReader):
             source = (
                 pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
             )
-            self._files[number] = (pq.ParquetFile(source, pre_buffer=not self._store.is_local), source)
+            self._files[number] = (opened(source, pre_buffer=not self._store.is_local), source)
         self._files.move_to_end(number)
         return self._files[number]
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from spark_elastic.data.decoding import dtype_of, is_list, is_vector
 from spark_elastic.data.footers import partition_values, read_footer
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.parquet import opened
 from spark_elastic.data.store import Found, Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -112,7 +113,7 @@ class _File:
     def first_row(self, name: str) -> pa.Array:
         """One row of a column, without reading a whole row group."""
         with self.store.open_read(self.name) as source:
-            file = pq.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False)
+            file = opened(source, buffer_size=1 << 16)
             batches = file.iter_batches(1, columns=[name], use_threads=False)
             return next(batch for batch in batches if batch.num_rows).column(0)
 
@@ -131,7 +132,7 @@ class _File:
     def _counted(self, name: str) -> int:
         total = 0
         with self.store.open_read(self.name) as source:
-            file = pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+            file = opened(source, buffer_size=1 << 20)
             for batch in file.iter_batches(columns=[name], use_threads=False):
                 values = batch.column(0)
                 total += values.null_count

@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.ipc
-import pyarrow.parquet as pq
+
+from spark_elastic.data.parquet import opened
 
 _STREAMED = 1 << 20  # bytes of a column that are read at a time
 
@@ -39,7 +40,7 @@ class Pieces:
         self._file.close()
 
     def _cut(self, source: Any, index: int, columns: list[str], rows: int) -> None:
-        file = pq.ParquetFile(source, buffer_size=_STREAMED, pre_buffer=False)
+        file = opened(source, buffer_size=_STREAMED)
         writer: pa.ipc.RecordBatchFileWriter | None = None
         waiting: list[pa.RecordBatch] = []
         batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
