@@ -66,7 +66,8 @@ def describe(
         InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
             lengths, no rows, a table of Delta, Iceberg or Hudi. StoreError: no Parquet files, or unreadable ones.
     """
-    found = [each for name in dict.fromkeys(names) for each in _parquet(store, name)]
+    # A file that several of the names lead to is there once.
+    found = list({each.name: each for name in names for each in _parquet(store, name)}.values())
     files = [_File(store, each) for each in found]
     with_rows = [file for file in files if file.footer.num_rows]
     if not with_rows:

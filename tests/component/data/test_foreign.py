@@ -218,6 +218,8 @@ def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
     store, names = locate([f"{tmp_path}/a", f"{tmp_path}/b/3.parquet", f"{tmp_path}/_c"], {})
     assert (store.root, names) == (str(tmp_path), ("a", "b/3.parquet", "_c"))
     assert describe(store, ["x"], names=names).files == ("a/1.parquet", "b/3.parquet", "_c/4.parquet")
+    overlapping = describe(store, ["x"], names=["a", "a/1.parquet", "", "b"])
+    assert overlapping.files == ("a/1.parquet", "b/3.parquet")
     alone, names = locate([f"{tmp_path}/a/1.parquet"], {})
     assert (alone.url, names) == (f"file://{tmp_path}/a", ("1.parquet",))
     assert describe(alone, ["x"], names=names).rows == 5
