@@ -272,22 +272,12 @@ def main() -> None:
 
 
 def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
-    from pyspark.sql import SparkSession
-
-    from tests.spark.cluster import StandaloneCluster, cluster_environment
+    from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session
 
     os.environ.update(cluster_environment(folder))
     with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
         cluster.start_workers(WORKERS)
-        builder = SparkSession.builder.master(cluster.url).config("spark.ui.enabled", "false")
-        for name, value in {
-            "executor.memory": "512m",
-            "executor.cores": "1",
-            "driver.host": "127.0.0.1",
-        }.items():
-            builder = builder.config(f"spark.{name}", value)
-        spark = builder.getOrCreate()
-        spark.sparkContext.setLogLevel("OFF")
+        spark = quiet_session(cluster.url, executor_cores="1")
         try:
             return measure(spark, kind, kills, folder)
         finally:

@@ -30,6 +30,7 @@ from pyspark.sql import SparkSession  # noqa: E402
 from spark_elastic import ElasticTorchEstimator, platforms  # noqa: E402
 from spark_elastic.launch import LaunchResult, launch  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
+from tests.spark.cluster import quiet_session  # noqa: E402
 
 
 def say(**told: Any) -> None:
@@ -46,23 +47,6 @@ class Teller(logging.Handler):
             say(world=command.world.size)
         elif isinstance(command, Abort):
             say(lost=command.reason)
-
-
-def session(master: str, address: str) -> SparkSession:
-    builder = SparkSession.builder.master(master)
-    settings = {
-        "ui.enabled": "false",
-        "driver.host": address,
-        "driver.bindAddress": address,
-        "driver.memory": "512m",
-        "executor.memory": "512m",
-        "executor.cores": "1",
-    }
-    for name, value in settings.items():
-        builder = builder.config(f"spark.{name}", value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
-    return spark
 
 
 def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[str, Any]:
@@ -113,7 +97,7 @@ def main() -> None:
     for module in (nets, phases):
         cloudpickle.register_pickle_by_value(module)
     torch.set_num_threads(1)  # the plain loop shares the machine with everybody else
-    spark = session(master, address)
+    spark = quiet_session(master, driver_host=address, driver_bindAddress=address, executor_cores="1")
     try:
         say(verdict=train(spark, folder, float(lease), int(epochs)))
     finally:

@@ -43,7 +43,7 @@ from spark_elastic.data.manifest import Manifest  # noqa: E402
 from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
-from tests.spark.cluster import StandaloneCluster, cluster_environment  # noqa: E402
+from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
 
 ROWS, BATCH, WORKERS, SEED = 720, 8, 3, 11
 Blow = tuple[phases.Standing, psutil.Process, dict[str, Any]]
@@ -371,19 +371,7 @@ def main() -> int:
 
 
 def on_spark(url: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(url).config("spark.ui.enabled", "false")
-    settings = {
-        "executor.memory": "512m",
-        "executor.cores": "1",
-        "driver.memory": "512m",
-        "driver.host": "127.0.0.1",
-    }
-    for name, value in settings.items():
-        builder = builder.config(f"spark.{name}", value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
+    spark = quiet_session(url, executor_cores="1")
     try:
         return soak(spark, nets.CASES[options.case], folder, options)
     finally:

@@ -34,7 +34,7 @@ from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.observe.changes import Kind, WorldChange  # noqa: E402
 from spark_elastic.testing import Blow, ClusterFaults  # noqa: E402
 from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
-from tests.spark.cluster import StandaloneCluster, cluster_environment  # noqa: E402
+from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
 
 WORKERS, ROWS, BATCH, EPOCHS = 4, 4000, 8, 12
 KINDS = ("kill executor", "stop", "cut", "drain", "kill worker", "kill slot")
@@ -252,20 +252,7 @@ def main() -> int:
 
 
 def on_spark(cluster: StandaloneCluster, folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(cluster.url).config("spark.ui.enabled", "false")
-    settings = {
-        "executor.memory": "512m",
-        "executor.cores": "1",
-        "driver.memory": "512m",
-        "driver.host": "127.0.0.1",
-        "decommission.enabled": "true",
-    }
-    for name, value in settings.items():
-        builder = builder.config(f"spark.{name}", value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
+    spark = quiet_session(cluster.url, decommission_enabled="true")
     try:
         return soak(spark, cluster, folder, options)
     finally:

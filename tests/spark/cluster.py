@@ -17,8 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
@@ -46,6 +50,22 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
         found["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={scratch}"
         found["SPARK_LOCAL_DIRS"] = str(scratch)
     return found
+
+
+def quiet_session(master: str, **settings: str) -> SparkSession:
+    """A small session of a program that prints its own results. settings: `executor_cores` is spark.executor.cores."""
+    from pyspark.sql import SparkSession
+
+    usual = {
+        "ui_enabled": "false",
+        "driver_host": LOOPBACK,
+        "driver_memory": "512m",
+        "executor_memory": "512m",
+    }
+    named = {f"spark.{name.replace('_', '.')}": value for name, value in (usual | settings).items()}
+    spark = SparkSession.builder.master(master).config(map=named).getOrCreate()
+    spark.sparkContext.setLogLevel("OFF")
+    return spark
 
 
 @dataclass(frozen=True)
