@@ -25,6 +25,7 @@ from spark_elastic.torch import sparse
 from spark_elastic.torch.agreement import agree
 from spark_elastic.torch.buckets import layout, layout_hash
 from spark_elastic.torch.fusion import Fusion
+from spark_elastic.torch.hooks import hook_gradients
 from spark_elastic.torch.own_compression import allreduce_as
 from spark_elastic.torch.terms import PLAIN, Terms
 from spark_elastic.torch.trainable import specs, trainable
@@ -78,10 +79,7 @@ class GradientExchange:
         self._engine = self._own  # of the open step
         self._sent: Future[None] | None = None  # what the open step handed over last
         self._held: Callable[[], None] | None = None  # the last bucket, once complete
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda tensor, index=i: self._arrived(index))  # type: ignore[no-untyped-call]
-            for i, p in enumerate(self._parameters)
-        ]
+        self._unhook = hook_gradients(self._parameters, self._arrived)
 
     def __enter__(self) -> GradientExchange:
         return self
@@ -242,8 +240,7 @@ class GradientExchange:
     def close(self) -> None:
         self.abandon()
         self._own.close()
-        for hook in self._hooks:
-            hook.remove()
+        self._unhook()
         self.clear()
         self._fusion, self._laid = None, None
 

@@ -20,6 +20,7 @@ from spark_elastic.ops.channels import timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.hooks import weakly
 from spark_elastic.torch.terms import Terms
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
 from spark_elastic.worker.context import current, floor_of_process
@@ -56,7 +57,7 @@ class Rounds:
     ) -> None:
         self._passes = passes
         self._process_set = process_set
-        self.exchange = GradientExchange(named, terms, self._open, engine_of_process, timeline)
+        self.exchange = GradientExchange(named, terms, weakly(self._open), engine_of_process, timeline)
         self.done = False
         self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
         rounds_of_process().add(self)

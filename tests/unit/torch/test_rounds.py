@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.ops.process_sets import ProcessSet
-from spark_elastic.torch.rounds import group_for
+from spark_elastic.torch import DistributedOptimizer, join
+from spark_elastic.torch.rounds import group_for, rounds_of_process
 from spark_elastic.worker.context import current, set_current
 from spark_elastic.worker.stack_dump import Sampler, Window
-from tests.unit.ops.workers import become, per_thread
+from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.worker.patience import until
 
 CLOCK = SystemClock()
@@ -53,3 +58,45 @@ def test_who_waits_for_gradients_of_a_process_set_is_seen_to_wait(monkeypatch: p
     finally:
         sampler.close()
         window.close()
+
+
+def stepped(model: torch.nn.Module) -> None:
+    """One step of size 1 along gradients of 1, by an optimizer that nobody holds any more behind it."""
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_that_nobody_holds_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+    model = torch.nn.Linear(3, 1, bias=False)
+    for _ in range(2):
+        stepped(model)
+    seen = weakref.ref(model)
+    hooks = model.weight._post_accumulate_grad_hooks
+    del model
+    gc.collect()
+    assert seen() is None
+    assert not hooks
+    assert not rounds_of_process()
+
+
+def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each function of a job makes its own; join goes by the one that is in use."""
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> tuple[float, int]:
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        for _ in range(2):
+            stepped(model)
+            gc.collect()
+        last = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        if group.rank == 0:
+            model(torch.ones(1, 3)).sum().backward()
+            last.step()
+        join()
+        return float(model.weight.detach().mean()), len(rounds_of_process())
+
+    assert among_fakes(2, work) == [(-2.5, 1), (-2.0, 1)]

@@ -1,0 +1,39 @@
+"""Being told of gradients without being kept alive by the parameters: what autograd holds the garbage collector
+cannot see into, so that an object held from there would never go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakMethod, finalize
+
+import torch
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls that method as long as its object lives; nothing from then on."""
+    return partial(_call, WeakMethod(method))
+
+
+def hook_gradients(
+    parameters: Sequence[torch.nn.Parameter], arrived: Callable[[int], None]
+) -> Callable[[], Any]:
+    """From now on `arrived`, a method, is called with a parameter's number once a backward pass has added its gradient.
+
+    Returns what ends that; so does the end of the method's object.
+    """
+    tell = weakly(arrived)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: tell(number))  # type: ignore[no-untyped-call]
+        for number, parameter in enumerate(parameters)
+    ]
+    end = finalize(arrived.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
+    end.atexit = False
+    return end
+
+
+def _call(method: WeakMethod[Callable[..., None]], *arguments: object) -> None:
+    found = method()
+    if found is not None:
+        found(*arguments)
