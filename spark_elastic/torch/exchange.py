@@ -47,10 +47,12 @@ class GradientExchange:
         opener: Callable[[], None] | None = None,
         engine: Callable[[], EngineThread | None] = lambda: None,
         timeline: Callable[[], Timeline | None] = lambda: None,
+        overlaps: Callable[[], bool] = lambda: True,
     ) -> None:
         """opener: called at a gradient that comes while no step is open, to `open` one; for loops that call nothing
         before backward. engine: the thread that serves the group at a step's opening; None: one of its own.
-        timeline: what the exchanges of a step are written to."""
+        timeline: what the exchanges of a step are written to. overlaps: whether buckets go out while backward runs, not
+        in `finish` alone."""
         self._names, self._parameters, self._frozen = trainable(named_parameters)
         self._specs = specs(self._names, self._parameters)
         self._terms = terms
@@ -66,6 +68,7 @@ class GradientExchange:
         self._agreed: Group | None = None
         self._lay(None)
         self._opener = opener
+        self._overlaps = overlaps
         self._arrivals = [0] * len(self._parameters)
         self._waiting: list[int] = []  # gradients that a bucket still lacks
         self._versions: list[int | None] = []  # of the buckets, as their newest gradients left them
@@ -274,7 +277,7 @@ class GradientExchange:
             number = self._fusion.bucket_of[index]
             self._waiting[number] -= 1
             self._versions[number] = self._fusion.version(number)
-        while self._launched < len(self._waiting) and self._waiting[self._launched] == 0:
+        while self._launched < len(self._waiting) and self._waiting[self._launched] == 0 and self._overlaps():
             self._launch()
 
     def _check_untouched(self) -> None:

@@ -57,7 +57,9 @@ class Rounds:
     ) -> None:
         self._passes = passes
         self._process_set = process_set
-        self.exchange = GradientExchange(named, terms, weakly(self._open), engine_of_process, timeline)
+        self.exchange = GradientExchange(
+            named, terms, weakly(self._open), engine_of_process, timeline, _is_lone
+        )
         self.done = False
         self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
         rounds_of_process().add(self)
@@ -155,6 +157,12 @@ class Rounds:
 def rounds_of_process() -> WeakSet[Joinable]:
     """Of all optimizers that are in use."""
     return floor_of_process().shared("optimizers", WeakSet)
+
+
+def _is_lone() -> bool:
+    """Which of several optimizers has a bucket complete first may differ from rank to rank; in which order they step is
+    the program's, and the same on all. Whoever counts one here that does nothing loses time alone."""
+    return len(rounds_of_process()) == 1
 
 
 def group_for(process_set: ProcessSet) -> Group | None:

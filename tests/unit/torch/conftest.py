@@ -33,6 +33,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
         return Current("w", group=made.group, floor=made.floor)
 
     monkeypatch.setattr(rounds, "current", current)
+    monkeypatch.setattr(rounds, "floor_of_process", lambda: made.process)
     monkeypatch.setattr(seat, "current", current)
     monkeypatch.setattr(ops_world, "current", current)
     yield made

@@ -46,7 +46,11 @@ class Here(threading.local):
 
     group: Group | None = None
     floor: Floor
+    process: Floor
     is_worker = False
+
+    def __init__(self) -> None:
+        self.process = Floor()
 
 
 def enter(here: Here, group: Group | None) -> None:

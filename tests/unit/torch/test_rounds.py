@@ -16,11 +16,12 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.ops.process_sets import ProcessSet
-from spark_elastic.torch import DistributedOptimizer, join
+from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
 from spark_elastic.torch.rounds import group_for, rounds_of_process
 from spark_elastic.worker.context import current, set_current
 from spark_elastic.worker.stack_dump import Sampler, Window
 from tests.unit.ops.workers import among_fakes, become, per_thread
+from tests.unit.torch.worlds import in_a_world
 from tests.unit.worker.patience import until
 
 CLOCK = SystemClock()
@@ -100,3 +101,67 @@ def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.Mo
         return float(model.weight.detach().mean()), len(rounds_of_process())
 
     assert among_fakes(2, work) == [(-2.5, 1), (-2.0, 1)]
+
+
+def layers() -> torch.nn.ModuleList:
+    return torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+
+
+@pytest.mark.parametrize("adasum", [False, True], ids=["sums", "one by Adasum"])
+def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.MonkeyPatch, adasum: bool) -> None:
+    """One rank has no gradient for the first bucket of one of them, so that the other's are complete before it."""
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> list[float]:
+        become(group)
+        first, second = layers(), layers()
+        optimizers = [
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0),
+                op=op,
+                groups=0 if op is Adasum else [[p] for p in model.parameters()],
+            )
+            for model, op in ((first, Sum), (second, Adasum if adasum else Sum))
+        ]
+        parameters = [*first.parameters(), *second.parameters()]
+        before = [parameter.detach().clone() for parameter in parameters]
+        used = [layer for layer in first if group.rank == 1 or layer is not first[2]]
+        x = torch.ones(1, 4)
+        (sum(100 * layer(x).sum() for layer in second) + sum(layer(x).sum() for layer in used)).backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+        close_floor()
+        return [
+            round(float((was - now.detach()).mean()), 3) for was, now in zip(before, parameters, strict=True)
+        ]
+
+    of_second = 100.0 if adasum else 200.0  # equal steps count once
+    assert in_a_world(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
+
+
+def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> list[bool]:
+        become(group)
+        model, other = layers(), layers()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters()), groups=[[p] for p in model.parameters()]
+        )
+        found = []
+        for together in (False, True, False):
+            second = DistributedOptimizer(torch.optim.SGD(other.parameters())) if together else None
+            sum(layer(torch.ones(1, 4)).sum() for layer in model).backward()  # type: ignore[union-attr]
+            found.append(optimizer._rounds.exchange.under_way)
+            optimizer.step()
+            del second
+        close_floor()
+        return found
+
+    assert in_a_world(2, work) == [[True, False, True]] * 2
+
+
+def close_floor() -> None:
+    here = current()
+    assert here is not None
+    here.floor.engine.close()
