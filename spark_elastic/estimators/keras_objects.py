@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.factory import DRAWING
 from spark_elastic.estimators.wording import kind
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.objective import Objective
@@ -90,8 +91,9 @@ def _model(model: Any, seed: Any) -> Any:
     if isinstance(model, type):
         raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
     if not isinstance(model, keras.Model) and callable(model):
-        keras.utils.set_random_seed(int(seed))
-        model = model()
+        with DRAWING:
+            keras.utils.set_random_seed(int(seed))
+            model = model()
     if not isinstance(model, keras.Model):
         raise InvalidInput(f"model must be a Keras model or a function that makes one; got {kind(model)}.")
     if not model.built:

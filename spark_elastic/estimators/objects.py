@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.factory import DRAWING
 from spark_elastic.estimators.travelling import check_travels
 from spark_elastic.estimators.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
@@ -81,7 +82,7 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
     if isinstance(model, type):
         raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
     if not isinstance(model, torch.nn.Module) and callable(model):
-        with torch.random.fork_rng(devices=[]):
+        with DRAWING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(seed))
             model = model()
     if not isinstance(model, torch.nn.Module):

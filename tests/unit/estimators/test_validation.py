@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import objects
 from spark_elastic.estimators.objects import brought
 from spark_elastic.estimators.validation import Request, checked
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
@@ -198,6 +202,24 @@ def test_frozen_parameters_may_be_left_out() -> None:
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(InvalidInput, match="nothing to train"):
         checked(values() | {"model": torch.nn.ReLU()}, brought)
+
+
+def test_factories_of_fits_in_parallel_draw_the_same_weights() -> None:
+    """Folds that a CrossValidator trains at once: one that began between the draws of another changed its weights."""
+    there = threading.Barrier(3)
+
+    def factory() -> torch.nn.Module:
+        first = torch.nn.Linear(2, 2)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            there.wait(0.2)  # for others that are in the midst of theirs
+        return torch.nn.Sequential(first, torch.nn.Linear(2, 1))
+
+    def made() -> list[float]:
+        return torch.cat([p.flatten() for p in objects._model(factory, 7).parameters()]).tolist()
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [each.result() for each in [pool.submit(made) for _ in range(3)]]
+    assert found == [made()] * 3
 
 
 def test_an_optimizer_factory_is_tried_on_a_copy() -> None:
