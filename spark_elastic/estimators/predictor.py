@@ -20,6 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.persistence import Packed
 from spark_elastic.estimators.stacking import in_parts
+from spark_elastic.torch.trainable import input_dtype
 from spark_elastic.training.transformation import Transformation, changed
 
 
@@ -58,8 +59,7 @@ class Predictor:
 
     @cached_property
     def _dtype(self) -> torch.dtype:
-        floats = (p.dtype for p in self._loaded[0].parameters() if p.is_floating_point())
-        return next(floats, torch.get_default_dtype())
+        return input_dtype(self._loaded[0])
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """As in training: floating point numbers in the model's dtype, whole ones as int64."""

@@ -28,6 +28,7 @@ from spark_elastic.torch.train.snapshot import drawing_by
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.state import TorchState
 from spark_elastic.torch.train.step import Rules, StepTaker
+from spark_elastic.torch.trainable import input_dtype
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
@@ -68,8 +69,7 @@ class TorchLearner:
         self._taker = StepTaker(
             self.state, self._objective, self._exchange, rules, ledger, metrics[0], self._scaling
         )
-        dtype = self._exchange.parameters[0].dtype
-        shapes, change = spec.label_shapes, brought.transformation
+        dtype, shapes, change = input_dtype(model), spec.label_shapes, brought.transformation
         self._columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
 
     def take(

@@ -64,6 +64,23 @@ def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
     assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]])[0].tolist() == [[15.0], [16.0]]
 
 
+def test_columns_come_in_the_precision_of_what_is_trained() -> None:
+    """A 16-bit backbone stands still before it."""
+
+    class Tuned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+            self.head = torch.nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x * self.backbone)
+
+    model, x = Tuned(), np.array([[1000.3, 2.0, 3.0]], np.float32)
+    (found,) = Predictor(pack(model), (Column("x", "float32", (3,)),)).predict([list(x)])
+    assert found.tolist() == model(torch.from_numpy(x)).tolist()
+
+
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
