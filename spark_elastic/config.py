@@ -8,6 +8,8 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import le, lt
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
@@ -25,6 +27,33 @@ _HOROVODS = {
     "timeline": ("HOROVOD_TIMELINE",),
     "timeline_mark_cycles": ("HOROVOD_TIMELINE_MARK_CYCLES",),
     "log_level": ("HOROVOD_LOG_LEVEL",),
+}
+
+# Setting -> what it must be, in words; None passes where they end in "or None".
+_ABOVE_0 = {
+    **dict.fromkeys(
+        (
+            "gather_timeout",
+            "start_timeout",
+            "lease",
+            "stall_after",
+            "collective_timeout",
+            "regroup_timeout",
+            "driver_timeout",
+            "failure_window",
+            "idle_slot_timeout",
+        ),
+        "a number of seconds above 0",
+    ),
+    "checkpoint_seconds": "above 0, or None",
+    "max_runtime": "seconds above 0, or None",
+}
+_LEAST = {
+    "checkpoint_steps": (1, "1 or more, or None"),
+    "cpus_per_worker": (1, "1 or more, or None"),
+    "checkpoints_kept": (1, "1 or more"),
+    "failure_budget": (0, "0 or more"),
+    "log_bytes": (0, "0, to keep nothing, or more"),
 }
 
 
@@ -119,44 +148,23 @@ class ElasticConfig:
                 raise InvalidInput(
                     f"worker_port_range must be two ports, the first not above the last; got {self.worker_port_range}."
                 )
-        times = (
-            "gather_timeout",
-            "start_timeout",
-            "lease",
-            "stall_after",
-            "collective_timeout",
-            "regroup_timeout",
-            "driver_timeout",
-            "failure_window",
-            "idle_slot_timeout",
-        )
-        for name in times:
-            if not getattr(self, name) > 0:
-                raise InvalidInput(
-                    f"{name} must be a number of seconds above 0; got {getattr(self, name)!r}."
-                )
+        for name, wanted in _ABOVE_0.items():
+            self._check(name, wanted, partial(lt, 0))
+        for name, (least, wanted) in _LEAST.items():
+            self._check(name, wanted, partial(le, least))
         if not 0 <= self.spare_after < math.inf:
             raise InvalidInput(f"spare_after must be 0 seconds or more; got {self.spare_after!r}.")
-        if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
-            raise InvalidInput(f"checkpoint_steps must be 1 or more, or None; got {self.checkpoint_steps}.")
-        if self.checkpoint_seconds is not None and not self.checkpoint_seconds > 0:
-            raise InvalidInput(f"checkpoint_seconds must be above 0, or None; got {self.checkpoint_seconds}.")
-        if self.max_runtime is not None and not self.max_runtime > 0:
-            raise InvalidInput(f"max_runtime must be seconds above 0, or None; got {self.max_runtime}.")
-        if self.cpus_per_worker is not None and self.cpus_per_worker < 1:
-            raise InvalidInput(f"cpus_per_worker must be 1 or more, or None; got {self.cpus_per_worker}.")
-        if self.log_bytes < 0:
-            raise InvalidInput(f"log_bytes must be 0, to keep nothing, or more; got {self.log_bytes}.")
-        if self.checkpoints_kept < 1:
-            raise InvalidInput(f"checkpoints_kept must be 1 or more; got {self.checkpoints_kept}.")
         lower, upper = self.cooldown_range
         if not 0 < lower <= upper:
             raise InvalidInput(
                 f"cooldown_range must be two numbers of seconds above 0, the first not above the last; got "
                 f"{self.cooldown_range}."
             )
-        if self.failure_budget < 0:
-            raise InvalidInput(f"failure_budget must be 0 or more; got {self.failure_budget}.")
+
+    def _check(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> None:
+        value = getattr(self, name)
+        if not (value is None and wanted.endswith("or None")) and not fits(value):
+            raise InvalidInput(f"{name} must be {wanted}; got {value!r}.")
 
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
