@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from tests.faults.namespaces import Network, why_not
+from tests.patience import until
 from tests.scenarios import Fault
 from tests.spark.cluster import await_line, cluster_environment
-from tests.unit.worker.patience import until
 
 JOB = Path(__file__).with_name("netns_job.py")
 HOSTS = 3

@@ -23,8 +23,8 @@ from spark_elastic.testing.processes import ProcessLauncher
 from tests.component.blows import await_blow, blows, kill
 from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
 from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.unit.worker.patience import until
 
 pytestmark = [
     pytest.mark.native,

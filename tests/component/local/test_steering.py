@@ -26,8 +26,8 @@ from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.testing.counting import CountingProgram
 from tests.component.local.watched import watched
 from tests.component.worker.moments import Held
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 

@@ -21,8 +21,8 @@ from spark_elastic.state.checkpoint import Checkpoints
 from tests.component.blows import kill
 from tests.component.torch.hand_written import Run, count, train
 from tests.component.torch.test_hand_written import assert_exact
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 

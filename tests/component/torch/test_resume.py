@@ -36,8 +36,8 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 

@@ -30,7 +30,7 @@ from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.worker.program import Outcome, Session
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
-from tests.unit.worker.patience import until
+from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 

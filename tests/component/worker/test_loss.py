@@ -13,8 +13,8 @@ from spark_elastic.launch import LaunchResult
 from spark_elastic.protocol.events import DrainRequested
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held, SlowReturn, SlowSync
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.unit.worker.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 

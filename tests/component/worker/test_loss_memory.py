@@ -16,8 +16,8 @@ from spark_elastic.protocol.types import World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
 from tests.component.worker.losses import Job
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.unit.worker.patience import until
 
 LIMIT = 400 << 20  # bytes: room for the slots, their workers and their spares
 GROUPS = Path("/sys/fs/cgroup")

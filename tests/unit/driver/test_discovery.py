@@ -16,7 +16,7 @@ from spark_elastic.driver.hosts import parse_hosts
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsListed
-from tests.unit.worker.patience import until
+from tests.patience import until
 
 CLOCK = SystemClock()
 

@@ -20,9 +20,9 @@ from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
 from spark_elastic.torch.rounds import group_for, rounds_of_process
 from spark_elastic.worker.context import current, set_current
 from spark_elastic.worker.stack_dump import Sampler, Window
+from tests.patience import until
 from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.torch.worlds import in_a_world
-from tests.unit.worker.patience import until
 
 CLOCK = SystemClock()
 

@@ -13,7 +13,7 @@ import pytest
 from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
 from spark_elastic.worker.stack_dump import DUMP, Sampler, Window, newest_stack
-from tests.unit.worker.patience import until
+from tests.patience import until
 
 CLOCK = SystemClock()
 
