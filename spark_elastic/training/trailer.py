@@ -5,6 +5,7 @@ Nobody acts on a wish before the trailer is back. Sums run in rank order, so tha
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,14 @@ class Verdict:
     found_sparse: npt.NDArray[np.bool_]
     bucket_bytes: int
     ends: bool = False
+
+    def check_finite(self, here: Position) -> None:
+        """Raises FloatingPointError where the loss of the step at `here` is no number; on every rank alike."""
+        if not math.isfinite(self.loss):
+            raise FloatingPointError(
+                f"the loss became {self.loss} in step {here.step} of epoch {here.epoch}: look at these rows, or lower "
+                "the learning rate (terminate_on_nan=True ended the training before they were applied)."
+            )
 
 
 def exchange(group: Group, mine: Trailer) -> Verdict:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.training.row_arrays import Arrays, packed, unpacked
+from spark_elastic.training.row_arrays import Arrays, StepPart
 from spark_elastic.training.share import Share
 
 
@@ -32,9 +32,8 @@ class StepMetrics:
         self._compiled = model._compile_metrics
         self._run = self._update if eager else tf.function(self._update, reduce_retracing=True)
         self._sums: dict[str, list[float]] = {}
-        self._step: list[tuple[dict[str, float], int, Arrays]] = []
         self._outputs = 0
-        self.drop()
+        self._part = StepPart()
 
     @property
     def variables(self) -> list[Any]:
@@ -58,39 +57,29 @@ class StepMetrics:
 
     def add(self, part: Share[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays) -> None:
         """A part of this rank's rows. losses: each loss's own part of the step's."""
-        self._rows += len(part)
-        for name, loss in zip(self._names, losses, strict=False):
-            self._logged[name] = self._logged.get(name, 0.0) + float(loss) * part.planned
-        if self._compiled is not None:
-            weights = [] if part.weights is None else [part.weights]
-            self._parts.append([*outputs, *part.labels, *weights])
+        logged = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
+        weights = [] if part.weights is None else [part.weights]
+        columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
+        self._part.add(len(part), logged, columns)
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows; collective, also on a rank without rows."""
-        parts, logged, rows = self._parts, self._logged, self._rows
-        self.drop()
         if self._compiled is not None or self._names:
-            columns = [_wide(np.concatenate(column)) for column in zip(*parts, strict=True)]
-            self._step = [unpacked(blob) for blob in group.allgather_bytes(packed(logged, rows, columns))]
+            self._part.gather(group)
 
     def drop(self) -> None:
         """Forget the rows of a step that was given up."""
-        self._parts: list[Arrays] = []
-        self._logged: dict[str, float] = {}
-        self._rows = 0
-        self._step = []
+        self._part.drop()
 
     def commit(self) -> None:
         """The step was applied: what was gathered counts."""
-        step = self._step
-        self.drop()
-        for logged, rows, _ in step:
+        told, columns = self._part.taken()
+        for logged, rows in told:
             for name, total in logged.items():
                 before = self._sums.get(name, [0.0, 0])
                 self._sums[name] = [before[0] + total, before[1] + rows]
-        with_rows = [columns for _, _, columns in step if columns]
-        if with_rows:
-            self._run([tf.constant(np.concatenate(column)) for column in zip(*with_rows, strict=True)])
+        if columns:
+            self._run([tf.constant(column) for column in columns])
 
     def results(self) -> dict[str, Any]:
         """Of all rows since `reset`, by name."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.keras.train.state import value_of
+from spark_elastic.training.coupling import sentence
 
 Array = npt.NDArray[Any]
 _SEED = "seed_generator_state"
@@ -57,14 +58,7 @@ class Moving:
 
 def world_dependence(model: Any) -> str | None:
     """R9: one sentence that names the layers that make the weights depend on the number of workers, or None."""
-    found = [f"{name} ({why})" for name, why in _dependent(model)]
-    if not found:
-        return None
-    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return (
-        f"the trained weights depend on the number of workers through {named}: every row still trains exactly once and "
-        "all workers hold the same weights."
-    )
+    return sentence(_dependent(model))
 
 
 def _dependent(model: Any) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +162,8 @@ class StepTaker:
                 group,
                 Trailer(here, version, hashed, rows, loss * share.planned, float(rows), there, ends=ends),
             )
-            self._check(verdict, here)
+            if self._spec.terminate_on_nan:
+                verdict.check_finite(here)
         except BaseException:
             self._moving.restore()
             self._metrics.drop()
@@ -212,13 +212,6 @@ class StepTaker:
             loss += float(losses[0])
             self._metrics.add(part, losses[1:], outputs)
         return total, loss
-
-    def _check(self, verdict: Verdict, here: Position) -> None:
-        if self._spec.terminate_on_nan and not math.isfinite(verdict.loss):
-            raise FloatingPointError(
-                f"the loss became {verdict.loss} in step {here.step} of epoch {here.epoch}: look at these rows, or "
-                "lower the learning rate (terminate_on_nan=True ended the training before they were applied)."
-            )
 
 
 def _arrays(tensors: Sequence[Any]) -> list[Array]:

@@ -9,18 +9,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+from spark_elastic.training.coupling import sentence
 
 
 def world_dependence(model: torch.nn.Module) -> str | None:
     """One sentence that names the layers, or None: then weights equal those of any other world, up to rounding."""
-    found = [f"{name or 'the model'} ({why})" for name, why in _dependent(model)]
-    if not found:
-        return None
-    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return (
-        f"the trained weights depend on the number of workers through {named}: every row still trains exactly once and "
-        "all workers hold the same weights."
-    )
+    return sentence((name or "the model", why) for name, why in _dependent(model))
 
 
 def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:

@@ -11,13 +11,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.train.objective import Scored
-from spark_elastic.training.row_arrays import Arrays, packed, unpacked
+from spark_elastic.training.row_arrays import StepPart
 
 
 class Metrics:
@@ -36,48 +35,37 @@ class Metrics:
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
         self._sums: dict[str, tuple[float, int]] = {}  # (sum over rows, rows) of functions and logged numbers
         self._updates = 0
-        self._step: list[tuple[dict[str, float], int, Arrays]] = []
-        self.drop()
+        self._part = StepPart()
 
     def add(self, scored: Scored, labels: Sequence[torch.Tensor]) -> None:
         """A part of this rank's rows."""
+        if self._given and not scored.outputs:
+            raise InvalidInput(
+                "metrics need the model's outputs, which a training step of your own does not hand over: leave metrics "
+                "out."
+            )
         rows = len(labels[0])
-        self._rows += rows
-        for name, value in scored.logged.items():
-            self._logged[name] = self._logged.get(name, 0.0) + value * rows
-        if self._given:
-            if not scored.outputs:
-                raise InvalidInput(
-                    "metrics need the model's outputs, which a training step of your own does not hand over: leave "
-                    "metrics out."
-                )
-            self._parts.append([tensor.numpy() for tensor in (*scored.outputs, *labels)])
+        logged = {name: value * rows for name, value in scored.logged.items()}
+        columns = [tensor.numpy() for tensor in (*scored.outputs, *labels)] if self._given else None
+        self._part.add(rows, logged, columns)
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows; collective, also on a rank without rows."""
-        parts, logged, rows = self._parts, self._logged, self._rows
-        self.drop()
         if self._given or self._logs:
-            columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-            self._step = [unpacked(blob) for blob in group.allgather_bytes(packed(logged, rows, columns))]
+            self._part.gather(group)
 
     def drop(self) -> None:
         """Forget the rows of a step that was given up."""
-        self._parts: list[Arrays] = []
-        self._logged: dict[str, float] = {}
-        self._rows = 0
-        self._step = []
+        self._part.drop()
 
     def commit(self) -> None:
         """The step was applied: what was gathered counts."""
-        step = self._step
-        self.drop()
-        for logged, rows, _ in step:
+        told, columns = self._part.taken()
+        for logged, rows in told:
             for name, total in logged.items():
                 self._count(name, total, rows)
-        with_rows = [columns for _, _, columns in step if columns]
-        if with_rows:
-            whole = [torch.from_numpy(np.concatenate(column)) for column in zip(*with_rows, strict=True)]
+        if columns:
+            whole = [torch.from_numpy(column) for column in columns]
             self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
 
     def results(self) -> dict[str, Any]:

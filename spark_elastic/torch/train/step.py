@@ -6,7 +6,6 @@ section. It owns no data and no loop. Main thread only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -115,7 +114,8 @@ class StepTaker:
                     ends,
                 ),
             )
-            self._check(verdict, here)
+            if self._rules.terminate_on_nan:
+                verdict.check_finite(here)
         except BaseException:
             before.restore()
             self._metrics.drop()
@@ -150,13 +150,6 @@ class StepTaker:
             loss += float(scored.total.detach())
             denominator += scored.denominator
         return loss, denominator
-
-    def _check(self, verdict: Verdict, here: Position) -> None:
-        if self._rules.terminate_on_nan and not math.isfinite(verdict.loss):
-            raise FloatingPointError(
-                f"the loss became {verdict.loss} in step {here.step} of epoch {here.epoch}: look at these rows, or "
-                "lower the learning rate (terminate_on_nan=True ended the training before they were applied)."
-            )
 
     def _apply(self, verdict: Verdict, planned: int, shared: bool) -> None:
         divisor = verdict.denominator or 1.0  # 0: a loss that the user wants summed

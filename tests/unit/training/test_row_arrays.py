@@ -1,0 +1,65 @@
+"""A step's rows among the ranks: counted by rank, whole in rank order, and gone once they are given up or taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.training.row_arrays import StepPart
+from tests.unit.torch.worlds import in_a_world
+
+
+def filled(rank: int) -> StepPart:
+    """As many rows as the rank has, in parts of one."""
+    part = StepPart()
+    for row in range(rank):
+        part.add(1, {"loss": 0.5 * rank}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
+    return part
+
+
+@pytest.mark.native
+def test_all_ranks_take_the_whole_step_in_rank_order() -> None:
+    def taken(group: Group) -> Any:
+        part = filled(group.rank)
+        part.gather(group)
+        told, (numbers, pairs) = part.taken()
+        return told, numbers.tolist(), pairs.tolist(), part.taken()
+
+    counted = [({}, 0), ({"loss": 0.5}, 1), ({"loss": 2.0}, 2)]
+    assert in_a_world(3, taken) == [(counted, [10, 20, 21], [[1, 1], [2, 2], [2, 2]], ([], []))] * 3
+
+
+@pytest.mark.native
+def test_numbers_without_columns() -> None:
+    def taken(group: Group) -> Any:
+        part = StepPart()
+        part.add(3, {"loss": 1.5}, None)
+        part.gather(group)
+        return part.taken()
+
+    assert in_a_world(2, taken) == [([({"loss": 1.5}, 3)] * 2, [])] * 2
+
+
+def test_nothing_is_left_of_an_exchange_that_broke() -> None:
+    class Broken:
+        def allgather_bytes(self, data: bytes) -> list[bytes]:
+            raise CollectiveError([1], "gone")
+
+    class Echo:
+        def allgather_bytes(self, data: bytes) -> list[bytes]:
+            return [data]
+
+    part: Any = filled(2)
+    with pytest.raises(CollectiveError):
+        part.gather(Broken())
+    part.gather(Echo())
+    assert part.taken() == ([({}, 0)], [])
+
+
+def test_what_was_given_up_is_forgotten() -> None:
+    part = filled(2)
+    part.drop()
+    assert part.taken() == ([], [])

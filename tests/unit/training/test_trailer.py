@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.training.trailer import Verdict
+
+
+def verdict(loss: float) -> Verdict:
+    none = np.zeros(0, np.bool_)
+    return Verdict(1, 4, loss, 4.0, none, none, 0)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_told_with_its_step(loss: float) -> None:
+    with pytest.raises(
+        FloatingPointError, match=rf"the loss became {loss} in step 7 of epoch 2: .* learning rate"
+    ):
+        verdict(loss).check_finite(Position(2, Phase.TRAIN, 7))
+
+
+def test_any_number_will_do() -> None:
+    verdict(-1e300).check_finite(Position(0, Phase.TRAIN, 0))
