@@ -214,9 +214,11 @@ verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of i
         tests/spark/test_materialize.py tests/spark/test_readers.py "$@"
 }
 
-verb_s3() { # stores on a real S3 API (moto's server), in an environment of its own
-    own_venv s3 "$(find_python)" "s3fs moto[server] pyarrow>=14 numpy>=1.26 cloudpickle pytest pytest-timeout psutil hypothesis"
-    build/s3/bin/python -m pytest tests/component/data/test_s3.py "$@"
+verb_s3() { # stores and a training on a real S3 API (moto's server), in an environment of its own
+    setup
+    own_venv s3 "$(find_python)" "$TORCH" "s3fs moto[server] pyarrow>=14 numpy>=1.26 cloudpickle starlette uvicorn httpx click \
+        pytest pytest-timeout psutil hypothesis"
+    build/s3/bin/python -m pytest tests/component/s3 "$@"
 }
 
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import threading
 import time
@@ -183,7 +184,7 @@ def train_elastic(
     result = supervise(launcher, watch, Site(run=run), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
-    return torch.load(Path(store.path("final.pt")), weights_only=True), result
+    return torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True), result
 
 
 def launcher(task: TorchTrainTask, room: int) -> ProcessLauncher:

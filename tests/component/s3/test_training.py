@@ -1,0 +1,63 @@
+"""Rows, checkpoints and the trained model on a real S3 API: all workers are lost, and nothing durable is (P7)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spark_elastic.data.store import Store
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.torch.train.task import TorchTrainTask
+from tests.component.blows import blows, kill
+from tests.component.torch.job import (
+    CLASSES,
+    RUN,
+    WIDTH,
+    Follower,
+    Job,
+    Paced,
+    difference,
+    launcher,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+from tests.unit.worker.patience import until
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+
+def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Store, tmp_path: Path) -> None:
+    here, manifest = make_data(tmp_path)
+    for name in ("rows/part.parquet", "manifest.json"):
+        store.write_bytes(name, here.read_bytes(name))
+    torch.manual_seed(1)
+    net = Paced(
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
+    )
+    job = Job(
+        net.double(), lambda given: torch.optim.SGD(given, lr=0.05, momentum=0.9), torch.nn.CrossEntropyLoss(),
+        checkpoint_steps=3,
+    )  # fmt: skip
+    made: list[ProcessLauncher] = []
+
+    def make(task: TorchTrainTask) -> ProcessLauncher:
+        made.append(launcher(task, room=3))
+        return made[0]
+
+    def strike() -> None:
+        until(lambda: any(each.position.epoch == 1 for each in Checkpoints(store, RUN).published()))
+        for slot in made[0].slots():
+            kill(made[0], slot)
+
+    ledger = tmp_path / "ledger"
+    with blows(tmp_path / "blows", {"epoch 1": strike}):
+        run = HeldRun.take(store, RUN)
+        ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
+    assert any("goes on from checkpoint" in world.reason for world in result.worlds)
+    assert difference(ours, train_plain(job, here, manifest)) < 1e-9
+    assert len(Checkpoints(store, RUN).published()) == 3
