@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pyspark import SparkFiles
-
 from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -44,6 +42,8 @@ class Attached:
 
     @property
     def value(self) -> bytes:
+        from pyspark import SparkFiles  # an executor has it, a client of Spark Connect alone has not
+
         return Path(SparkFiles.get(self.name)).read_bytes()
 
 
@@ -53,7 +53,7 @@ def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
     Raises:
         InvalidInput: Spark's driver has no memory for it.
     """
-    from py4j.protocol import Py4JJavaError  # not there in a client of Spark Connect alone
+    from py4j.protocol import Py4JJavaError
 
     try:
         return sc.broadcast(content)

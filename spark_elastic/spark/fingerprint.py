@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame
 
 _FORM = 1  # of what is written; raise it when that changes
@@ -41,6 +40,8 @@ def _source(df: DataFrame) -> list[Any]:
     frame: Any = getattr(df, "_jdf", None)
     if frame is None:
         return [uuid.uuid4().hex]
+    from py4j.protocol import Py4JError  # which a client of Spark Connect alone has not
+
     try:
         plan = frame.queryExecution().analyzed()
         kinds = set(_leaves(plan))

@@ -11,8 +11,8 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import InheritableThread, SparkContext
@@ -22,29 +22,12 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.spark.description import describe
+from spark_elastic.spark.job_end import JobEnd, classify, join_all
 from spark_elastic.spark.slot_task import SlotTask
 
 log = logging.getLogger("spark_elastic.spark")
 
-CANCELLED = (
-    "SPARK_JOB_CANCELLED",
-    "cancelled job",
-    "cancelled part of",
-    "was cancelled",
-    "JOB_GROUP_CANCELLED",
-    "OPERATION_CANCELED",  # Spark Connect's word
-)
-EXECUTOR_LOST = "ExecutorLostFailure"
-STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
 CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
-
-
-class JobEnd(NamedTuple):
-    """How a slot job ended, as `SlotJobEnded` has it."""
-
-    reason: str
-    cancelled: bool = False
-    host_lost: bool = False
 
 
 class SparkLauncher:
@@ -136,25 +119,3 @@ class SparkLauncher:
             if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):
                 return JobEnd("the SparkContext was stopped", cancelled=True)
             return classify(str(error))
-
-
-def classify(text: str) -> JobEnd:
-    """Why a Spark job failed, in one line; text: of the error."""
-    if any(word in text for word in STOPPED):
-        return JobEnd("the SparkContext was stopped", cancelled=True)
-    if any(word in text for word in CANCELLED):
-        return JobEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
-    return JobEnd(_first_line(text), host_lost=EXECUTOR_LOST in text)
-
-
-def join_all(threads: Sequence[threading.Thread], clock: Clock, deadline: float) -> None:
-    """Wait for all of them until `deadline`."""
-    for thread in threads:
-        thread.join(max(0.0, deadline - clock.now()))
-
-
-def _first_line(text: str) -> str:
-    """The line of a py4j error that says what happened."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
-    return said[:300]

@@ -7,20 +7,18 @@ One Spark job of short tasks, each a `probe.Probe`; the calling thread waits for
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
 from pyspark import InheritableThread
 
-import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Patience, application_of
-from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
+from spark_elastic.errors import JobCancelled, PreflightError
 from spark_elastic.spark.admission import admit
 from spark_elastic.spark.carrying import broadcast
 from spark_elastic.spark.description import describe
+from spark_elastic.spark.judging import genuine, judge_all
 from spark_elastic.spark.own_facts import facts
 from spark_elastic.spark.probe import Probing, Report, Task, prepared, task_of
 
@@ -64,50 +62,12 @@ def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[R
     return reports
 
 
-def genuine(answer: Any) -> Report:
-    """Raises PreflightError where a probe found no spark_elastic to load."""
-    if isinstance(answer, Report):
-        return answer
-    host, reason = answer
-    version = spark_elastic.__version__
-    raise PreflightError(
-        f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
-        f"spark_elastic {version} there, or send it along with ship=True."
-    )
-
-
 def _live_executors(sc: SparkContext) -> int:
     try:
         registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
     except (Py4JError, AttributeError):  # where users are denied that: as many as there are cores
         return sc.defaultParallelism
     return max(1, registered - 1)  # the driver is one of them
-
-
-def judge_all(
-    reports: list[Report],
-    judge: Callable[[Mapping[str, Any]], str | None],
-    store: Store | None,
-    reached: bool = True,
-) -> None:
-    """Raises PreflightError with what the first host lacks, or where the driver does not see what a host wrote.
-
-    reached: hosts must reach the driver.
-    """
-    # Versions first: they explain why a program does not load.
-    faults = [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]
-    for fault in [*faults, *(report.unreached for report in reports if reached)]:
-        if fault is not None:
-            raise PreflightError(fault)
-    for report in reports if store is not None else []:
-        assert store is not None
-        try:
-            store.read_bytes(report.written)
-        except (ElasticError, OSError) as error:
-            raise PreflightError(
-                f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: "
-                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
-            ) from error
 
 
 def _run(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:

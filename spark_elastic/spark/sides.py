@@ -9,7 +9,6 @@ import uuid
 from typing import Any
 from urllib.parse import urlsplit
 
-from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
@@ -65,6 +64,8 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
     gateway: Any = getattr(spark, "_jvm", None)
     if gateway is None:  # Spark Connect: the first write will tell
         return
+    from py4j.protocol import Py4JError  # which a client of Spark Connect alone has not
+
     try:
         identity = str(gateway.org.apache.hadoop.security.UserGroupInformation.getCurrentUser().getUserName())
         configuration = spark._jsparkSession.sessionState().newHadoopConf()

@@ -12,8 +12,8 @@ pytest.importorskip("pyspark")
 from spark_elastic.errors import PreflightError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
 from spark_elastic.spark.admission import admit
+from spark_elastic.spark.judging import judge_all
 from spark_elastic.spark.own_facts import facts
-from spark_elastic.spark.preflight import judge_all
 from spark_elastic.spark.probe import Probe
 
 

@@ -1,0 +1,37 @@
+"""Spark Connect's own client (`pip install pyspark-client`) has neither py4j nor a SparkContext: played in a process of
+its own, which may import neither."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("pyspark")
+pytestmark = pytest.mark.timeout(180)
+
+# Parts that a session with a SparkContext alone leads to.
+CLASSIC = ("spark_elastic.spark.executors", "spark_elastic.spark.launcher", "spark_elastic.spark.preflight")
+PROGRAM = f"""
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "py4j" or name.split(".")[:2] == ["pyspark", "core"]:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import pyspark.util
+assert pyspark.util.is_remote_only()
+for package in ("spark_elastic.spark", "spark_elastic.running", "spark_elastic.estimators"):
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
+        if module.name not in {CLASSIC} and "keras" not in module.name:  # which is slow to import
+            importlib.import_module(module.name)
+import spark_elastic.platforms
+"""
+
+
+def test_everything_but_the_classic_parts_is_there_for_it() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
