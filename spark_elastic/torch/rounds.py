@@ -33,14 +33,18 @@ class Joinable(Protocol):
     """What `join` goes through, of an optimizer that is in use."""
 
     def steps(self) -> int:
-        """Exchanges of this rank's own gradients in the current world; 0 for one that trains alone."""
+        """Exchanges of this rank's own gradients in the current world; 0 for one that trains alone.
+
+        Raises:
+            InvalidInput: there are gradients that were not exchanged.
+        """
         ...
 
     def run_without_data(self) -> bool:
         """An exchange of a rank that has joined; False once no rank has data any more.
 
         Raises:
-            InvalidInput: there are gradients that were not exchanged. CollectiveError: the exchange broke.
+            CollectiveError: the exchange broke.
         """
         ...
 
@@ -86,6 +90,11 @@ class Rounds:
         """The open step belongs to a world that is over."""
         return self.exchange.is_open and self.exchange.group is not group_for(self._process_set)
 
+    @property
+    def waits(self) -> bool:
+        """Gradients have come that no step has exchanged."""
+        return self.exchange.is_open and self.exchange.any_arrived
+
     def clear(self) -> None:
         """Drop all gradients."""
         if self.exchange.is_open and not self.stale():
@@ -119,6 +128,8 @@ class Rounds:
     def steps(self) -> int:
         """See `Joinable`."""
         group = group_for(self._process_set)
+        if group is not None and group is self.exchange.group and self.waits:
+            raise InvalidInput("join() was called between backward() and step(): call step() first.")
         return 0 if group is None else self._steps_in(group)
 
     def _steps_in(self, group: Group | None) -> int:
@@ -131,8 +142,6 @@ class Rounds:
 
     def run_without_data(self) -> bool:
         """See `Joinable`."""
-        if self.exchange.under_way and not self.stale():
-            raise InvalidInput("join() was called between backward() and step(): call step() first.")
         group = group_for(self._process_set)
         if group is None or group.size == 1:
             return False

@@ -227,6 +227,30 @@ def test_ranks_out_of_data_take_part_in_the_steps_of_others(world: World) -> Non
     assert world(3, work) == [(-6.0, 0)] * 3  # three ranks' average of 3, then of two and of one over three
 
 
+def test_a_rank_that_has_gradients_left_is_told_to_step_before_it_joins(world: World) -> None:
+    def work(group: Group) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        with contextlib.closing(
+            hvd.DistributedOptimizer(
+                torch.optim.SGD([weight], lr=1.0), op=hvd.Sum, backward_passes_per_step=2
+            )
+        ) as optimizer:
+            for batch in range(4 - group.rank):
+                weight.sum().backward()
+                if batch % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if group.rank == 1:
+                with pytest.raises(InvalidInput, match=r"call step\(\) first"):
+                    hvd.join()
+                optimizer.step()
+                optimizer.zero_grad()
+            hvd.join()
+        return weight.tolist()
+
+    assert world(2, work) == [[-7.0, -7.0]] * 2
+
+
 def test_ranks_join_beside_adasum(world: World) -> None:
     def work(group: Group) -> tuple[list[float], int]:
         weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
