@@ -22,6 +22,8 @@ class Asks(Protocol):
 
     def now(self) -> float: ...
 
+    def heard_at(self) -> float: ...
+
 
 class SlotCalls:
     """What a slot task says."""
@@ -79,6 +81,10 @@ class WorkerCalls:
         """Ask for the world after `fence`; `wait` in the answer: repeat."""
         request = m.JoinWorld(self._worker, self._slot, fence, position, suspects, reason, planned)
         return self._client.ask(request, hold)
+
+    def heard_at(self) -> float:
+        """When the driver surely heard this worker or its slot last."""
+        return self._client.heard_at()
 
     def watch(
         self, over: Fence | None, version: int, hold: float = m.HOLD, within: float | None = None

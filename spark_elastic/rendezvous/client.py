@@ -81,6 +81,7 @@ class RendezvousClient:
         self._closing = threading.Event()
         self._hello = threading.Lock()
         self._session: _Session | None = None
+        self._heard = float("-inf")
 
     # ---- who asks
 
@@ -106,7 +107,8 @@ class RendezvousClient:
 
     def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
         """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD and 2/3 of the time
-        that there is: `within` seconds, if given, and never more than `timeout`.
+        that there is: `within` seconds, if given, and never more than `timeout`; which begins, without `within`, when
+        the first hold is over.
 
         Raises:
             DriverUnreachable: no answer in that time; names host:port.
@@ -115,13 +117,15 @@ class RendezvousClient:
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
+        hold = min(hold, HOLD, self._timeout * HOLD_SHARE)
         patience = _Patience(
-            self._clock.now() + min(self._timeout, self._timeout if within is None else within)
+            self._clock.now() + (self._timeout + hold if within is None else min(self._timeout, within))
         )
         while True:
-            left = patience.deadline - self._clock.now()
+            sent = self._clock.now()
+            left = patience.deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
-            held = max(0.0, min(hold, HOLD, left * HOLD_SHARE))
+            held = max(0.0, min(hold, left * HOLD_SHARE))
             body = self._envelope(request, held)
             try:
                 session = self._session or self._say_hello(patience)
@@ -141,7 +145,9 @@ class RendezvousClient:
                 patience.renewed = True
                 self._forget(session)
             elif response.status_code in (200, 400) or auth.REPLY_HEADER in response.headers:
-                return self._reply(request, credentials, response)
+                reply = self._reply(request, credentials, response)
+                self._heard = max(self._heard, sent)
+                return reply
             elif response.status_code in (401, 413):
                 self._refused(response.status_code, len(body))
             else:
@@ -160,6 +166,11 @@ class RendezvousClient:
 
     def now(self) -> float:
         return self._clock.now()
+
+    def heard_at(self) -> float:
+        """When the driver surely heard this client last: the newest request that this attempt's
+        driver answered was sent then. The answer's own time says nothing of what went there meanwhile (R18)."""
+        return self._heard
 
     def _envelope(self, request: Request[Any], hold: float) -> bytes:
         return codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})

@@ -100,6 +100,10 @@ class Child:
             self._process.send_signal(DUMP)  # the next look shows what it writes
         return seen
 
+    def tell_heard(self, at: float) -> None:
+        """By this machine's monotonic clock, the driver heard the slot at that time."""
+        self._window.tell_heard(at)
+
     def kill(self) -> None:
         self._process.kill()
 

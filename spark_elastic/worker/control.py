@@ -69,9 +69,10 @@ class Control:
                 self._driver.report(dict(numbers))
 
     def _watch(self) -> None:
-        heard = self._clock.now()
+        began = self._clock.now()
         over: Fence | None = None  # the newest generation that is known to be over
         while not self._closing.is_set():
+            heard = max(began, self._driver.heard_at())
             left = heard + self._driver_timeout - self._clock.now()
             if left <= 0.0:
                 silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
@@ -81,13 +82,13 @@ class Control:
             except ElasticError:
                 self._closing.wait(min(PAUSE, max(LEAST_PAUSE, left)))
                 continue
-            heard = self._clock.now()
+            now = self._clock.now()
             self._version = max(self._version, news.version)
             if news.over is not None and news.over != over:
                 over = news.over
-                self._loop.hear(AbortHeard(heard, over, news.why))
+                self._loop.hear(AbortHeard(now, over, news.why))
             if news.stop is not None:
-                self._leave(self._loop.hear(StopHeard(heard, news.stop)), news.stop)
+                self._leave(self._loop.hear(StopHeard(now, news.stop)), news.stop)
                 return
 
     def _leave(self, code: int | None, reason: str) -> None:

@@ -198,21 +198,21 @@ class SlotAgent:
 
     def _watch(self) -> None:
         seen = 0
-        heard = self._clock.now()
+        began = self._clock.now()
         while not self._closing.is_set():
+            heard = max(began, self._client.heard_at())  # by beats, too: this poll may be held for long
             left = heard + self._plan.driver_timeout - self._clock.now()
             try:
                 orders = self._driver.watch(seen, within=max(0.0, left))
             except ElasticError as error:
                 if self._closing.is_set():
                     return
-                silence = self._clock.now() - heard
+                silence = self._clock.now() - max(heard, self._client.heard_at())
                 if silence > self._plan.driver_timeout or not isinstance(error, DriverUnreachable):
                     self._events.put(lambda text=str(error): text)  # type: ignore[misc]
                     return
                 self._closing.wait(0.2)
                 continue
-            heard = self._clock.now()
             seen = orders.seen
             self._events.put(lambda orders=orders: self._obey(orders))  # type: ignore[misc]
 
@@ -228,6 +228,7 @@ class SlotAgent:
             try:
                 pace = self._driver.beat(child.worker, state, seen.waits, seen.seconds, told)
                 self._beat_every = pace.beat_every
+                child.tell_heard(self._client.heard_at())
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
 

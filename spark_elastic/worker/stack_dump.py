@@ -1,10 +1,11 @@
 """What a training process is doing, kept where its slot can read it although the process is stopped or holds the GIL.
 
-Two anonymous files that slot and child share. One holds numbers: since when the child waits for others, or works, and
-when the newest sample was taken. The other holds its main thread's newest stack: a Python thread of the child writes it
-twice a second, and where that thread no longer gets the GIL, the slot sends a signal, upon which the main thread itself
-writes it (`faulthandler`). Not the interpreter's watchdog: that reads the stacks of others without the GIL, which ends
-the process if those run meanwhile, as in one that was stopped for long and is continued. Owned: both files, the signal.
+Two anonymous files that slot and child share. One holds numbers: since when the child waits for others, or works, when
+the newest sample was taken, and, which the slot writes, when the driver last heard the slot. The other holds its main
+thread's newest stack: a Python thread of the child writes it twice a second, and where that thread no longer gets the
+GIL, the slot sends a signal, upon which the main thread itself writes it (`faulthandler`). Not the interpreter's
+watchdog: that reads the stacks of others without the GIL, which ends the process if those run meanwhile, as in one that
+was stopped for long and is continued. Owned: both files, the signal.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ DUMP = signal.SIGRTMAX - 5  # to a child whose sample is old; it ignores the sig
 
 _NUMBER = struct.Struct("d")  # native: stored by one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # where the second number begins
+_HEARD = 2 * _NUMBER.size  # and the third
 _DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
@@ -82,6 +84,11 @@ class Sampler:
     def end_waiting(self) -> None:
         self._set(-self._clock.now())
 
+    def slot_heard_at(self) -> float:
+        """When the driver last heard the slot; 0 while it has not."""
+        heard: float = _NUMBER.unpack_from(self._number, _HEARD)[0]
+        return heard
+
     def watched(self, group: Group) -> Group:
         """`group`, its collectives told to the slot."""
         return cast(Group, _WatchedGroup(group, self))
@@ -120,7 +127,8 @@ def _place(path: str, line: str, function: str) -> str:
 
 
 class WatchedAsks:
-    """`asks`, with every request that waits for other workers marked as waiting."""
+    """`asks`, with every request that waits for other workers marked as waiting. What the slot's beats, which no poll
+    holds up, tell of the driver counts as if it had been heard here (R12)."""
 
     _WAITING = JoinWorld, Exchange, Done
 
@@ -134,6 +142,9 @@ class WatchedAsks:
 
     def now(self) -> float:
         return self._asks.now()
+
+    def heard_at(self) -> float:
+        return max(self._asks.heard_at(), self._sampler.slot_heard_at())
 
 
 class _WatchedGroup:
@@ -205,6 +216,12 @@ class Window:
             (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
             due = self._is_due(sampled, now, stopped)
         return Glimpse(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+
+    def tell_heard(self, at: float) -> None:
+        """The driver heard the slot then."""
+        with self._lock:
+            if not self._closed:
+                os.pwrite(self.activity, _NUMBER.pack(at), _HEARD)
 
     def _is_due(self, sampled: float, now: float, stopped: bool) -> bool:
         """Once for each sample that was old at two looks in a row: one that was just continued takes a new one."""

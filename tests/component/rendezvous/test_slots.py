@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import StaleGeneration
 from spark_elastic.protocol import events
 from spark_elastic.rendezvous.messages import Acknowledged, Admission, Pace, SlotOrders, WorkerStop
-from tests.component.rendezvous.driver_side import BEAT_EVERY, PATIENCE, Driver, start_driver
+from tests.component.rendezvous.driver_side import ATTEMPT, BEAT_EVERY, PATIENCE, Driver, start_driver
 
 
 def test_each_message_becomes_its_event(driver: Driver) -> None:
@@ -74,3 +78,19 @@ def test_after_the_end_everyone_is_told_to_stop(driver: Driver) -> None:
     assert slot.watch(0).release == "the job is done"
     assert slot.beat().stop == "the job is done"
     assert slot.register("host-a", 1, {}) == Admission(False, "the job is done")
+
+
+def test_r18_what_the_driver_surely_heard_is_the_question_not_its_late_answer(driver: Driver) -> None:
+    client, clock = driver.client(), SystemClock()
+    before = clock.now()
+    client.slot("1-0").watch(0, hold=0.5)
+    assert before <= client.heard_at() < clock.now() - 0.4
+    client.slot("1-0").beat()
+    assert client.heard_at() > before + 0.4
+
+
+def test_r18_another_attempts_driver_is_not_the_one_that_hears(driver: Driver) -> None:
+    client = driver.client(attempt=ATTEMPT + 1)
+    with pytest.raises(StaleGeneration):
+        client.slot("1-0").beat()
+    assert client.heard_at() == float("-inf")

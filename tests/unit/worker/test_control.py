@@ -33,7 +33,9 @@ def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -
         heard.append("done")
         return NextWorld(stop="the job is over")
 
-    driver: Any = SimpleNamespace(watch=watch, report=heard.append, done=done, wrote_checkpoint=None)
+    driver: Any = SimpleNamespace(
+        watch=watch, heard_at=lambda: 0.0, report=heard.append, done=done, wrote_checkpoint=None
+    )
     nothing: Any = None
     me = Identity("1-0.1", "1-0")
     loop = WorkerLoop(me, nothing, driver, nothing, SystemClock(), 5.0)

@@ -27,6 +27,9 @@ class Refused:
         self._clock = clock
         self.at: float = clock.now()
 
+    def heard_at(self) -> float:
+        return self.at
+
     def slot(self, slot: str) -> Refused:
         return self
 
@@ -35,8 +38,8 @@ class Refused:
         if answer is None:
             self._clock.advance(max(0.1, min(TIMEOUT, within) - SHORT))
             raise DriverUnreachable("refused")
-        self._clock.advance(3.0)
         self.at = self._clock.now()
+        self._clock.advance(3.0)
         return answer
 
 
@@ -55,6 +58,28 @@ def test_r12_a_worker_lives_for_one_timeout_after_the_drivers_last_word() -> Non
     assert isinstance(silent, DriverSilent)
     assert silent.seconds == pytest.approx(silent.now - driver.at)
     assert TIMEOUT <= silent.seconds < 1.2 * TIMEOUT
+
+
+def test_r12_a_poll_that_is_held_is_no_silence() -> None:
+    """Others were heard while it was: the slot's beats."""
+    clock, ends = FakeClock(), []
+
+    class Loop:
+        def hear(self, event: object) -> None:
+            ends.append(clock.now())
+            control.close()
+
+    class Held(Refused):
+        def watch(self, *seen: object, within: float = TIMEOUT) -> Any:
+            clock.advance(within / 2)
+            if not ends and clock.now() < 3 * TIMEOUT:
+                self.at = clock.now()
+            raise DriverUnreachable("held up")
+
+    driver = Held(News(0), clock)
+    control = Control(Identity("1-0.1", "1-0"), cast(WorkerLoop, Loop()), cast(Any, driver), clock, TIMEOUT)
+    control._watch()
+    assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
 
 
 def test_r12_a_slot_ends_after_one_timeout() -> None:

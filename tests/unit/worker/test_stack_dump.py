@@ -6,13 +6,16 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
-from spark_elastic.worker.stack_dump import DUMP, Sampler, Window, newest_stack
+from spark_elastic.rendezvous.calls import Asks, WorkerCalls
+from spark_elastic.worker.stack_dump import DUMP, Sampler, WatchedAsks, Window, newest_stack
 from tests.patience import until
 
 CLOCK = SystemClock()
@@ -63,6 +66,18 @@ def late(window: Window, fabric: FakeFabric) -> None:
     """Comes only once the other is seen to wait."""
     until(lambda: window.look(CLOCK.now()).waits)
     fabric.group(1).allreduce(np.ones(2))
+
+
+def test_r12_when_the_driver_heard_the_slot_counts_for_its_worker(window: Window, sampler: Sampler) -> None:
+    client = SimpleNamespace(heard_at=lambda: 5.0)
+    worker = WorkerCalls(WatchedAsks(cast(Asks, client), sampler), "1-0.1", "1-0")
+    assert worker.heard_at() == 5.0
+    window.tell_heard(7.0)
+    assert worker.heard_at() == 7.0
+    window.tell_heard(4.0)
+    assert worker.heard_at() == 5.0
+    window.close()
+    window.tell_heard(9.0)  # a beat's answer that comes late
 
 
 def test_a_dump_is_newer_than_the_sample() -> None:
