@@ -18,7 +18,7 @@ import numpy as np
 
 from spark_elastic.data.decoding import nbytes
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, Share, together
+from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, RankRows, together
 from spark_elastic.data.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
 
@@ -71,7 +71,7 @@ class StepLoader:
             order = self.plan.order(epoch)
         return StepStream(self, order, first_step, rank, size)
 
-    def gather(self, order: EpochOrder, shares: Sequence[Share]) -> list[StepRows]:
+    def gather(self, order: EpochOrder, shares: Sequence[RankRows]) -> list[StepRows]:
         """Read the rows of shares in the calling thread; those of all steps that lie in one row group at once."""
         groups = np.concatenate([share.groups for share in shares])
         rows = np.concatenate([share.rows for share in shares])
@@ -95,7 +95,7 @@ class StepLoader:
         placed = {n: array if n in wide else array.take(back, axis=0) for n, array in columns.items()}
         return self._in_steps(order, shares, placed)
 
-    def _in_steps(self, order: EpochOrder, shares: Sequence[Share], columns: Decoded) -> list[StepRows]:
+    def _in_steps(self, order: EpochOrder, shares: Sequence[RankRows], columns: Decoded) -> list[StepRows]:
         ends = np.cumsum([0, *map(len, shares)]).tolist()
         return [
             StepRows(

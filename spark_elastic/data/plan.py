@@ -61,7 +61,7 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankRows:
     """One rank's rows of one step, in the step's order.
 
     `groups[j]` is the row group and `rows[j]` the row inside it. The share is rows `start ... start + len(rows)` of
@@ -176,13 +176,13 @@ class DataPlan:
         """A new order of an epoch, for one thread. Costs a permutation of the row groups."""
         return EpochOrder(self, epoch)
 
-    def share(self, epoch: int, step: int, rank: int, size: int) -> Share:
+    def share(self, epoch: int, step: int, rank: int, size: int) -> RankRows:
         """The rows of `rank` in a step of a world of `size` ranks; the last epoch's order is kept, for one thread."""
         if not self._last or self._last[0].epoch != epoch:
             self._last[:] = [self.order(epoch)]
         return self._last[0].share(step, rank, size)
 
-    def row_ids(self, share: Share) -> Int64s:
+    def row_ids(self, share: RankRows) -> Int64s:
         """The global number of each row of a share: its place in the table of the manifest."""
         return self.group_offsets[share.groups] + share.rows
 
@@ -220,11 +220,11 @@ class EpochOrder:
         self._permuted: OrderedDict[int, Int64s] = OrderedDict()
         self._kept = 2 * plan.lanes + 2
 
-    def share(self, step: int, rank: int, size: int) -> Share:
+    def share(self, step: int, rank: int, size: int) -> RankRows:
         """The rows that `rank` of `size` takes in a step: places floor(n·rank/size) to floor(n·(rank+1)/size)."""
         return self.shares(step, 1, rank, size)[0]
 
-    def shares(self, first: int, count: int, rank: int, size: int) -> list[Share]:
+    def shares(self, first: int, count: int, rank: int, size: int) -> list[RankRows]:
         """The same of `count` steps, worked out together: a step alone has few rows of each row group."""
         if not 0 <= rank < size:
             raise InvalidInput(f"Rank {rank} is not in a world of {size}.")
@@ -238,7 +238,7 @@ class EpochOrder:
                 rows[where] = self._rows_of(group)[rows[where]]
         ends = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
         return [
-            Share(first + number, planned, spans[number][0], groups[a:b], rows[a:b])
+            RankRows(first + number, planned, spans[number][0], groups[a:b], rows[a:b])
             for number, (planned, (a, b)) in enumerate(zip(sizes, pairwise(ends), strict=True))
         ]
 

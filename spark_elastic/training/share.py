@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Rows(Protocol):
+class Cuttable(Protocol):
     """An array or a tensor, cut along its rows."""
 
     def __getitem__(self: R, part: slice, /) -> R: ...
 
 
-R = TypeVar("R", bound=Rows)
+R = TypeVar("R", bound=Cuttable)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 ARRAYS, VALUES = "state.npz", "state.json"
 
 
-class KerasState:
+class LearnerState:
     """replicas: variables that are equal on all ranks (P4). others: that travel as well. callbacks: whose `captured`
     and `load` give and take their attributes."""
 

@@ -19,7 +19,7 @@ from spark_elastic.keras.train.exchange import Exchange
 from spark_elastic.keras.train.metrics import StepMetrics
 from spark_elastic.keras.train.moving import Moving
 from spark_elastic.keras.train.objective import Objective
-from spark_elastic.keras.train.state import KerasState
+from spark_elastic.keras.train.state import LearnerState
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
@@ -115,7 +115,7 @@ class StepTaker:
         self,
         spec: TrainSpec,
         model: Any,
-        state: KerasState,
+        state: LearnerState,
         objective: Objective,
         structure: Structure,
         metrics: StepMetrics,

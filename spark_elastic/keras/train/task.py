@@ -22,7 +22,7 @@ from spark_elastic.keras.train.objective import Objective
 from spark_elastic.keras.train.order import ordered_labels
 from spark_elastic.keras.train.share import Columns, Inputs
 from spark_elastic.keras.train.spec import KerasBrought
-from spark_elastic.keras.train.state import KerasState
+from spark_elastic.keras.train.state import LearnerState
 from spark_elastic.keras.train.step import StepTaker, Structure
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.training.ledger import Ledger
@@ -71,7 +71,7 @@ class KerasLearner:
         self.hooks = KerasHooks(brought.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
         extras.update(losses={}, trained={})
-        self.state = KerasState(replicas, self._metrics.variables, self.hooks, extras)
+        self.state = LearnerState(replicas, self._metrics.variables, self.hooks, extras)
         self._taker = StepTaker(spec, model, self.state, objective, structure, self._metrics, ledger)
 
     def take(

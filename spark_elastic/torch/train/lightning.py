@@ -41,7 +41,7 @@ _UNCALLED = (
 
 
 @dataclass(frozen=True)
-class Seat:
+class TrainerStandIn:
     """What `self.trainer` tells a LightningModule of where it runs, by Lightning's names.
 
     global_step: optimizer steps taken since the training began, whatever worlds took them.
@@ -96,7 +96,7 @@ class LightningLoss:
         self._logged = {}
         evaluates = not model.training and _overrides(model, "validation_step")
         step: Any = model.validation_step if evaluates else model.training_step
-        with self._seated(model), autocast(self._precision):
+        with self._with_trainer(model), autocast(self._precision):
             value = step(batch, self._here.step)
         value = value["loss"] if isinstance(value, Mapping) else value
         if value is None and evaluates:
@@ -105,15 +105,15 @@ class LightningLoss:
         return Scored(summed.total, summed.denominator, logged=self._logged)
 
     @contextmanager
-    def _seated(self, model: torch.nn.Module) -> Iterator[None]:
+    def _with_trainer(self, model: torch.nn.Module) -> Iterator[None]:
         """Instance attributes for as long as a step: the module's own would ask for a Trainer."""
         steps = self._here.epoch * self._epoch_steps + (
             self._here.step if model.training else self._epoch_steps
         )
-        seat = Seat(self._here.epoch, steps, self._rank, self._size, model.training)
+        trainer = TrainerStandIn(self._here.epoch, steps, self._rank, self._size, model.training)
         own: Any = vars(model)
         before = {name: own[name] for name in ("log", "log_dict", "_trainer") if name in own}
-        own.update(log=self._log, log_dict=self._log_all, _trainer=seat)
+        own.update(log=self._log, log_dict=self._log_all, _trainer=trainer)
         try:
             yield
         finally:

@@ -34,7 +34,7 @@ class _Place:
         self.offset, self.nbytes = offset, tensor.numel() * tensor.element_size()
 
 
-class TorchState:
+class LearnerState:
     """Model, optimizer, learning-rate schedulers, extra values by name, random generators, and the position.
 
     Everything it holds is part of what a joiner receives; `extras` must pickle.

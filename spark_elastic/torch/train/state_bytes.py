@@ -19,7 +19,7 @@ ARRAY = "array of numpy's"  # the only key of a dict that stands for one
 
 
 def dumps(captured: Mapping[str, Any]) -> bytes:
-    """What `TorchState.capture` gives, as bytes."""
+    """What `LearnerState.capture` gives, as bytes."""
     position, rng = captured["position"], captured["rng"]
     kind, words, *rest = rng["numpy"]
     plain = {
@@ -31,7 +31,7 @@ def dumps(captured: Mapping[str, Any]) -> bytes:
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """What `TorchState.load` takes."""
+    """What `LearnerState.load` takes."""
     plain: dict[str, Any] = _restored(_loaded(data))
     epoch, phase, step = plain["position"]
     kind, words, *rest = plain["rng"]["numpy"]

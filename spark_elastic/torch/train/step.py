@@ -21,7 +21,7 @@ from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.objective import Objective
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, has_buffers
-from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.share import Share
@@ -45,7 +45,7 @@ class StepTaker:
 
     def __init__(
         self,
-        state: TorchState,
+        state: LearnerState,
         objective: Objective,
         exchange: GradientExchange,
         rules: Rules,

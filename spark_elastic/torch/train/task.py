@@ -26,7 +26,7 @@ from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import drawing_by
 from spark_elastic.torch.train.spec import Brought
-from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.torch.train.step import Rules, StepTaker
 from spark_elastic.torch.trainable import input_dtype
 from spark_elastic.training.ledger import Ledger
@@ -61,7 +61,9 @@ class TorchLearner:
         ]
         self._metrics = metrics
         self.hooks = Hooks((*schedules, *brought.callbacks), model, optimizer)
-        self.state = TorchState(model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras)
+        self.state = LearnerState(
+            model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras
+        )
         self._exchange = GradientExchange(
             model.named_parameters(), as_set(wire=spec.wire), engine=engine_of_process
         )

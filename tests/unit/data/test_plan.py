@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.plan import DataPlan, Share, permutation, together
+from spark_elastic.data.plan import DataPlan, RankRows, permutation, together
 from spark_elastic.errors import InvalidInput
 
 
@@ -190,6 +190,6 @@ def test_r08_ranks_beyond_the_rows_of_a_step_have_none() -> None:
     plan = DataPlan((3,), 3, 0, 1)
     lengths = [len(plan.share(0, 0, rank, 5)) for rank in range(5)]
     assert sorted(lengths) == [0, 0, 1, 1, 1]
-    empty: Share = plan.share(0, 0, lengths.index(0), 5)
+    empty: RankRows = plan.share(0, 0, lengths.index(0), 5)
     assert together(empty.groups) == []
     assert plan.row_ids(empty).dtype == np.int64

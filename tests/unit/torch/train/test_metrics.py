@@ -13,7 +13,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.train.metrics import Metrics, named
 from spark_elastic.torch.train.objective import Scored
-from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.state import LearnerState
 from tests.unit.torch.worlds import in_a_world
 
 
@@ -77,10 +77,10 @@ def counted(metrics: Metrics, group: Group, step: tuple[list[float], list[float]
 
 
 def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
-    def fresh() -> tuple[Metrics, TorchState]:
+    def fresh() -> tuple[Metrics, LearnerState]:
         net = torch.nn.Linear(1, 1)
         metrics = Metrics(named([Far(), Wrapped()]), ["y"], logs=False)
-        return metrics, TorchState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
+        return metrics, LearnerState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
 
     def work(group: Group) -> tuple[Any, Any, Any]:
         metrics, state = fresh()

@@ -12,7 +12,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.train.hooks import Hooks
-from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.torch.train.state_bytes import readable
 
 
@@ -21,11 +21,11 @@ class Keeps(Callback):
         self.kept = kept
 
 
-def made(callback: Callback, **settings: Any) -> TorchState:
+def made(callback: Callback, **settings: Any) -> LearnerState:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), **({"lr": 0.1} | settings))
     hooks = Hooks([callback], net, optimizer)
-    return TorchState(net, optimizer, hooks.callbacks, history=[])
+    return LearnerState(net, optimizer, hooks.callbacks, history=[])
 
 
 def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:

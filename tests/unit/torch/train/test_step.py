@@ -20,7 +20,7 @@ from spark_elastic.torch.terms import Terms
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.objective import ModelLoss
 from spark_elastic.torch.train.precision import Scaling
-from spark_elastic.torch.train.state import TorchState
+from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.torch.train.step import Rules, StepTaker
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import NullLedger
@@ -54,7 +54,7 @@ class Trainee:
 
     def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
         self.model = copy.deepcopy(model)
-        self.state = TorchState(
+        self.state = LearnerState(
             self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
         )
         self.exchange = GradientExchange(self.model.named_parameters(), Terms(bucket_bytes=64))
