@@ -99,10 +99,13 @@ class State(ABC):
     def commit(self) -> None:
         """Save, so that a failure goes back to here, and stop here if a planned change waits.
 
+        `in_mid_step` it does neither.
+
         Raises:
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
         """
-        self.count_save()
+        if not self.in_mid_step():
+            self.count_save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -111,8 +114,13 @@ class State(ABC):
         Raises:
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
         """
-        if self._seat is not None and self._seat.stop_wanted():
+        # All ranks ask, whatever each of them finds itself in.
+        if self._seat is not None and self._seat.stop_wanted() and not self.in_mid_step():
             raise HostsUpdatedInterrupt
+
+    def in_mid_step(self) -> bool:
+        """Whether something was computed, of rows that are counted perhaps, that no save would hold yet."""
+        return False
 
     @property
     def source_rank(self) -> int:

@@ -9,7 +9,9 @@ train(hvd.elastic.TorchState(model, optimizer, epoch=0))
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence, Sized
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +30,7 @@ from spark_elastic.state.handlers import (
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
 from spark_elastic.torch.handlers import ModelStateHandler, OptimizerStateHandler
+from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import register_handlers, registered_handlers
 from spark_elastic.worker.seat import seat_of_process
 
@@ -45,6 +48,8 @@ __all__ = [
     "run",
     "set_handler_registry",
 ]
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -96,14 +101,24 @@ class TorchState(object_state.ObjectState):
     def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
         return get_handler_registry()
 
+    def in_mid_step(self) -> bool:
+        """Gradients wait for their optimizer's step."""
+        found = any(has_unapplied(optimizer) for optimizer in self._optimizers())
+        if found:
+            _tell_of_gradients()
+        return found
+
     def save_again(self) -> None:
         self._defer()
         super().save_again()
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        values = [handler.value for handler in self._handlers.values()]
+        return [value for value in values if isinstance(value, torch.optim.Optimizer)]
+
     def _defer(self) -> None:
         """What may be copied in the background: what only an optimizer of this state changes."""
-        values = [handler.value for handler in self._handlers.values()]
-        optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+        optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
                 optimizer.register_step_pre_hook(lambda *step: self._commits.wait())
@@ -112,3 +127,12 @@ class TorchState(object_state.ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
                 handler.trained = trained
+
+
+@lru_cache(maxsize=1)
+def _tell_of_gradients() -> None:
+    """Once in a process."""
+    log.warning(
+        "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
+        "snapshot: the commit behind the step holds their rows."
+    )

@@ -204,6 +204,11 @@ class _Distributed(torch.optim.Optimizer):
         rounds.done = False
 
 
+def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether gradients have come for a `DistributedOptimizer` since its newest step."""
+    return isinstance(optimizer, _Distributed) and (optimizer._rounds.waits or optimizer._rounds.done)
+
+
 def _rehang_step(optimizer: Any) -> None:
     """A scheduler made before the wrapping hung the plain class's `step` on the optimizer itself."""
     if "step" in optimizer.__dict__:

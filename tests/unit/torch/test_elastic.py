@@ -11,9 +11,13 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from elastic_collectives import CollectiveError
+from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
+from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.handlers import ModelStateHandler
-from spark_elastic.worker.context import register_handlers, set_initialized
+from spark_elastic.worker.context import current, register_handlers, set_initialized
+from tests.unit.ops.workers import become, per_thread
 
 
 @pytest.fixture(autouse=True)
@@ -233,3 +237,81 @@ def test_horovods_names_of_the_errors() -> None:
         raise hvd.HorovodInternalError("injected")
     assert hvd.HostsUpdatedInterrupt(True).skip_sync
     assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
+
+
+class LoneSeat:
+    """A worker alone, in world after world; the third time it is asked somebody wants to join."""
+
+    durable = None
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+        self.asked = 0
+        self.next_world(None)
+
+    @property
+    def world(self) -> Any:
+        here = current()
+        assert here is not None
+        return here.world
+
+    @property
+    def group(self) -> Any:
+        here = current()
+        assert here is not None
+        return here.group
+
+    def at(self, commits: int) -> None:
+        pass
+
+    def stop_wanted(self) -> bool:
+        self.asked += 1
+        return 3 <= self.asked <= 4
+
+    def ends(self) -> bool:
+        return False
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        self.kept["generation"] = self.kept.get("generation", 0) + 1
+        become(FakeFabric(1, fence=(1, self.kept["generation"])).group(0))
+
+
+@pytest.mark.parametrize("loss", [False, True], ids=["a newcomer", "a loss"])
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: bool, synchronized: bool
+) -> None:
+    """A sampler has counted rows by then whose gradients no snapshot holds."""
+    per_thread(monkeypatch)
+    hvd.elastic._tell_of_gradients.cache_clear()
+    seat = LoneSeat()
+    model = torch.nn.ParameterList([torch.zeros(8)])
+    (weight,) = model
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), op=hvd.Sum, backward_passes_per_step=2
+    )
+    sampler = hvd.elastic.ElasticSampler(list(range(8)), shuffle=False)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0)
+    losses = [3] if loss else []
+
+    def train(state: Any) -> None:
+        for row in state.sampler:
+            weight[row].mul(-1.0).backward()
+            state.batch += 1
+            state.sampler.record_batch(0, 1)
+            if state.batch % 2 == 0:
+                if synchronized:
+                    optimizer.synchronize()
+                    state.commit()
+                optimizer.step()
+                optimizer.zero_grad()
+            state.commit()
+            if state.batch in losses:
+                losses.remove(state.batch)
+                raise CollectiveError((), "somebody is gone")
+
+    elastic(train, lambda: seat)(state)
+    assert weight.tolist() == [1.0] * 8
+    assert seat.kept["generation"] > 1
+    assert caplog.text.count("saves nothing") == 1
+    optimizer.close()
