@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 
@@ -71,8 +72,11 @@ class StepLoader:
             order = self.plan.order(epoch)
         return StepStream(self, order, first_step, rank, size)
 
-    def gather(self, order: EpochOrder, shares: Sequence[RankRows]) -> list[StepRows]:
-        """Read the rows of shares in the calling thread; those of all steps that lie in one row group at once."""
+    def gather(
+        self, order: EpochOrder, shares: Sequence[RankRows], answered: Callable[[], None]
+    ) -> list[StepRows]:
+        """Read the rows of shares in the calling thread; those of all steps that lie in one row group at once.
+        answered: called behind each row group; what it raises ends the reading."""
         groups = np.concatenate([share.groups for share in shares])
         rows = np.concatenate([share.rows for share in shares])
         parts = together(groups)
@@ -84,6 +88,7 @@ class StepLoader:
         first = 0
         for group, where in parts:
             decoded, past = self._reader.fetch(group), first + len(where)
+            answered()
             wanted = rows[where]
             for name, out in columns.items():
                 if name in wide:
@@ -112,6 +117,10 @@ class StepLoader:
         self._order = order
 
 
+class _Closed(Exception):
+    """Nobody waits for the rest."""
+
+
 class StepStream:
     """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead."""
 
@@ -127,6 +136,7 @@ class StepStream:
         self._ready: deque[StepRows] = deque()
         self._sizes: deque[int] = deque()  # bytes of each of them
         self._ready_bytes = 0
+        self._answers = 0  # row groups that were read
         self._failed: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
@@ -144,20 +154,19 @@ class StepStream:
         return self
 
     def __next__(self) -> StepRows:
-        """The next step's rows; StoreError where they do not come in time, the reader's own error where it failed."""
+        """The next step's rows; StoreError where no row group comes in time, the reader's own error where it failed."""
         if self._next >= self._loader.plan.steps:
             raise StopIteration
         with self._changed:
-            came = self._changed.wait_for(
-                lambda: self._ready or self._failed or self._closed, self._limit.deadline
-            )
+            while not self._came():
+                moved = partial(self._moved, self._answers)
+                if not self._changed.wait_for(moved, self._limit.deadline):
+                    raise StoreError(
+                        f"The rows of step {self._next} of epoch {self._order.epoch} did not come: the store has not "
+                        f"answered for {self._limit.deadline:g} s."
+                    )
             if self._closed:
                 raise StoreError("This stream of steps is closed: ask the loader for a new one.")
-            if not came:
-                raise StoreError(
-                    f"The rows of step {self._next} of epoch {self._order.epoch} were not read within "
-                    f"{self._limit.deadline:g} s: the store does not answer."
-                )
             if not self._ready:
                 assert self._failed is not None
                 raise self._failed
@@ -166,6 +175,12 @@ class StepStream:
             self._changed.notify_all()
         self._next += 1
         return rows
+
+    def _came(self) -> bool:
+        return bool(self._ready or self._failed or self._closed)
+
+    def _moved(self, answers: int) -> bool:
+        return self._came() or self._answers > answers
 
     def close(self) -> None:
         """End the thread and wait for it (for the row group it is in); free a waiting consumer."""
@@ -192,7 +207,7 @@ class StepStream:
                 if not self._room(count, count * most):
                     return
                 shares = self._order.shares(step, count, self._rank, self._size)
-                gathered = self._loader.gather(self._order, shares)
+                gathered = self._loader.gather(self._order, shares, self._answered)
                 sizes = self._weighed(gathered)
                 with self._changed:
                     self._ready.extend(gathered)
@@ -201,10 +216,20 @@ class StepStream:
                     self._changed.notify_all()
                 step += count
                 count *= 2  # the first step comes soon
+        except _Closed:
+            return
         except BaseException as error:  # raised again in the consumer's thread
             with self._changed:
                 self._failed = error
                 self._changed.notify_all()
+
+    def _answered(self) -> None:
+        """A large step of many row groups may take longer than anyone would wait for a silent store."""
+        with self._changed:
+            if self._closed:
+                raise _Closed
+            self._answers += 1
+            self._changed.notify_all()
 
     def _room(self, steps: int, wanted: int) -> bool:
         """Wait until they fit; False once the stream is closed. Only `close` ends a slow consumer's wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -162,13 +163,46 @@ def test_p5_a_reader_that_stalls_is_an_error_with_the_step() -> None:
     reader = Rows()
     reader.gate.clear()
     with StepLoader(PLAN, reader, COLUMNS, Prefetch(deadline=0.05)).steps(4, 2, 0, 1) as stream:
-        with pytest.raises(StoreError, match="step 2 of epoch 4 were not read within"):
+        with pytest.raises(
+            StoreError, match=r"step 2 of epoch 4 did not come: the store has not answered for 0.05 s"
+        ):
             next(stream)
         reader.broken = StoreError(
             "the disk is gone"
         )  # so that the thread, which closing awaits briefly, ends here
         reader.gate.set()
         stream._thread.join(20)
+
+
+class Slow(Rows):
+    """Whose every row group takes a while."""
+
+    def __init__(self, plan: DataPlan) -> None:
+        super().__init__(plan)
+        self.reads = threading.Event()
+
+    def fetch(self, group: int) -> Decoded:
+        self.reads.set()
+        time.sleep(0.04)
+        return super().fetch(group)
+
+
+ONE_STEP = DataPlan((10,) * 40, global_batch=400, seed=5, lanes=40)
+
+
+def test_a_store_that_answers_is_waited_for_however_much_a_step_reads() -> None:
+    reader = Slow(ONE_STEP)
+    with StepLoader(ONE_STEP, reader, COLUMNS, Prefetch(deadline=1.0)).steps(0, 0, 0, 1) as stream:
+        assert len(next(stream)) == 400
+    assert reader.fetched == 40
+
+
+def test_close_waits_for_one_row_group_not_for_the_step() -> None:
+    reader = Slow(ONE_STEP)
+    with StepLoader(ONE_STEP, reader, COLUMNS).steps(0, 0, 0, 1) as stream:
+        assert reader.reads.wait(10)
+    assert reader.fetched <= 2
+    assert stream._failed is None
 
 
 def test_close_frees_a_waiting_consumer_and_ends_the_thread() -> None:
