@@ -6,7 +6,9 @@ and a broken step is taken again. Sums are part of the state. Main thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Phase, Position, World
@@ -42,6 +44,13 @@ class Evaluation:
                     return False
         return True
 
+    def numbers(self) -> dict[str, Any]:
+        """Of the epoch whose steps have been taken. No loss where the model keeps it to itself."""
+        sums = self._learner.state.extras["validation"]
+        known = not math.isnan(sums["divisor"])
+        loss = {"val_loss": mean_loss(sums, self._rows.plan.steps)} if known else {}
+        return {**loss, "val_rows": sums["rows"]}
+
     def close(self) -> None:
         self._reader.close()
 
@@ -49,12 +58,18 @@ class Evaluation:
         state = self._learner.state
         sums, here = state.extras["validation"], state.position
         sums["loss"] += verdict.loss
-        sums["divisor"] += verdict.denominator or 1.0
+        sums["divisor"] += verdict.denominator
         sums["rows"] += verdict.rows
         last = here.step + 1 == self._rows.plan.steps
         state.position = (
             Position(here.epoch, Phase.CLOSE, 0) if last else Position(here.epoch, here.phase, here.step + 1)
         )
+
+
+def mean_loss(sums: Mapping[str, Any], steps: int) -> float:
+    """Of an epoch. A loss that its user wants summed has no divisor, and its mean is that of the steps."""
+    mean: float = sums["loss"] / (sums["divisor"] or steps)
+    return mean
 
 
 def no_sums() -> dict[str, float]:

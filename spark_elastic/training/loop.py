@@ -22,7 +22,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position, World, is_last
 from spark_elastic.training.checkpointing import Checkpointing, restore
-from spark_elastic.training.evaluation import Evaluation, no_sums
+from spark_elastic.training.evaluation import Evaluation, mean_loss, no_sums
 from spark_elastic.training.learner import Learner
 from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.training.spec import TrainSpec
@@ -168,7 +168,7 @@ class TrainingLoop:
         """The epoch's sums, part of the state, and the position after the step."""
         sums, here = self._state.extras, self._state.position
         sums["loss"] += verdict.loss
-        sums["divisor"] += verdict.denominator or 1.0
+        sums["divisor"] += verdict.denominator
         sums["rows"] += verdict.rows
         sums["seconds"] += seconds
         if size not in sums["sizes"]:
@@ -222,10 +222,10 @@ class TrainingLoop:
         session.tell(state.position)
 
     def _epoch_entry(self) -> dict[str, Any]:
-        sums, seen = self._state.extras, self._state.extras["validation"]
+        sums = self._state.extras
         entry = {
             "epoch": self._state.position.epoch,
-            "loss": sums["loss"] / sums["divisor"],
+            "loss": mean_loss(sums, sums["steps"]),
             "rows": sums["rows"],
             "planned": self._spec.plan.rows_before(sums["steps"]),
             "steps": sums["steps"],
@@ -234,7 +234,8 @@ class TrainingLoop:
             **self._learner.numbers(),
         }
         if self._evaluation is not None:
-            entry.update(val_loss=seen["loss"] / seen["divisor"], val_rows=seen["rows"])
+            for name, value in self._evaluation.numbers().items():
+                entry.setdefault(name, value)  # a model may say its own val_loss
         return entry
 
     def _warn(self, group: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class LightningLoss:
             value = step(batch, self._here.step)
         value = value["loss"] if isinstance(value, Mapping) else value
         if value is None and evaluates:
-            return Scored(torch.zeros(()), float(len(part)), logged=self._logged)
+            return Scored(torch.zeros(()), math.nan, logged=self._logged)
         summed = self._loss(widened(value), part.labels, part.weights)
         return Scored(summed.total, summed.denominator, logged=self._logged)
 

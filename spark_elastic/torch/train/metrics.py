@@ -74,7 +74,8 @@ class Metrics:
         for name, (_, metric) in self._objects.items():
             if self._updates:
                 found.update(_numbers(name, metric.compute()))
-        return {self._prefix + name: value for name, value in found.items()}
+        prefix = self._prefix  # which LightningModules give their names themselves
+        return {name if name.startswith(prefix) else prefix + name: found[name] for name in found}
 
     def reset(self) -> None:
         self._sums, self._updates = {}, 0

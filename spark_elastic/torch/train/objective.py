@@ -25,8 +25,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Scored:
-    """total, denominator: as `LossSum`. outputs: of the model, detached, one per label or one for all; () where only
-    the loss is known. logged: other numbers of these rows by name, their means."""
+    """total, denominator: as `LossSum`; a denominator that is no number: there is no loss to look at. outputs: of the
+    model, detached, one per label or one for all; () where only the loss is known. logged: other numbers of these rows
+    by name, their means."""
 
     total: torch.Tensor
     denominator: float

@@ -83,6 +83,14 @@ class Lit(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved, "interval": "epoch"}}
 
 
+class SaysItsLoss(Lit):
+    """As most modules do."""
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        x, y = batch
+        self.log("val_loss", loss_of(self(x), y))  # type: ignore[operator]
+
+
 def own_step(model: Any, features: Any, labels: Any) -> torch.Tensor:
     return loss_of(model(*features), labels[0])
 
@@ -98,10 +106,11 @@ class Case:
     kind: str = "loss"
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
+    module: type[Lit] = Lit
 
     def brought(self) -> Brought:
         if self.kind == "lightning":
-            return Brought(Lit(self.dtype), None, ())
+            return Brought(self.module(self.dtype), None, ())
         if self.kind == "loss":
             return Brought(Net(self.dtype), sgd, (loss_of,))
         return Brought(
@@ -205,6 +214,20 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
         assert [entry["before"] for entry in history] == [0.0, ROWS / 100]
     most = max(rows for training, _, rows in seen if not training)
     assert most == case.options.get("val_batch_size", 50)
+
+
+def test_what_validation_logs_goes_by_the_name_that_the_module_gave_it(tmp_path: Path) -> None:
+    store, manifest = made(tmp_path, poisoned=False)
+    _, history, _ = trained(Case("lightning"), store, manifest)
+    assert {name for name in history[0] if name.startswith("val_")} == {"val_far", "val_rows"}
+    ranks, history, _ = trained(Case("lightning", module=SaysItsLoss), store, manifest)
+    assert {name for name in history[0] if name.startswith("val_")} == {"val_loss", "val_rows"}
+    table, net = pq.read_table(store.path("rows/part.parquet")), Net(torch.float64)
+    net.load_state_dict(ranks[0])
+    with torch.no_grad():
+        output = net(torch.tensor(np.stack(table["x"].to_numpy()), dtype=torch.float64))
+        expected = loss_of(output, torch.tensor(table["w"].to_numpy().copy()))
+    assert history[-1]["val_loss"] == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize(

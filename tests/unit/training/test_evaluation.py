@@ -1,0 +1,41 @@
+"""The sums of an epoch's validation, and what they say of its loss."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.training.evaluation import Evaluation, no_sums
+
+
+def numbers(*steps: tuple[float, float]) -> dict[str, Any]:
+    """steps: their (sum of losses, denominator); ten rows each."""
+    evaluation: Any = object.__new__(Evaluation)
+    state = SimpleNamespace(position=Position(0, Phase.VALIDATE, 0), extras={"validation": no_sums()})
+    evaluation._learner = SimpleNamespace(state=state)
+    evaluation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
+    for loss, denominator in steps:
+        evaluation._count(SimpleNamespace(loss=loss, denominator=denominator, rows=10))
+    found: dict[str, Any] = evaluation.numbers()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "loss"),
+    [
+        ([(20.0, 10.0), (10.0, 10.0)], 1.5),
+        ([(0.5, 0.25), (0.0, 0.0), (0.0, 0.0), (1.5, 0.75)], 2.0),  # steps whose rows have no weight
+        ([(20.0, 0.0), (10.0, 0.0)], 15.0),  # a loss that its user wants summed
+        ([(0.0, 0.0), (0.0, 0.0)], 0.0),
+    ],
+)
+def test_the_mean_of_an_epoch(steps: list[tuple[float, float]], loss: float) -> None:
+    assert numbers(*steps) == {"val_loss": loss, "val_rows": 10 * len(steps)}
+
+
+def test_a_loss_that_a_model_keeps_to_itself_is_not_made_up() -> None:
+    assert numbers((0.0, math.nan), (0.0, math.nan)) == {"val_rows": 20}
