@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.loggers import MLflowLogger, TensorBoardLogger
-
-
-@pytest.fixture(autouse=True)
-def without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard would import TensorFlow, where it is installed, for the names of files."""
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))
 
 
 def _training(rank: int) -> Training:
