@@ -80,9 +80,13 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
 
 
 def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
+    """Slots that another job has are taken, not missing. A job that has its slots waits for its own workers alone."""
+    state = turn.state
+    if len(state.slots) >= state.limits.min_workers:
+        return
     jobs.yield_slots(turn, event.reason)
-    if turn.state.short_since is not None:
-        turn.state.short_since = turn.now
+    if state.short_since is not None:
+        state.short_since = turn.now
 
 
 def _cancel_requested(turn: Turn, event: on.CancelRequested) -> None:

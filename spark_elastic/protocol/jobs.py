@@ -86,7 +86,7 @@ def release_idle(turn: Turn) -> None:
 def yield_slots(turn: Turn, reason: str) -> None:
     """R17: short of a first world, leave the slots to another job and ask again later."""
     state = turn.state
-    if state.generation or turn.count_newcomers() >= state.limits.min_workers:
+    if state.generation:
         return
     state.yielded = reason
     for slot in tuple(state.slots.values()):

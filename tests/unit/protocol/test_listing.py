@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, Announce, End, LaunchSlot, Publish, ReleaseSlot, Remark
+from spark_elastic.protocol.commands import (
+    Abort,
+    Announce,
+    End,
+    LaunchSlot,
+    Outcome,
+    Publish,
+    ReleaseSlot,
+    Remark,
+)
+from spark_elastic.protocol.types import Limits
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
@@ -266,6 +276,21 @@ def test_r17_slots_of_a_job_that_trains_are_not_missing(trains: bool) -> None:
         bench.on(on.SlotsWanted(0, "another fit"))
     bench.wait(2.0)
     assert bool(bench.all(End)) is not trains
+
+
+def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
+    """Were they given back every `gather_timeout`, no import that takes longer would ever end."""
+    bench = Bench(Limits(2, 2, 2, start_timeout=60.0))
+    bench.slot(1)
+    bench.slot(2)
+    for _ in range(3):
+        bench.on(on.SlotsWanted(0, "another fit"))
+        bench.wait(10.0, beating=[1, 2])
+    assert not bench.all(ReleaseSlot)
+    assert not bench.all(End)
+    bench.on(on.SlotsWanted(0, "another fit"))
+    bench.wait(31.0, beating=[1, 2])
+    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS, "no other job is why its workers do not get warm"
 
 
 def test_r17_a_world_keeps_its_slots() -> None:
