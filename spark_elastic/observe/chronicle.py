@@ -125,6 +125,8 @@ class Chronicle:
             case do.Publish(_, world):
                 self._published(at, world)
             case do.Abort():
+                if self._phase in ("start", "closing"):  # no world stood yet, or some had returned
+                    self._switch(at, "recovery")
                 self._stops(at, "recovery")
             case do.PublishCheckpoint():
                 self._checkpoints += 1

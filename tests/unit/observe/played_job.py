@@ -19,10 +19,10 @@ STARTED = 100.0
 class PlayedJob:
     """A driver machine whose turns a chronicle hears; `now` is seconds since the launch."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, all_results: bool = False) -> None:
         self.told: list[WorldChange] = []
         self.chronicle = Chronicle(STARTED, self.told.append)
-        self.state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
+        self.state, _ = driver_machine.initial(Limits(workers, 1, workers, all_results=all_results), 1)
         self.now = 0.0
         self.world: World | None = None
 
@@ -53,6 +53,9 @@ class PlayedJob:
     def loses(self, job: int, step: int, regroup: float) -> None:
         """The host of a member goes; the others come again at `step`."""
         assert self.world is not None
+        (member,) = [member for member in self.world.members if member.slot == f"{job}-0"]
+        for worker in (member.worker, None):
+            self.on(on.ConnectionLost(0, member.slot, worker))
         self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
         self.now += regroup
         self.returns(step, but=job)

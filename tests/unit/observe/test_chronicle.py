@@ -8,7 +8,7 @@ from spark_elastic.observe.changes import Kind
 from spark_elastic.observe.chronicle import MOST_TOLD
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
-from spark_elastic.protocol.types import Fence
+from spark_elastic.protocol.types import Fence, Phase, Position
 from tests.unit.observe.played_job import STARTED, PlayedJob
 
 
@@ -81,6 +81,35 @@ def test_a_second_loss_before_the_world_stands_prolongs_the_recovery() -> None:
     job.form()
     assert [change.seconds for change in job.told] == [1.0, 0.75]
     assert [change.seconds for change in job.result.changes] == [1.0, None, 0.75]
+
+
+def test_a_loss_before_the_first_world_stands_is_one() -> None:
+    job = PlayedJob(3)
+    for number in (1, 2, 3):
+        job.comes(number)
+    job.now = 1.0
+    job.loses(2, step=0, regroup=5.0)
+    job.form()
+    assert [change.kind for change in job.told] == [Kind.LOSS]
+    assert [(change.left, change.seconds) for change in job.result.recoveries] == [(1, 5.0)]
+    assert (job.result.phases["start"], job.result.phases["recovery"]) == (1.0, 5.0)
+
+
+def test_a_loss_once_some_have_returned_is_one() -> None:
+    job = PlayedJob(3, all_results=True)
+    job.start([1, 2, 3])
+    job.now = 5.0
+    assert job.world is not None
+    member = job.world.members[0]
+    job.on(on.WorkerDone(0, member.worker, job.world.fence, Position(1, Phase.TRAIN, 0), "null"))
+    job.now = 8.0
+    job.loses(2, step=40, regroup=0.5)
+    job.form()
+    assert [change.kind for change in job.told] == [Kind.START, Kind.LOSS]
+    assert [change.seconds for change in job.result.recoveries] == [0.5]
+    assert job.result.phases == pytest.approx(
+        {"start": 1.0, "training": 4.0, "closing": 3.0, "recovery": 0.5, "planned": 0.0}
+    )
 
 
 def test_all_lost_is_a_restart() -> None:
