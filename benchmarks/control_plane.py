@@ -44,7 +44,7 @@ from spark_elastic.protocol.events import DriverEvent  # noqa: E402
 from spark_elastic.protocol.pace import beat_every  # noqa: E402
 from spark_elastic.protocol.types import Limits, World  # noqa: E402
 from spark_elastic.rendezvous.descriptors import make_room  # noqa: E402
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer  # noqa: E402
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer  # noqa: E402
 
 SIZES = (2, 8, 32, 128, 512, 2000)
 PROCESSES = 4
@@ -93,7 +93,7 @@ def drive(pipe: Connection, size: int) -> None:
     clock = SystemClock()
     make_room(size)
     with RendezvousServer(
-        swarm.KEY, 1, Hooks(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
+        swarm.KEY, 1, Recipients(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
     ) as server:
         effects = Effects(server, NoLauncher(), Nobody(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())

@@ -48,7 +48,7 @@ from spark_elastic.protocol.types import Checkpoint, Limits, World
 from spark_elastic.rendezvous import tls
 from spark_elastic.rendezvous.descriptors import make_room
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
 from spark_elastic.state.held_run import HeldRun
@@ -280,11 +280,11 @@ def supervise(
     audience = _Audience(narrator, clock, clock.now(), stalls, files)
     journal = Journal(config.journal, audience.chronicle.turn)
     key = site.key or secrets.token_bytes(32)
-    hooks = Hooks(stalls.post, audience.lines, site.admit, audience.report, pace)
+    recipients = Recipients(stalls.post, audience.lines, site.admit, audience.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise, tls.chosen(config, site.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
-    server = RendezvousServer(key, attempt, hooks, clock, bind, door)
+    server = RendezvousServer(key, attempt, recipients, clock, bind, door)
     effects = Effects(server, launcher, audience, run.publish if run is not None else _unpublished)
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)

@@ -22,8 +22,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.execution import Task, batches, carry_out, check
 from spark_elastic.ops.negotiation import Due, Negotiation, Round
 from spark_elastic.ops.operation import Desk, Operation, raise_again
+from spark_elastic.ops.overdue import OverdueOperations
 from spark_elastic.ops.request import Request
-from spark_elastic.ops.stall import StallWatch
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.vocabulary import Word
 
@@ -54,7 +54,7 @@ class Channel:
         self._clock = desk.clock
         self._limits = limits
         self._longest = group.timeout if limits.wait_at_most is None else limits.wait_at_most
-        self._stall = StallWatch(name, limits.warn_after)
+        self._overdue = OverdueOperations(name, limits.warn_after)
         self._negotiation = Negotiation(group.rank, group.size)
         self._news = desk.news  # owns the rest
         self._new: list[Operation] = []
@@ -256,7 +256,7 @@ class Channel:
             self.timeline.cycle(begin)
         self._carry_out(came)
         if self.group.rank == 0:
-            self._stall.look(self._negotiation.undecided, self._clock.now())
+            self._overdue.look(self._negotiation.undecided, self._clock.now())
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
         """What all ranks say, and whether all of them have been waiting for long."""

@@ -39,7 +39,7 @@ def _everyone(facts: dict[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class Recipients:
     """Where the server hands things on.
 
     post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
@@ -64,7 +64,7 @@ class RendezvousServer:
         self,
         key: bytes,
         attempt: int,
-        hooks: Hooks,
+        to: Recipients,
         clock: Clock,
         bind: Bind | None = None,
         door: StatusDoor | None = None,
@@ -80,10 +80,8 @@ class RendezvousServer:
                 "reach: set advertise_address or spark.driver.host."
             )
         self._board = Board(attempt)
-        self._logs = LogPump(hooks.on_logs)
-        routes = Routes(
-            self._board, hooks.post, clock, self._logs.put, hooks.admit, hooks.on_report, hooks.beat_every
-        )
+        self._logs = LogPump(to.on_logs)
+        routes = Routes(self._board, to.post, clock, self._logs.put, to.admit, to.on_report, to.beat_every)
         self._entrance = Entrance(Gate(key, attempt, routes.handlers()), door)
         self._serving: Serving | None = None
         self._address = ""

@@ -20,7 +20,7 @@ from spark_elastic.testing.invariants import Violation
 from spark_elastic.testing.simulated_keeper import SimKeeper
 
 if TYPE_CHECKING:
-    from spark_elastic.testing.desk import Desk
+    from spark_elastic.testing.simulated_desk import SimDesk
     from spark_elastic.testing.simulated_group import SimGroup
     from spark_elastic.testing.simulation import Simulation
 
@@ -51,7 +51,7 @@ class SimHost:
 class SimSlot:
     """One attempt of a slot task with its training process."""
 
-    def __init__(self, sim: Simulation, desk: Desk, name: str, job: int, host: SimHost) -> None:
+    def __init__(self, sim: Simulation, desk: SimDesk, name: str, job: int, host: SimHost) -> None:
         self.sim, self.name, self.job, self.host = sim, name, job, host
         self.desk = desk
         self.alive = True

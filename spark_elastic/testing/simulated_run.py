@@ -19,7 +19,7 @@ from spark_elastic.testing.durability import Durability
 from spark_elastic.testing.fault_plan import DRIVER_TIMEOUT
 
 if TYPE_CHECKING:
-    from spark_elastic.testing.desk import Desk
+    from spark_elastic.testing.simulated_desk import SimDesk
     from spark_elastic.testing.simulation import Simulation
 
 RUN = "simulated"
@@ -30,10 +30,10 @@ Chain = tuple[int, int]
 class SimRun:
     """make: a driver that holds the run."""
 
-    def __init__(self, sim: Simulation, make: Callable[[HeldRun], Desk]) -> None:
+    def __init__(self, sim: Simulation, make: Callable[[HeldRun], SimDesk]) -> None:
         self.sim = sim
         self.durability = Durability(sim.story)
-        self.desks: list[Desk] = []
+        self.desks: list[SimDesk] = []
         self._make = make
         self._store = memory_store()
         self._checkpoints = Checkpoints(self._store, RUN)

@@ -16,9 +16,9 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Fence, Phase, Position, World
-from spark_elastic.testing.desk import Desk, Step
 from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment
 from spark_elastic.testing.invariants import History, Story, Violation
+from spark_elastic.testing.simulated_desk import SimDesk, Step
 from spark_elastic.testing.simulated_group import SimGroup
 from spark_elastic.testing.simulated_hosts import EMPTY_CHAIN, SimHost, SimSlot, SimWorker
 from spark_elastic.testing.simulated_run import SimRun
@@ -71,20 +71,20 @@ class Simulation:
         self.hosts: list[SimHost] = []
         self.slots: dict[str, SimSlot] = {}
         self.released: dict[str, str] = {}
-        self._jobs: deque[tuple[Desk, int]] = deque()  # that wait for room
+        self._jobs: deque[tuple[SimDesk, int]] = deque()  # that wait for room
         self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
         self._there: SimSlot | None = None  # one of those that are not gone yet
-        self._of_job: dict[tuple[Desk, int], list[SimSlot]] = {}
+        self._of_job: dict[tuple[SimDesk, int], list[SimSlot]] = {}
         self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
         self._attempts: dict[int, int] = {}
         self.groups: dict[Fence, SimGroup] = {}
         self._history = History()
         self.story = Story()
-        self.run = SimRun(self, lambda held: Desk(self, driver_step, held, self.story))
+        self.run = SimRun(self, lambda held: SimDesk(self, driver_step, held, self.story))
         self._strikes = Strikes(self)
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> SimDesk:
         """The newest driver's."""
         return self.run.desks[-1]
 
@@ -143,10 +143,10 @@ class Simulation:
         self.offer(host)
         self.at(0.01, self._schedule)
 
-    def launch(self, desk: Desk, job: int, delay: float) -> None:
+    def launch(self, desk: SimDesk, job: int, delay: float) -> None:
         self.at(delay + 0.02, lambda: self._queue_job(desk, job))
 
-    def _queue_job(self, desk: Desk, job: int) -> None:
+    def _queue_job(self, desk: SimDesk, job: int) -> None:
         self._jobs.append((desk, job))
         self._schedule()
 

@@ -12,9 +12,9 @@ from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver_state import DriverState
 from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
-from spark_elastic.testing.desk import Step
 from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment, random_plan
 from spark_elastic.testing.invariants import Violation
+from spark_elastic.testing.simulated_desk import Step
 from spark_elastic.testing.simulation import WorkerStep, simulate
 from tests.simulation.scenes import scene
 

@@ -16,7 +16,7 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import LogLines, Report
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
 
@@ -124,8 +124,8 @@ def start_driver(
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
     reports: queue.Queue[Report] = queue.Queue()
-    hooks = Hooks(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
-    server = RendezvousServer(KEY, ATTEMPT, hooks, SystemClock(), bind, door)
+    recipients = Recipients(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
+    server = RendezvousServer(KEY, ATTEMPT, recipients, SystemClock(), bind, door)
     server.start()
     return Driver(server, events, logs, reports)
 

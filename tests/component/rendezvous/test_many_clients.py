@@ -17,7 +17,7 @@ from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.board import Board, Waiters
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 
 WORKERS = 200
 ROUNDS = 3
@@ -30,7 +30,7 @@ def address() -> Iterator[str]:
     inbox: Inbox = Inbox()
     clock = SystemClock()
     limits = Limits(WORKERS, WORKERS, WORKERS, gather_timeout=120, lease=120, regroup_timeout=120)
-    server = RendezvousServer(KEY, 1, Hooks(inbox.put, lambda lines: None), clock)
+    server = RendezvousServer(KEY, 1, Recipients(inbox.put, lambda lines: None), clock)
 
     def carry_out(command: DriverCommand) -> None:
         if isinstance(command, Publish):

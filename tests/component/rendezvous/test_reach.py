@@ -11,11 +11,11 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
 
-HOOKS = Hooks(lambda event: None, lambda lines: None)
+RECIPIENTS = Recipients(lambda event: None, lambda lines: None)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def deaf() -> Iterator[socket.socket]:
 
 
 def _server(bind: Bind) -> RendezvousServer:
-    return RendezvousServer(KEY, ATTEMPT, HOOKS, SystemClock(), bind)
+    return RendezvousServer(KEY, ATTEMPT, RECIPIENTS, SystemClock(), bind)
 
 
 def test_a_proxy_of_the_environment_is_ignored(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_a_driver_that_falls_silent_is_named_and_heard_again_when_it_wakes(drive
 
 def test_a_key_that_could_be_guessed_is_refused() -> None:
     with pytest.raises(InvalidInput, match="16"):
-        RendezvousServer(b"short", ATTEMPT, HOOKS, SystemClock())
+        RendezvousServer(b"short", ATTEMPT, RECIPIENTS, SystemClock())
 
 
 def test_a_driver_of_another_job_is_told_apart(driver: Driver) -> None:

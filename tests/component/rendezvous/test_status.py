@@ -15,7 +15,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.status_page import pages
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.status_door import StatusDoor
 
 PREFIX = "/driver-proxy/4040"
@@ -25,8 +25,8 @@ PREFIX = "/driver-proxy/4040"
 def serving() -> Iterator[tuple[RendezvousServer, StatusDoor]]:
     clock = SystemClock()
     door = StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock)
-    hooks = Hooks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server:
+    recipients = Recipients(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
         yield server, door
 
 
@@ -97,6 +97,6 @@ def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> 
 
 
 def test_without_a_door_there_is_no_page() -> None:
-    hooks = Hooks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, hooks, SystemClock()) as server:
+    recipients = Recipients(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, recipients, SystemClock()) as server:
         assert httpx.get(f"http://{server.address}/status/").status_code == 401

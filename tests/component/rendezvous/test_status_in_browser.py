@@ -19,7 +19,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.observe.status_page import pages
 from spark_elastic.protocol import events as on
-from spark_elastic.rendezvous.server import Hooks, RendezvousServer
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.status_door import StatusDoor
 from tests.unit.observe.played_job import STARTED, PlayedJob
 
@@ -117,8 +117,8 @@ def job() -> Played:
 def url(job: Played) -> Iterator[str]:
     clock = SystemClock()
     door = StatusDoor(pages(job.chronicle, "digits", PlayedClock(job)), clock)
-    hooks = Hooks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server:
+    recipients = Recipients(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
         yield door.url(server.url)
 
 
@@ -179,9 +179,9 @@ def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
 def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
     clock = SystemClock()
     door = StatusDoor(pages(job.chronicle, "digits", PlayedClock(job)), clock)
-    hooks = Hooks(lambda event: None, lambda lines: None)
+    recipients = Recipients(lambda event: None, lambda lines: None)
     job.start([1, 2, 3])
-    with RendezvousServer(bytes(32), 1, hooks, clock, door=door) as server:
+    with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
         screen.page.goto(door.url(server.url))
         screen.shows("3 of 3")
     screen.shows("the job is over, or the driver cannot be reached")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 log = logging.getLogger(__name__)
 
 
-class StallWatch:
+class OverdueOperations:
     """Warns again after each further `warn_after` seconds. name: of the process set; "" for the whole world."""
 
     def __init__(self, name: str, warn_after: float) -> None:

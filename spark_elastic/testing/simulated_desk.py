@@ -31,7 +31,7 @@ PROMPT = 0.5  # seconds after an abort in which nobody waits in that world any m
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
 
 
-class Desk:
+class SimDesk:
     """Where everything that is said to the driver arrives."""
 
     def __init__(self, sim: Simulation, driver_step: Step, held: HeldRun, story: Story) -> None:
