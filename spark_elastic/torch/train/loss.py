@@ -71,11 +71,14 @@ def module_of(loss: Any) -> Any:
 class RowLoss:
     """Wraps the user's loss, which is never changed. weighted: rows carry sample weights."""
 
-    def __init__(self, loss: Callable[..., torch.Tensor], weighted: bool = False) -> None:
+    def __init__(
+        self, loss: Callable[..., torch.Tensor], weighted: bool = False, label: str = "label"
+    ) -> None:
+        """label: the name of its first label's column."""
         loss = module_of(loss)
         held = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", held.get("reduction"))
-        self._weighted = weighted
+        self._weighted, self._label = weighted, label
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
@@ -88,12 +91,15 @@ class RowLoss:
         self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
     ) -> LossSum:
         """labels: one tensor per label column, (n, ...). weights: (n,) or None. A loss of torch's that compares number
-        by number takes labels (n,) against an output (n, 1), as Horovod's estimator and Keras do.
+        by number takes labels (n,) against an output (n, 1), as Horovod's estimator and Keras do, and labels of any
+        kind of number; one of classes takes their numbers as floats, too, as Spark's StringIndexer gives them.
 
         Raises:
-            InvalidInput: sample weights are given, and the loss returns no number per row.
+            InvalidInput: sample weights are given, and the loss returns no number per row; a class that is no whole
+                number.
         """
         rows = len(labels[0])
+        labels = self._classes(labels)
         value = self._loss(output, *self._fitting(output, labels))
         self._check(value, output, labels)
         if value.ndim == 0:
@@ -112,6 +118,7 @@ class RowLoss:
         """What `__call__` would divide by, known without the model's output."""
         if self._summed:
             return 0.0
+        labels = self._classes(labels)
         if weights is None and not self._by_class(labels[0]):
             return float(len(labels[0]))
         divisors = torch.ones(len(labels[0]), dtype=torch.float64)
@@ -119,11 +126,31 @@ class RowLoss:
             divisors = self._class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
         return float((divisors if weights is None else divisors * weights).sum())
 
+    def _classes(self, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Numbers of classes as torch wants them. What it takes for shares of classes has a dimension more."""
+        label = labels[0]
+        if not isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss) or (
+            label.is_floating_point() and label.ndim > 1
+        ):
+            return labels
+        whole = label.to(torch.int64)
+        if label.is_floating_point() and not torch.equal(whole.to(label.dtype), label):
+            wrong = float(label[whole.to(label.dtype) != label][0])
+            raise InvalidInput(
+                f"column {self._label!r} has {wrong:g}, and {type(self._loss).__name__} takes whole numbers of "
+                "classes: number the classes from 0, or give arrays of shares of each class."
+            )
+        return whole, *labels[1:]
+
     def _fitting(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        one_column = isinstance(output, torch.Tensor) and output.shape == (len(labels[0]), 1)
-        if one_column and type(self._loss) in _ELEMENTWISE and labels[0].ndim == 1:
-            return labels[0].unsqueeze(1), *labels[1:]
-        return labels
+        label = labels[0]
+        if type(self._loss) not in _ELEMENTWISE or not isinstance(output, torch.Tensor):
+            return labels
+        if not label.is_floating_point():
+            label = label.to(output.dtype)
+        if output.shape == (len(label), 1) and label.ndim == 1:
+            label = label.unsqueeze(1)
+        return label, *labels[1:]
 
     def _check(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
         rows = len(labels[0])

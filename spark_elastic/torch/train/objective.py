@@ -51,9 +51,14 @@ class ModelLoss:
     logs = False
 
     def __init__(
-        self, loss: Callable[..., torch.Tensor], weighted: bool, precision: str | None = None
+        self,
+        loss: Callable[..., torch.Tensor],
+        weighted: bool,
+        precision: str | None = None,
+        label: str = "label",
     ) -> None:
-        self._loss = RowLoss(loss, weighted)
+        """label: see `RowLoss`."""
+        self._loss = RowLoss(loss, weighted, label)
         self._forward = _Forward(precision)
 
     def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
@@ -83,7 +88,7 @@ class ModelLosses:
     ) -> None:
         """losses: by label column, with their weights."""
         self._names = [f"loss_{label}" for label in losses]
-        self._losses = [RowLoss(loss, weighted) for loss, _ in losses.values()]
+        self._losses = [RowLoss(loss, weighted, label) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision)
         self._factors: list[float] = []

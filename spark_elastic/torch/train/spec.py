@@ -58,7 +58,7 @@ class Brought:
         if not self.losses:
             return LightningLoss(weighted, spec.precision, spec.plan.steps)
         if len(self.losses) == 1:
-            return ModelLoss(self.losses[0], weighted, spec.precision)
+            return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels[0])
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
         pairs = zip(spec.labels, zip(self.losses, weights, strict=True), strict=True)
         return ModelLosses(dict(pairs), weighted, spec.precision)

@@ -121,6 +121,39 @@ def test_r08_sample_weights_enter_sum_and_denominator(name: str, cuts: list[int]
     assert (parts - whole).abs().max() <= 1e-12 * whole.abs().max()
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), nn.BCELoss(), nn.BCEWithLogitsLoss(),
+     nn.SoftMarginLoss(), nn.PoissonNLLLoss(), F.binary_cross_entropy],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_numbers_of_any_kind_are_labels_of_what_compares_numbers(loss: Any, kind: torch.dtype) -> None:
+    output, label = torch.rand(4, 1, requires_grad=True), torch.tensor([0, 1, 1, 0])
+    found = RowLoss(loss)(output, (label.to(kind),), None)
+    expected = loss(output, label.unsqueeze(1).float())
+    assert torch.allclose(found.total / found.denominator, expected)
+    found.total.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bool])
+def test_classes_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
+    """Spark's StringIndexer gives doubles."""
+    output, label = torch.rand(4, 2), torch.tensor([0, 1, 1, 1])
+    found = RowLoss(loss)(output, (label.to(kind),), None)
+    assert found.total / found.denominator == pytest.approx(float(loss(output, label)))
+    assert RowLoss(loss).denominator((label.to(kind),), None) == found.denominator
+
+
+@pytest.mark.parametrize("wrong", [0.5, float("nan")])
+def test_a_class_that_is_no_whole_number_is_named_with_its_column(wrong: float) -> None:
+    label = torch.tensor([0.0, wrong])
+    says = f"column 'kind' has {wrong:g}, and CrossEntropyLoss takes whole numbers"
+    with pytest.raises(InvalidInput, match=says):
+        RowLoss(nn.CrossEntropyLoss(), label="kind")(torch.rand(2, 2), (label,), None)
+
+
 def test_tokens_are_counted_not_rows() -> None:
     """(n, C, t) outputs: rows with many ignored tokens weigh less."""
     output = torch.randn(6, 3, 5, dtype=torch.float64, requires_grad=True)
