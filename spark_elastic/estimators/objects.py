@@ -94,6 +94,7 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
         check_lightning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
+    readable(model.state_dict(), "the model")
     return model
 
 

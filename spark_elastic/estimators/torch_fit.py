@@ -6,7 +6,6 @@ The module and optimizer of the request are only read: what is trained are copie
 from __future__ import annotations
 
 import copy
-import io
 
 import torch
 
@@ -17,6 +16,7 @@ from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.validation import Request
+from spark_elastic.torch.train.state_bytes import values_loads
 from spark_elastic.torch.train.task import TorchTrainTask
 
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
@@ -41,5 +41,5 @@ def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
 def trained(request: Request, weights: bytes) -> torch.nn.Module:
     """A copy of the request's module with the weights that training left."""
     model: torch.nn.Module = copy.deepcopy(request.brought.model)
-    model.load_state_dict(torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True))
+    model.load_state_dict(values_loads(weights))
     return model.eval()

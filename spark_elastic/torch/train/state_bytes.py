@@ -27,12 +27,23 @@ def dumps(captured: Mapping[str, Any]) -> bytes:
         "position": [position.epoch, position.phase.value, position.step],
         "rng": {**rng, "numpy": [kind, torch.from_numpy(words.astype(np.int64)), *rest]},
     }
-    return _saved(_plain(plain, "the state"))
+    return values_dumps(plain)
+
+
+def values_dumps(values: Mapping[str, Any]) -> bytes:
+    """Tensors and plain values, such as a module's state dict with what `get_extra_state` gave."""
+    return _saved(_plain(values, "the state"))
+
+
+def values_loads(data: bytes) -> dict[str, Any]:
+    """What `values_dumps` was given."""
+    values: dict[str, Any] = _restored(_loaded(data))
+    return values
 
 
 def loads(data: bytes) -> dict[str, Any]:
     """What `LearnerState.load` takes."""
-    plain: dict[str, Any] = _restored(_loaded(data))
+    plain = values_loads(data)
     epoch, phase, step = plain["position"]
     kind, words, *rest = plain["rng"]["numpy"]
     rng = {**plain["rng"], "numpy": (kind, words.numpy().astype(np.uint32), *rest)}

@@ -5,7 +5,6 @@ Shipped by cloudpickle with the user's model, optimizer and loss inside. Main th
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import drawing_by
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.state import LearnerState
+from spark_elastic.torch.train.state_bytes import values_dumps
 from spark_elastic.torch.train.step import Rules, StepTaker
 from spark_elastic.torch.trainable import input_dtype
 from spark_elastic.training.ledger import Ledger
@@ -129,9 +129,7 @@ class TorchLearner:
         return world_dependence(self.state.model)
 
     def weights(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(self.state.model.state_dict(), buffer)
-        return buffer.getvalue()
+        return values_dumps(self.state.model.state_dict())
 
     def close(self) -> None:
         self._exchange.close()

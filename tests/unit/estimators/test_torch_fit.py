@@ -1,0 +1,52 @@
+"""What training leaves of a model, and the model that is made of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.objects import brought
+from spark_elastic.estimators.torch_fit import trained
+from spark_elastic.torch.train.task import TorchLearner
+from tests.unit.estimators.test_validation import values
+
+
+class Centred(torch.nn.Module):
+    """Keeps beside its weights what is no tensor."""
+
+    def __init__(self, mean: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.mean = mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x - torch.from_numpy(self.mean))
+
+    def get_extra_state(self) -> Any:
+        return {"mean": self.mean}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.mean = state["mean"]
+
+
+def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
+    left = Centred(np.array([1.0, 2.0], np.float32))
+    learner: Any = object.__new__(TorchLearner)
+    learner.state = SimpleNamespace(model=left)
+    request: Any = SimpleNamespace(brought=brought(values(model=Centred(np.zeros(2, np.float32)))))
+    found, x = trained(request, learner.weights()), torch.rand(3, 2)
+    assert torch.equal(found(x), left(x))
+
+
+def test_what_no_file_of_weights_can_hold_is_refused_before_any_job() -> None:
+    with pytest.raises(
+        InvalidInput, match="cannot hold the Linear of the model, at '_extra_state', at 'mean'"
+    ):
+        brought(values(model=Centred(torch.nn.Linear(1, 1))))
