@@ -1,11 +1,12 @@
 #include "connection.h"
 
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <utility>
+
+#include "fork.h"
 
 namespace elastic {
 namespace {
@@ -94,7 +95,7 @@ bool Connection::say(const void* data, size_t size) {
 }
 
 void Connection::close() {
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ >= 0) disown(fd_);
   fd_ = -1;
   tls_.reset();
   out_.reset();

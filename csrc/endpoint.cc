@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "address.h"
+#include "fork.h"
 
 namespace elastic {
 namespace {
@@ -30,13 +31,13 @@ int portOf(int fd) {
 
 int listenOn(const std::string& host, int port) {
   const SocketAddress address = resolve(host, port);
-  const int fd = socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  const int fd = openOwned([&] { return socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (fd < 0) return -1;
   const int one = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
   if (bind(fd, address.get(), address.length) != 0 || listen(fd, kBacklog) != 0) {
     const int error = errno;
-    ::close(fd);
+    disown(fd);
     errno = error;
     return -1;
   }
@@ -123,7 +124,7 @@ void Endpoint::close() {
   closed_ = true;
   parked_.clear();
   unproven_.clear();
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ >= 0) disown(fd_);
   fd_ = -1;
 }
 

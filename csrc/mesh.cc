@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "buffer.h"
+#include "fork.h"
 #include "goodbye.h"
 #include "pair.h"
 
@@ -37,8 +38,8 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
     if (r != rank) pairs_[r] = std::make_unique<Pair>(*this, r);
   }
   if (endpoint_->fd() < 0) throw std::runtime_error("the endpoint is closed; a new group needs an open one");
-  epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  epoll_ = openOwned([] { return epoll_create1(EPOLL_CLOEXEC); });
+  event_ = openOwned([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
   if (epoll_ < 0 || event_ < 0) {
     const std::string why = strerror(errno);
     close();
@@ -73,8 +74,8 @@ void Mesh::closeSockets() {
   incoming_.clear();
   guests_.clear();
   if (event_ >= 0) endpoint_->dismiss(event_);
-  if (epoll_ >= 0) ::close(epoll_);
-  if (event_ >= 0) ::close(event_);
+  if (epoll_ >= 0) disown(epoll_);
+  if (event_ >= 0) disown(event_);
   epoll_ = event_ = -1;
 }
 
@@ -237,7 +238,7 @@ void Mesh::dispatch(int fd, uint32_t events) {
 void Mesh::acceptAll() {
   dropExpired();
   for (;;) {
-    const int fd = accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    const int fd = openOwned([&] { return accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return restFromAccepting();
     if (fd < 0) return;
     Connection connection(fd);

@@ -4,13 +4,13 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "buffer.h"
+#include "fork.h"
 #include "goodbye.h"
 
 namespace elastic {
@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kHereEvery{150};
 constexpr std::chrono::seconds kSeekEvery{1};
+constexpr int kSocket = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 
 }  // namespace
 
@@ -82,7 +83,7 @@ void Pair::open() {
   }
   if (state_ != State::kIdle || mesh_.rank > peer_) return;  // the lower rank dials, the higher accepts
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  connection_ = Connection(socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  connection_ = Connection(openOwned([&] { return socket(to.family(), kSocket, 0); }));
   if (!connection_.open()) {
     // Our own trouble: nothing is known against the peer.
     return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.me() + ": no socket: " + strerror(errno));
@@ -259,13 +260,13 @@ void Pair::seek() {
   if (state_ != State::kIdle || !busy() || (!refused_ && now - sought_ < kSeekEvery)) return;
   sought_ = now;
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  seeking_ = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  seeking_ = openOwned([&] { return socket(to.family(), kSocket, 0); });
   if (seeking_ < 0) return;  // no descriptor today
   if (::connect(seeking_, to.get(), to.length) != 0 && errno != EINPROGRESS) sought(errno);
 }
 
 void Pair::sought(int error) {
-  ::close(seeking_);
+  disown(seeking_);
   seeking_ = -1;
   const bool again = refused_;
   refused_ = error == ECONNREFUSED;
@@ -273,7 +274,7 @@ void Pair::sought(int error) {
 }
 
 void Pair::shut() {
-  if (seeking_ >= 0) ::close(seeking_);
+  if (seeking_ >= 0) disown(seeking_);
   seeking_ = -1;
   if (connection_.open()) {
     mesh_.unwatch(connection_.fd());

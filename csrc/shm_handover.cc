@@ -2,12 +2,13 @@
 
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
 #include <stdexcept>
+
+#include "fork.h"
 
 namespace elastic {
 namespace {
@@ -43,7 +44,7 @@ struct UnixAddress {
 };
 
 Descriptor packetSocket() {
-  Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  Descriptor made(openOwned([] { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }));
   if (made.get() < 0) fail("no Unix socket");
   return made;
 }
@@ -75,6 +76,7 @@ bool sendDescriptors(int fd, const std::vector<int>& descriptors) {
 std::vector<Descriptor> receiveDescriptors(int fd, size_t most) {
   Envelope envelope(most);
   std::vector<Descriptor> received;
+  const NoFork whole;
   if (recvmsg(fd, &envelope.message, MSG_CMSG_CLOEXEC) != 1) return received;
   const cmsghdr* header = CMSG_FIRSTHDR(&envelope.message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return received;
@@ -82,7 +84,7 @@ std::vector<Descriptor> receiveDescriptors(int fd, size_t most) {
   for (size_t i = 0; i < count; i++) {
     int one;
     std::memcpy(&one, CMSG_DATA(header) + i * sizeof(int), sizeof one);
-    received.emplace_back(one);
+    received.emplace_back(own(one));
   }
   return received;
 }
@@ -90,7 +92,7 @@ std::vector<Descriptor> receiveDescriptors(int fd, size_t most) {
 }  // namespace
 
 void Descriptor::reset(int fd) {
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ >= 0) disown(fd_);
   fd_ = fd;
 }
 
@@ -98,9 +100,10 @@ Giver::Giver(Mesh& mesh, const std::string& key, const Nonce& name, int memory, 
     : mesh_(mesh), key_(key), name_(name), memory_(memory) {
   for (int m = 0; m < members; m++) {
     int ends[2];
+    const NoFork whole;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) fail("no pair of sockets");
-    farEnds_.emplace_back(ends[0]);
-    ownEnds_.emplace_back(ends[1]);
+    farEnds_.emplace_back(own(ends[0]));
+    ownEnds_.emplace_back(own(ends[1]));
   }
   listener_ = packetSocket();
   const UnixAddress address(name);
@@ -117,7 +120,8 @@ Giver::~Giver() {
 }
 
 std::unique_ptr<Failure> Giver::onCaller() {
-  Descriptor caller(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  Descriptor caller(
+      openOwned([&] { return accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); }));
   if (caller.get() < 0 || callers_.size() >= kMostCallers) return nullptr;
   const int fd = caller.get();
   mesh_.attach(fd, [this, fd](uint32_t) { return onRequest(fd); });

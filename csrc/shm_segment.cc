@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +9,8 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+
+#include "fork.h"
 
 namespace elastic {
 namespace {
@@ -40,11 +41,11 @@ Segment::Segment(int fd, int members) : fd_(fd), members_(members), chunk_(chunk
 
 Segment::~Segment() {
   if (memory_ != nullptr) munmap(memory_, bytes_);
-  ::close(fd_);
+  disown(fd_);
 }
 
 std::shared_ptr<Segment> Segment::create(const SegmentPlan& plan) {
-  const int fd = memfd_create("elastic-segment", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  const int fd = openOwned([] { return memfd_create("elastic-segment", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
   if (fd < 0) fail("no shared memory");
   std::shared_ptr<Segment> segment(new Segment(fd, plan.members));
   segment->allocate();

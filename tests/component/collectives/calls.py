@@ -194,6 +194,15 @@ def work_until_it_fails(member: Member, work: str, victim: int, number: int) -> 
         WORK[work](group)
 
 
+def fork(member: Member) -> int:
+    """The pid of a child that does nothing but live."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    return child
+
+
 def reduce_once(member: Member, count: int) -> float:
     array = np.full(count, member.live.rank + 1.0)
     member.live.allreduce(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -67,6 +68,25 @@ def test_a_rank_that_died_before_it_came_is_missed_by_those_whom_it_was_to_call(
     (end,) = each(ranks[1:], calls.barrier)
     assert (end.kind, end.ranks) == ("PeerLost", (0,))
     assert "never came" in end.reason
+
+
+@pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+def test_a_kill_is_noticed_though_a_forked_child_lives_on(pool: Pool, hosts: tuple[int, ...]) -> None:
+    """As a DataLoader's workers do for some seconds."""
+    ranks = pool.take(2)
+    pool.world(ranks, timeout=60, hosts=hosts)
+    each(ranks, calls.barrier)
+    (child,) = each(ranks[1:], calls.fork)
+    try:
+        assert each(ranks, calls.barrier) == [None, None]  # the parent loses nothing by it
+        ranks[0].call(calls.barrier)
+        begin = time.monotonic()
+        ranks[1].signal(signal.SIGKILL)
+        end = ranks[0].answer()
+        assert (end.kind, end.ranks) == ("PeerLost", (1,))
+        assert time.monotonic() - begin < 5.0  # a few milliseconds, where the machine is free
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 ALL_LAYOUTS = pytest.mark.parametrize("hosts", [(), (3,), (2, 1)], ids=["sockets", "one host", "two hosts"])
