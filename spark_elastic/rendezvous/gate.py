@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.connection import proven
-from spark_elastic.rendezvous.messages import HOLD, VERSION, Request
+from spark_elastic.rendezvous.messages import BODY_AT_MOST, HOLD, VERSION, Request
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -56,7 +56,7 @@ Handler = Callable[[Call], Awaitable[object]]
 class GateLimits:
     """body: bytes at most. body_seconds: time to send it."""
 
-    body: int = 8 << 20
+    body: int = BODY_AT_MOST
     body_seconds: float = 10.0
 
 

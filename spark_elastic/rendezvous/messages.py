@@ -13,6 +13,7 @@ from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, Sl
 
 VERSION = 1  # of the wire; both sides must speak the same
 OWN_WORDS = "spark_elastic: "  # begins a line that a slot says itself; such lines are told whatever is shown
+BODY_AT_MOST = 8 << 20  # bytes of a request that the server reads
 HOLD = 20.0  # seconds that the server holds a long poll at most
 
 R_co = TypeVar("R_co", covariant=True)

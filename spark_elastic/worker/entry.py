@@ -27,8 +27,9 @@ from spark_elastic.config import operations_from_env
 from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.control import Control
-from spark_elastic.worker.loop import Identity, WorkerLoop, fingerprint
+from spark_elastic.worker.loop import Identity, WorkerLoop
 from spark_elastic.worker.program import Program
+from spark_elastic.worker.raised import fingerprint, traceback_of
 from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
 
 PR_SET_PDEATHSIG = 1
@@ -123,7 +124,7 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     except (
         Exception
     ) as error:  # the driver decides what follows; it hears of it once this process is a worker
-        return None, (fingerprint(error), traceback.format_exc())
+        return None, (fingerprint(error), traceback_of(error))
     finally:
         gc.enable()
     return program, ("", "")
@@ -167,9 +168,18 @@ def _end_with(channel: IO[bytes]) -> None:
     os._exit(1)
 
 
+def _run() -> int:
+    try:
+        code = main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of user code or of a framework must not keep a finished worker alive.
-    os._exit(code)
+    # Threads of user code or of a framework must not keep a finished worker alive; nor would the interpreter's own end
+    # come past the thread that reads standard input.
+    os._exit(_run())

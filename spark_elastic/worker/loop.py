@@ -6,10 +6,8 @@ says; both go through `_post`, whose lock owns the machine. An abort is carried 
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +25,8 @@ from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.messages import NextWorld
 from spark_elastic.worker.context import Current, Floor, current, set_current
 from spark_elastic.worker.program import CHANGE, Completed, Left, Program, Session
+from spark_elastic.worker.raised import fingerprint, traceback_of
+from spark_elastic.worker.results import refuse_too_large
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,13 @@ class WorkerLoop:
             return self._broke(self._fence(), error)
         except (Exception, SystemExit) as error:
             # The user's, or ours inside the user's: told to the driver, which decides (R13).
-            return on.UserRaised(self._clock.now(), fingerprint(error), traceback.format_exc())
+            return on.UserRaised(self._clock.now(), fingerprint(error), traceback_of(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
         outcome = self._program.run(world, group, self._session)
         now = self._clock.now()  # and not `world` from here on: the program may be in a later one by now
         if isinstance(outcome, Completed):
+            refuse_too_large(outcome.result)
             return on.Finished(now, self._fence(), outcome.result)
         return on.Boundary(now, self._fence(), outcome.reason)
 
@@ -265,10 +266,3 @@ class WorkerLoop:
         if group is not None:
             group.close()  # frees the engine's thread, if a collective holds it
             self._floor.engine.close()
-
-
-def fingerprint(error: BaseException) -> str:
-    """The same defect gives the same text on every host: type, message and the innermost frame's function and line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
-    return hashlib.sha256(f"{type(error).__qualname__}|{error}|{where}".encode()).hexdigest()[:16]

@@ -12,7 +12,10 @@ from typing import Any
 import cloudpickle
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.rendezvous import codec
+from spark_elastic.rendezvous.messages import BODY_AT_MOST
 
+ENVELOPE = 4096  # bytes, amply, of a message around a result
 MOST = 5 << 20  # bytes of a pickled result: it travels in one message, as text that is a third longer
 
 
@@ -35,6 +38,20 @@ def encode(value: object, rank: int) -> str:
             f"at most {MOST >> 20} MiB can be returned: write it to a file or store, and return its path."
         )
     return json.dumps(base64.b64encode(pickled).decode("ascii"))
+
+
+def refuse_too_large(text: str) -> None:
+    """For a program's result, as JSON text.
+
+    Raises:
+        InvalidInput: it is too large.
+    """
+    size = len(codec.dumps({"result": text}))
+    if size > BODY_AT_MOST - ENVELOPE:
+        raise InvalidInput(
+            f"what training returned takes {size / 2**20:.1f} MiB in a message, and at most {BODY_AT_MOST >> 20} MiB "
+            "can be sent to the driver: keep fewer numbers in the history, and write what is large to the store."
+        )
 
 
 def decode(text: str) -> Any:

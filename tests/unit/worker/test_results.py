@@ -10,7 +10,7 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.gate import GateLimits
-from spark_elastic.worker.results import MOST, decode, encode
+from spark_elastic.worker.results import MOST, decode, encode, refuse_too_large
 from spark_elastic.worker.script import Script
 
 
@@ -34,6 +34,12 @@ def test_a_result_too_large_for_a_message_is_one_sentence() -> None:
     assert len(encode(bytes(MOST - 1000), 0)) < GateLimits().body
     with pytest.raises(InvalidInput, match=r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"):
         encode(bytes(MOST), 3)
+
+
+def test_what_the_server_would_not_read_is_one_sentence() -> None:
+    refuse_too_large("x" * (7 << 20))
+    with pytest.raises(InvalidInput, match=r"takes 8\.6 MiB in a message, and at most 8 MiB"):
+        refuse_too_large('"' * 4_500_000)
 
 
 def test_a_script_runs_where_it_lies_beside_its_modules(

@@ -1,0 +1,40 @@
+"""What a worker tells the driver of an exception, whatever its class does and however long its text is."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+
+LINE_AT_MOST = (
+    2000  # characters; both are cut in the middle: the first ones say what it is, the last ones of what
+)
+TRACEBACK_AT_MOST = 64 << 10
+
+
+def fingerprint(error: BaseException) -> str:
+    """The same defect gives the same text on every host: type, message and the innermost frame's function and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
+    told = f"{type(error).__qualname__}|{_message(error)}|{where}"
+    return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it, in a size that a message takes and a person reads."""
+    lines = "".join(traceback.format_exception(error)).split("\n")
+    text = _cut("\n".join(_cut(line, LINE_AT_MOST) for line in lines), TRACEBACK_AT_MOST)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a class of the user's
+        return ""
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ({len(text) - 2 * half} characters are left out here) {text[-half:]}"
