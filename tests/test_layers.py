@@ -133,6 +133,14 @@ def test_architecture_page_shows_these_rows() -> None:
     assert "\n".join("  ".join(row) for row in ROWS) in page
 
 
+def test_architecture_page_says_what_each_part_owns() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("| part | owns |")[2].partition("\n\n")[0]
+    told = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    parts = [part for row in ROWS for part in row if "." not in part]
+    assert sorted(told) == sorted([*parts, "elastic_collectives"])
+
+
 def test_imports_point_downwards() -> None:
     wrong = [
         f"{module.path}:{line}: {_part(module.name)} imports {_part(name)}"
