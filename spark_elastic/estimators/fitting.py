@@ -142,6 +142,10 @@ def _trained(
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
     request, framework, store = training.request, training.framework, training.store
     run = HeldRun.take(store, run_id)
+    if RunResult.load(store, run_id) is not None:  # another driver's, which ended it while this one waited
+        record, ended = _so_far(training.rows, request, store, run_id)
+        if record is not None and ended is not None:
+            return record, ended, (), JobReport()
     with training.rows.held(request, store, run) as (record, data):
         manifest = record.rows()
         # An older driver that lost the run may still write its own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,9 +180,42 @@ def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
     def fails(*given: Any) -> None:
         raise ZeroDivisionError("of the training")
 
+    store = memory_store()
+    store.filesystem.rm = denied
     monkeypatch.setattr(fitting, "_train", fails)
     with pytest.raises(ZeroDivisionError, match="of the training"):
         trained(Rows(order), store)
+
+
+def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trained_again(
+    order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = memory_store()
+    ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
+    record = SimpleNamespace(check=lambda *given: None, rows=lambda: None)
+
+    class OtherDriverEndsIt:
+        master = "yarn"
+
+        def preflight(self, *given: Any) -> None:
+            store.write_bytes(ended.model, b"w")
+            ended.save(store, "r")
+
+    @contextmanager
+    def opened(*given: Any) -> Iterator[Store]:
+        yield store
+
+    monkeypatch.setattr(fitting, "platform_of", lambda *given: OtherDriverEndsIt())
+    monkeypatch.setattr(fitting, "_opened", opened)
+    known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
+    monkeypatch.setattr(fitting.RunRecord, "load", known)
+    rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same=lambda *given: None)
+    wanted = request(
+        run_id="r", epochs=1, num_workers=1, feature_cols=(), brought=SimpleNamespace(transformation=None)
+    )
+    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
+    assert fitting.fit(rows, wanted, framework).weights == b"w"
+    assert order == ["result"], "it was trained again"
 
 
 def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
