@@ -6,6 +6,7 @@ A channel lives as long as the world's group; its subgroup ends with that. Any t
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.world import world
 from spark_elastic.worker.context import current, floor_of_process
+
+log = logging.getLogger(__name__)
 
 
 class Channels:
@@ -85,10 +88,16 @@ class _Trace:
     timeline: Timeline | None = None
 
     def current(self) -> Timeline | None:
-        """A rank that has become the first one of its world writes on behind what its forerunner wrote."""
+        """A rank that has become the first one of its world writes on behind what its forerunner wrote, if it can."""
         if self.path is not None and self.timeline is None and world().rank == 0:
-            _, generation = world().fence
-            self.timeline = Timeline(self.path, self.mark_cycles, goes_on=generation > 1)
+            goes_on = world().fence[1] > 1
+            try:
+                self.timeline = Timeline(self.path, self.mark_cycles, goes_on)
+            except InvalidInput as error:
+                if not goes_on:
+                    raise
+                log.warning("%s It ends here; training goes on.", error)
+                self.path = None
         return self.timeline
 
 
@@ -109,10 +118,14 @@ def timeline() -> Timeline | None:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin a Chrome trace of all operations; the rank that is 0 writes it, on its host. To be called on all ranks.
 
+    One of that path goes on: the function that began it may have begun again in another world.
+
     Raises:
-        InvalidInput: one is being written already, or the file cannot be.
+        InvalidInput: another one is being written already, or the file cannot be.
     """
     trace = _trace()
+    if trace.path == file_path:
+        return
     if trace.path is not None:
         raise InvalidInput("a timeline is being written: stop_timeline() first.")
     if world().rank == 0:

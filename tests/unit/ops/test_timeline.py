@@ -66,6 +66,40 @@ def test_who_becomes_the_first_rank_writes_on(monkeypatch: pytest.MonkeyPatch, t
     ]
 
 
+def test_who_becomes_the_first_rank_and_cannot_write_trains_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The path's folder may be on the former rank 0's host alone."""
+    per_thread(monkeypatch)
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
+    become(FakeFabric(2).group(1))
+    channel_of()
+    become(FakeFabric(1, fence=(1, 2)).group(0))
+    for _ in range(2):
+        channel_of()
+    assert caplog.text.count("cannot be written") == 1
+    become(FakeFabric(1).group(0))
+    per_thread(monkeypatch)  # another job, whose first rank it is from the start
+    become(FakeFabric(1).group(0))
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        channel_of()
+
+
+def test_a_function_that_begins_again_goes_on_with_its_timeline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    per_thread(monkeypatch)
+    path = tmp_path / "trace.json"
+    for generation in (1, 2):
+        become(FakeFabric(1, fence=(1, generation)).group(0))
+        start_timeline(str(path))
+        timeline = channel_of().timeline
+        assert timeline is not None
+        timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+    stop_timeline()
+    assert all(f"of {generation}" in path.read_text() for generation in (1, 2))
+
+
 def test_a_full_disk_ends_the_timeline_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
