@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.world import world
-from spark_elastic.worker.context import floor_of_process
+from spark_elastic.worker.context import floor_of_call
 
 
 class ProcessSet:
@@ -83,7 +83,7 @@ class _Registry:
 
 
 def _registry() -> _Registry:
-    return floor_of_process().shared("process sets", _Registry)
+    return floor_of_call().shared("process sets", _Registry)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -96,9 +96,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry = _registry()
-    if made.process_set_id is not None or any(
-        other._ranks == made._ranks for other in registry.added.values()
-    ):
+    if any(other._ranks == made._ranks for other in registry.added.values()):
         raise InvalidInput(f"{made} was added already.")
     registry.newest += 1
     made.process_set_id = registry.newest

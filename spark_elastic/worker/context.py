@@ -81,6 +81,7 @@ class Current:
 class _Holder:
     value: Current | None = None
     own = Floor()
+    call = Floor()
     handlers: list[tuple[type, Any]] | None = None
     initialized = False
 
@@ -93,6 +94,16 @@ def current() -> Current | None:
 def floor_of_process() -> Floor:
     """What the façades share whatever the world is, or in a process that is no worker."""
     return _Holder.own
+
+
+def floor_of_call() -> Floor:
+    """What they share while one call of the user's function lasts, through all its worlds."""
+    return _Holder.call
+
+
+def begin_call() -> None:
+    """The user's function begins again, and asks for everything again."""
+    _Holder.call = Floor()
 
 
 def set_current(value: Current | None) -> None:

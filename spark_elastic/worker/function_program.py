@@ -19,7 +19,7 @@ from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker import results
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import begin_call, current
 from spark_elastic.worker.program import Completed, Outcome, Session
 from spark_elastic.worker.surroundings import surround
 
@@ -42,6 +42,7 @@ class FunctionProgram:
     ) -> None:
         self._durable = durable
         self._commits: DurableCommits | None = None
+        self._ran = False
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
 
@@ -66,6 +67,9 @@ class FunctionProgram:
         here = current()
         assert here is not None
         session.kept.pop(ENTERED, None)
+        if self._ran:  # before the first call, what its modules asked for when they were imported
+            begin_call()
+        self._ran = True
         if self._durable is not None and self._commits is None:
             store, policy = self._durable
             self._commits = DurableCommits(store, policy, SystemClock(), session.wrote_checkpoint)

@@ -24,6 +24,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.value: Current | None = None
         self.own = Floor()
+        self.call = Floor()
         self.handlers: list[Any] | None = None
         self.initialized = False
 

@@ -1,0 +1,42 @@
+"""A hand-written training on one worker: what is left of one call of the function in the next."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.ops.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
+from spark_elastic.worker.context import current
+from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.program import Session
+from tests.unit.ops.workers import become, per_thread
+
+OF_A_MODULE = ProcessSet([1])
+
+
+def train() -> dict[int, list[int]]:
+    add_process_set([0])
+    add_process_set(OF_A_MODULE)
+    return get_process_set_ids_and_ranks()
+
+
+def test_a_function_that_begins_again_adds_its_process_sets_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+    program, session = FunctionProgram(train), Session(lambda: 0, lambda at: None, lambda told: None, _never)
+    with patch.dict(os.environ):
+        for generation in (1, 2):
+            become(FakeFabric(1, fence=(1, generation)).group(0))
+            here = current()
+            assert here is not None
+            assert here.world is not None
+            assert here.group is not None
+            program.run(here.world, here.group, session)
+            assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
+
+
+def _never(error: object) -> Any:
+    raise AssertionError("the function stays in its world")
