@@ -1,13 +1,12 @@
 """Running statistics of a model (BatchNorm's and their like), averaged over the ranks by rows, so that replicas agree.
 
 Floating point buffers become the row-weighted mean, integer and boolean ones the maximum; buffers that nobody wrote to
-(masks, tables of positions) keep their bits. They travel after the gradients and before the trailer; nothing is
-written back before the step is applied.
+(masks, tables of positions, which may be larger than the gradients) stay where they are. The others travel after the
+gradients and before the trailer; nothing is written back before the step is applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,23 +26,26 @@ class BufferExchange:
     def send(self, group: Group, before: ForwardSnapshot, rows: int, planned: int) -> None:
         """before: the forward pass. rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
         named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
-        self._floats = [b for _, b in named if b.is_floating_point()]
-        self._integers = [b for _, b in named if not b.is_floating_point()]
-        written = [before.wrote(name, b) for name, b in named if b.is_floating_point()]
-        # Zeros, not values times zero, which are NaN where a mask holds infinities.
+        written = np.array([before.wrote(name, b) for name, b in named], np.int64)
+        _all_reduced(group, written, "max")  # all ranks send the same ones
+        sent = [b for (_, b), flag in zip(named, written, strict=True) if flag]
+        self._floats = [b for b in sent if b.is_floating_point()]
+        self._integers = [b for b in sent if not b.is_floating_point()]
         self._mean = _flat(self._floats, torch.float64)
+        # Zeros, not values times zero, which are NaN where a mask holds infinities.
         self._mean = self._mean * (rows / planned) if rows else np.zeros_like(self._mean)
-        # An allreduce of nothing would still wait for the other ranks.
-        if len(self._mean):
-            group.allreduce(self._mean)
-        self._most = np.concatenate([_flat(self._integers, torch.int64), np.array(written, np.int64)])
-        if len(self._most):
-            group.allreduce(self._most, op="max")
+        _all_reduced(group, self._mean, "sum")
+        self._most = _flat(self._integers, torch.int64)
+        _all_reduced(group, self._most, "max")
 
     def apply(self) -> None:
-        first_flag = len(self._most) - len(self._floats)
-        _write(self._floats, self._mean, self._most[first_flag:].tolist())
-        _write(self._integers, self._most, [1] * len(self._integers))
+        _write(self._floats, self._mean)
+        _write(self._integers, self._most)
+
+
+def _all_reduced(group: Group, array: npt.NDArray[Any], op: str) -> None:
+    if len(array):  # an allreduce of nothing would still wait for the other ranks
+        group.allreduce(array, op=op)
 
 
 def _flat(buffers: list[torch.Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
@@ -51,10 +53,9 @@ def _flat(buffers: list[torch.Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
     return torch.cat(parts).numpy() if parts else torch.empty(0, dtype=dtype).numpy()
 
 
-def _write(buffers: list[torch.Tensor], flat: npt.NDArray[Any], flags: Sequence[int]) -> None:
+def _write(buffers: list[torch.Tensor], flat: npt.NDArray[Any]) -> None:
     end = 0
     with torch.no_grad():
-        for buffer, written in zip(buffers, flags, strict=True):
-            if written:
-                buffer.copy_(torch.from_numpy(flat[end : end + buffer.numel()]).view(buffer.shape))
+        for buffer in buffers:
+            buffer.copy_(torch.from_numpy(flat[end : end + buffer.numel()]).view(buffer.shape))
             end += buffer.numel()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -43,6 +46,25 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
         assert holder.get_buffer("seen").item() is True
         for name in ("mask", "table", "rotation"):
             assert torch.equal(holder.get_buffer(name), Holder().get_buffer(name))
+
+
+def test_what_nobody_writes_to_does_not_travel() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(1000, dtype=torch.bool))
+            self.register_buffer("positions", torch.ones(1000))
+            self.register_buffer("mean", torch.zeros(3))
+
+    sent: list[tuple[int, str]] = []
+    group: Any = SimpleNamespace(allreduce=lambda array, op: sent.append((len(array), op)))
+    model = Masked()
+    exchange, before = BufferExchange(model), ForwardSnapshot(model, model.modules())
+    exchange.send(group, before, 1, 1)
+    assert sent == [(3, "max")]
+    model.get_buffer("mean").add_(1)
+    exchange.send(group, before, 1, 1)
+    assert sent[1:] == [(3, "max"), (3, "sum")]
 
 
 def test_a_model_without_buffers_sends_nothing() -> None:
