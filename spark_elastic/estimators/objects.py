@@ -110,6 +110,12 @@ def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any],
             raise InvalidInput(f"loss is the class {one.__name__}; pass an instance: loss={one.__name__}().")
         if not callable(one):
             raise InvalidInput(f"loss must be a function or module of (output, label); got {kind(one)}.")
+        if isinstance(one, torch.nn.Module) and any(each.requires_grad for each in one.parameters()):
+            raise InvalidInput(
+                f"loss {type(one).__name__} has parameters that require a gradient, which nothing would train: make "
+                "it a part of the model and return its value (train_minibatch_fn, or a LightningModule), or set "
+                "requires_grad=False on them."
+            )
     if several and len(losses) != labels:
         raise InvalidInput(f"loss has {len(losses)} losses for {labels} label columns: give one for each.")
     return losses

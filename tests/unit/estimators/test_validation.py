@@ -106,6 +106,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got dict."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
     ({"loss": "mse"}, "loss must be a function or module"),
+    (
+        {"loss": torch.nn.Bilinear(1, 1, 1)},
+        "loss Bilinear has parameters that require a gradient, .* part of the",
+    ),
     ({"loss": torch.nn.MSELoss}, r"loss=MSELoss\(\)"),
     ({"optimizer": "sgd"}, "optimizer must be a torch optimizer"),
     ({"optimizer": torch.optim.SGD}, "optimizer must be a torch optimizer .* got SGD"),
