@@ -53,7 +53,9 @@ class TorchLearner:
     def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
         spec, brought = self._spec, self._brought
         torch.manual_seed(spec.seed)
-        model = brought.model.train()
+        model = brought.model
+        if not model.training:  # as a fitted model is; parts alone are still since the user wants them to be
+            model.train()
         optimizer, schedules = made(model, brought.optimizer, spec.learning_rate, spec.lr_times)
         self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
         metrics = [
@@ -87,11 +89,15 @@ class TorchLearner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.state.model.eval()
+        model = self.state.model
+        still = [part for part in model.modules() if not part.training]
+        model.eval()
         try:
             yield
         finally:
-            self.state.model.train()
+            model.train()
+            for part in still:
+                part.training = False
 
     def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
         spec, here, metrics = self._spec, self.state.position, self._metrics[1]

@@ -91,6 +91,17 @@ class SaysItsLoss(Lit):
         self.log("val_loss", loss_of(self(x), y))  # type: ignore[operator]
 
 
+class Frozen(Lit):
+    """Whose first layer stays as it is."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(dtype)
+        self.norm = torch.nn.BatchNorm1d(WIDTH, dtype=dtype).eval().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
 def own_step(model: Any, features: Any, labels: Any) -> torch.Tensor:
     return loss_of(model(*features), labels[0])
 
@@ -228,6 +239,14 @@ def test_what_validation_logs_goes_by_the_name_that_the_module_gave_it(tmp_path:
         output = net(torch.tensor(np.stack(table["x"].to_numpy()), dtype=torch.float64))
         expected = loss_of(output, torch.tensor(table["w"].to_numpy().copy()))
     assert history[-1]["val_loss"] == pytest.approx(float(expected))
+
+
+def test_parts_that_are_in_evaluation_mode_stay_there(tmp_path: Path) -> None:
+    """Behind each validation, too."""
+    store, manifest = made(tmp_path, poisoned=False)
+    ranks, _, _ = trained(Case("lightning", module=Frozen), store, manifest)
+    assert ranks[0]["norm.num_batches_tracked"] == 0
+    assert not ranks[0]["norm.running_mean"].any()
 
 
 @pytest.mark.parametrize(
