@@ -24,6 +24,7 @@ from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import named
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.state_bytes import readable
+from spark_elastic.torch.trainable import trainable
 
 Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # an optimizer over a copy, and its schedules
 
@@ -92,10 +93,23 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
     check_travels(model)
     if is_lightning(model):
         check_lightning(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
+    trainable(model.named_parameters())
+    _check_dense(model)
     readable(model.state_dict(), "the model")
     return model
+
+
+def _check_dense(model: torch.nn.Module) -> None:
+    """What the exchanges of a fit cannot carry."""
+    for name, part in model.named_modules():
+        looks_up = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if looks_up and part.sparse and part.weight.requires_grad:
+            raise InvalidInput(f"layer {name!r} of the model has sparse gradients: use sparse=False.")
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise InvalidInput(
+                f"buffer {name!r} of the model is sparse ({buffer.layout}): keep it dense, or make it in forward."
+            )
 
 
 def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any], ...]:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from spark_elastic.errors import InvalidInput
+
 Logs = Mapping[str, Any]
 
 
@@ -175,12 +177,17 @@ class LearningRateSchedule(Callback):
     @property
     def watches(self) -> str | None:
         """Known once it is bound."""
-        plateau = isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        return (self._monitor or "val_loss") if plateau and self._every == "epoch" else None
+        return (self._monitor or "val_loss") if self._plateaus else None
+
+    @property
+    def _plateaus(self) -> bool:
+        return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the scheduler, which sets the optimizer's first rate: before any state is loaded."""
         self._scheduler = self._make(optimizer)
+        if self._plateaus and self._every == "step":
+            raise InvalidInput("ReduceLROnPlateau looks at a number of each epoch: use every='epoch'.")
 
     def applied(self) -> None:
         """A step was applied: part of it."""

@@ -304,3 +304,44 @@ def test_a_layer_that_cannot_travel_is_named(layer: Callable[[], Any], says: str
         ask(
             model=(lambda: model) if made else model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
         )
+
+
+class Holds(torch.nn.Linear):
+    """A layer that holds something beside its weights."""
+
+    def __init__(self, **parts: torch.Tensor) -> None:
+        super().__init__(3, 1)
+        for name, part in parts.items():
+            if part.requires_grad:
+                self.register_parameter(name, torch.nn.Parameter(part))
+            else:
+                self.register_buffer(name, part)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (
+            Holds(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)),
+            "'0.turn' is torch.complex64",
+        ),
+        (Holds(edges=torch.eye(3).to_sparse()), "buffer '0.edges' of the model is sparse .torch.sparse_coo."),
+        (
+            torch.nn.Embedding(3, 2, sparse=True),
+            "layer '0' of the model has sparse gradients: use sparse=False",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_exchanged_are_refused_before_any_job(
+    layer: torch.nn.Module, says: str
+) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        ask(model=torch.nn.Sequential(layer))
+
+
+def test_a_plateau_is_seen_behind_an_epoch() -> None:
+    plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau, every="step")
+    with pytest.raises(
+        InvalidInput, match="ReduceLROnPlateau looks at a number of each epoch: use every='epoch'"
+    ):
+        ask(callbacks=[plateau])
