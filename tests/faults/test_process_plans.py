@@ -26,12 +26,10 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.testing.processes import ProcessLauncher
 from tests.component.torch.job import (
-    CLASSES,
+    PACE,
     ROWS,
-    WIDTH,
     Follower,
     Job,
-    Paced,
     difference,
     launcher,
     ledger_of,
@@ -39,6 +37,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
+from tests.component.torch.nets import mlp, sgd
 
 PLANS, IN_EVERY_BUILD = 100, 2
 LEASE = 1.0  # seconds
@@ -173,20 +172,10 @@ def _continue(pid: int) -> None:
         return  # its slot has killed it
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(1)
-    layers = torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES)
-    return Paced(torch.nn.Sequential(*layers)).double()
-
-
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Store, Manifest, dict[str, torch.Tensor]]:
     """The job, its data and what a plain loop makes of them."""
-    job = Job(net(), sgd, torch.nn.CrossEntropyLoss())
+    job = Job(mlp(PACE), sgd, torch.nn.CrossEntropyLoss())
     store, manifest = make_data(tmp_path_factory.mktemp("data"))
     return job, store, manifest, train_plain(job, store, manifest)
 

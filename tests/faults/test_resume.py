@@ -27,7 +27,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.test_resume import DRIVER, every_row_once, every_row_once_by_attempt, make_job
+from tests.component.torch.resumed_job import DRIVER, every_row_once, every_row_once_by_attempt, make_job
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(600)]
 

@@ -21,7 +21,7 @@ import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.state.checkpoint import Checkpoints
 from tests.component.torch import hand_written
-from tests.component.torch.test_hand_written import assert_exact
+from tests.component.torch.hand_written import assert_exact
 from tests.scenarios import Fault
 from tests.spark import test_estimator
 from tests.spark.cluster import LOOPBACK, REPOSITORY, cluster_environment

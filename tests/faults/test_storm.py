@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.test_scale import weather
+from tests.simulation.scenes import weather
 
 
 @pytest.mark.faults

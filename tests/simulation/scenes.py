@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spark_elastic.protocol.commands import Outcome
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fault_plan import Fault, FaultPlan
+from spark_elastic.testing.simulation import simulate
+from spark_elastic.testing.storm import storm
 
 LIMITS = Limits(
     num_workers=4,
@@ -28,3 +31,15 @@ def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limi
         steps=steps,
         faults=faults,
     )
+
+
+def weather(hosts: int) -> None:
+    """Play a storm. The simulation judges the rest: every row once, replicas identical, invariants at each world."""
+    report = simulate(storm(seed=1, hosts=hosts))
+    assert report.end.outcome is Outcome.SUCCESS, report.story
+    sizes = [world.size for world in report.worlds]
+    workers = 10 * hosts
+    assert sizes[0] == workers
+    assert min(sizes) <= 10
+    assert any(0.6 * workers < size < 0.9 * workers for size in sizes), sizes
+    assert all(world.source is not None for world in report.worlds[1:]), "somebody always survives"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, Member, Position, World
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
@@ -136,3 +138,54 @@ def read_all(connection: socket.socket) -> bytes:
     while part := connection.recv(65536):
         parts.append(part)
     return b"".join(parts)
+
+
+class Stranger:
+    """Speaks raw HTTP to the server; with `key` it can sign."""
+
+    def __init__(self, port: int, key: bytes = KEY) -> None:
+        self._port = port
+        self._key = key
+        self._count = 0
+
+    def send(self, text: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE) as connection:
+            try:
+                connection.sendall(text)
+                return read_all(connection)
+            except (ConnectionResetError, BrokenPipeError):
+                return b""  # refused without reading what we sent
+
+    def request(
+        self,
+        path: str,
+        body: bytes,
+        header: str | None,
+        method: str = "POST",
+        more: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Status and body."""
+        headers = {"host": "x", "content-length": str(len(body)), "connection": "close", **(more or {})}
+        if header is not None:
+            headers["authorization"] = header
+        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
+        return parse(self.send(head.encode("latin-1") + b"\r\n" + body))
+
+    def session(self) -> str:
+        credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
+        status, body = self.request(auth.HELLO, b"", credentials.header())
+        assert status == 200
+        return str(json.loads(body)["session"])
+
+    def signed(self, path: str, body: bytes, session: str | None = None, count: int | None = None) -> str:
+        self._count += 1
+        number = self._count if count is None else count
+        return auth.sign_request(self._key, path, session or self.session(), number, body).header()
+
+
+def parse(answer: bytes) -> tuple[int, bytes]:
+    """Status and body; (0, nothing) where no answer came."""
+    if not answer:
+        return 0, b""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), body

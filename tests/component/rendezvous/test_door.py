@@ -6,7 +6,7 @@ import http.client
 import itertools
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -20,59 +20,9 @@ from spark_elastic.rendezvous.connection import Connection
 from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, Acknowledged, Beat
 from spark_elastic.rendezvous.serving import Bind, Serving, listen
-from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, read_all
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, Stranger, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "worker": "", "state": ""}})
-
-
-class Stranger:
-    """Speaks raw HTTP to the server; with `key` it can sign."""
-
-    def __init__(self, port: int, key: bytes = KEY) -> None:
-        self._port = port
-        self._key = key
-        self._count = 0
-
-    def send(self, text: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE) as connection:
-            try:
-                connection.sendall(text)
-                return read_all(connection)
-            except (ConnectionResetError, BrokenPipeError):
-                return b""  # refused without reading what we sent
-
-    def request(
-        self,
-        path: str,
-        body: bytes,
-        header: str | None,
-        method: str = "POST",
-        more: Mapping[str, str] | None = None,
-    ) -> tuple[int, bytes]:
-        """Status and body."""
-        headers = {"host": "x", "content-length": str(len(body)), "connection": "close", **(more or {})}
-        if header is not None:
-            headers["authorization"] = header
-        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
-        return _parse(self.send(head.encode("latin-1") + b"\r\n" + body))
-
-    def session(self) -> str:
-        credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
-        status, body = self.request(auth.HELLO, b"", credentials.header())
-        assert status == 200
-        return str(json.loads(body)["session"])
-
-    def signed(self, path: str, body: bytes, session: str | None = None, count: int | None = None) -> str:
-        self._count += 1
-        number = self._count if count is None else count
-        return auth.sign_request(self._key, path, session or self.session(), number, body).header()
-
-
-def _parse(answer: bytes) -> tuple[int, bytes]:
-    if not answer:
-        return 0, b""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    return int(head.split(b" ")[1]), body
 
 
 @pytest.fixture
@@ -190,7 +140,7 @@ def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
     head = f"POST {Beat.path} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
     # Refused while we send: either the 413 arrives or the reset that follows it.
-    assert _parse(stranger.send(head.encode() + chunk * 12))[0] in (0, 413)
+    assert parse(stranger.send(head.encode() + chunk * 12))[0] in (0, 413)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +177,7 @@ def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None
     "noise", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\r\n" * 50 + b"\0" * 20000]
 )
 def test_noise_that_is_no_http_is_hung_up_on(stranger: Stranger, noise: bytes) -> None:
-    assert _parse(stranger.send(noise + b"\r\n\r\n"))[0] in (0, 400)
+    assert parse(stranger.send(noise + b"\r\n\r\n"))[0] in (0, 400)
 
 
 class _Quick(Connection):
@@ -261,13 +211,13 @@ def impatient_with_bodies() -> Iterator[int]:
 @pytest.mark.parametrize("said", [b"", b"POST /v1/slot/be", b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\n"])
 def test_a_head_that_does_not_come_is_not_waited_for(impatient: int, said: bytes) -> None:
     """Without a deadline the read would last until the test's own timeout."""
-    assert _parse(Stranger(impatient).send(said)) == (0, b"")
+    assert parse(Stranger(impatient).send(said)) == (0, b"")
 
 
 def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(impatient: int) -> None:
     with socket.create_connection(("127.0.0.1", impatient), timeout=PATIENCE) as connection:
         connection.sendall(b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\nPOST")
-        assert _parse(read_all(connection))[0] == 401
+        assert parse(read_all(connection))[0] == 401
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(impatient_with_bodies: int) -> None:
@@ -330,7 +280,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
                 still_there = tls.only(certificate.public).wrap_socket(still_there)
                 silent.append(still_there)
             still_there.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert _parse(read_all(still_there))[0] == 401
+            assert parse(read_all(still_there))[0] == 401
     finally:
         for connection in (honest, *silent):
             connection.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import torch
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
@@ -189,3 +190,34 @@ class Run:
 
     def flush(self) -> None:
         """Nothing."""
+
+
+def plain(initial: list[list[float]], bias: float, steps: int = STEPS) -> torch.Tensor:
+    """The same training in one process."""
+    model = torch.nn.Linear(4, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(initial))
+        model.bias.fill_(bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def first_bias() -> float:
+    torch.manual_seed(7)
+    return float(torch.nn.Linear(4, 1).double().bias.detach())
+
+
+def assert_exact(results: list[dict[str, Any]], steps: int = STEPS) -> None:
+    """P2 and P4: all replicas hold the weights that an undisturbed process has."""
+    assert results
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        assert result["momentum"] == results[0]["momentum"]
+    expected = plain(results[0]["initial"], first_bias(), steps)
+    got = torch.tensor(results[0]["weights"], dtype=torch.float64)
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9

@@ -39,24 +39,14 @@ from tests.component.torch.job import (
     ledger_of,
     train_elastic,
 )
-from tests.component.torch.test_resume import by_attempt
+from tests.component.torch.readers import READERS
+from tests.component.torch.resumed_job import by_attempt
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 ROWS, CLASSES = 250, 3
 FEATURES = ("v", "a", "n", "image", "day")
-READERS = [
-    "arrow",
-    pytest.param(
-        "petastorm",
-        marks=[
-            pytest.mark.petastorm,
-            pytest.mark.filterwarnings("ignore"),
-            pytest.mark.skipif(int(pa.__version__.split(".")[0]) > 14, reason="petastorm needs pyarrow 14"),
-        ],
-    ),
-]
 
 
 def write(path: Path, reader: str) -> None:

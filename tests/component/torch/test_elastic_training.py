@@ -22,7 +22,6 @@ from tests.component.torch.job import (
     WIDTH,
     Follower,
     Job,
-    Paced,
     difference,
     launcher,
     ledger_of,
@@ -30,18 +29,10 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
+from tests.component.torch.nets import mlp, paced, sgd
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
-
-
-def paced(*layers: torch.nn.Module) -> torch.nn.Module:
-    return Paced(torch.nn.Sequential(*layers), pace=0.01).double()
-
-
-def mlp() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return paced(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
 
 
 def conv() -> torch.nn.Module:
@@ -69,10 +60,6 @@ def dropping() -> torch.nn.Module:
         RowDropout(0.2),
         torch.nn.Linear(20, CLASSES),
     )
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

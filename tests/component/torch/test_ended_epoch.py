@@ -31,7 +31,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.test_elastic_training import mlp, sgd
+from tests.component.torch.nets import mlp, sgd
 
 pytestmark = [pytest.mark.native, pytest.mark.faults, pytest.mark.timeout(180)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -19,8 +19,7 @@ from spark_elastic.protocol import forming
 from spark_elastic.protocol.time_limit import time_is_up
 from spark_elastic.state.checkpoint import Checkpoints
 from tests.component.blows import kill
-from tests.component.torch.hand_written import Run, count, train
-from tests.component.torch.test_hand_written import assert_exact
+from tests.component.torch.hand_written import Run, assert_exact, count, train
 from tests.patience import until
 from tests.scenarios import Fault
 

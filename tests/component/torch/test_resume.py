@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
@@ -22,46 +19,24 @@ from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill
 from tests.component.torch.job import (
-    CLASSES,
-    ROWS,
     RUN,
-    WIDTH,
     Follower,
-    Job,
-    Paced,
     difference,
     launcher,
-    ledger_of,
     make_data,
     train_elastic,
     train_plain,
 )
+from tests.component.torch.resumed_job import DRIVER, every_row_once, every_row_once_by_attempt, make_job
 from tests.patience import until
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def make_job() -> Job:
-    torch.manual_seed(1)
-    layers = torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES)
-    net = Paced(torch.nn.Sequential(*layers)).double()
-    return Job(net, sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> tuple[Store, Manifest]:
     return make_data(tmp_path)
-
-
-def every_row_once(folder: Path, epochs: int) -> None:
-    seen = ledger_of(folder)
-    assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
 
 
 @pytest.mark.scenario("G5", "S7")
@@ -136,43 +111,3 @@ def test_p7_the_driver_is_killed_and_another_goes_on_with_fewer_workers(
     assert first.returncode == -signal.SIGKILL
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once_by_attempt(ledger, job.epochs)
-
-
-DRIVER = """
-import sys
-from pathlib import Path
-from spark_elastic.data.manifest import Manifest
-from spark_elastic.state.held_run import HeldRun
-from tests.component.torch import test_resume as here
-
-folder = Path(sys.argv[1])
-store, manifest = here.read_data(folder)
-here.train_elastic(
-    here.make_job(), store, manifest, str(folder / "ledger"), here.Follower(),
-    lambda task: here.launcher(task, room=3), run=HeldRun.take(store, here.RUN),
-)
-"""
-
-
-def read_data(folder: Path) -> tuple[Store, Manifest]:
-    """What `make_data` made."""
-    store = Store.open(str(folder))
-    return store, Manifest.load(store, "manifest.json")
-
-
-def every_row_once_by_attempt(folder: Path, epochs: int) -> None:
-    """What the later driver did stands."""
-    every_row_once(by_attempt(folder), epochs)
-
-
-def by_attempt(folder: Path) -> Path:
-    """A folder with the same ledger, in which generations grow from driver to driver: they begin anew with each."""
-    lines = [
-        json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
-    ]
-    for line in lines:
-        line["generation"] += 1_000_000 * line["attempt"]
-    merged = folder / "merged"
-    merged.mkdir()
-    merged.joinpath("all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return merged

@@ -2,153 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import cloudpickle
-import pyarrow.parquet as pq
 import pytest
-import torch
 
-from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.store import Store
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.testing.processes import ProcessLauncher
-from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.training.spec import Rows
 from tests.component.blows import blows, kill
-from tests.component.torch.job import (
-    CLASSES,
-    ROWS,
-    RUN,
-    WIDTH,
-    Follower,
-    Job,
-    Paced,
-    difference,
-    launcher,
-    make_data,
-    train_elastic,
-)
+from tests.component.torch.hooked_job import make_job, plain, same_history
+from tests.component.torch.job import RUN, Follower, difference, launcher, make_data, train_elastic
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
-
-
-class TwoHeads(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = torch.nn.Linear(WIDTH, 20)
-        self.heads = torch.nn.ModuleList([torch.nn.Linear(20, CLASSES), torch.nn.Linear(20, 1)])
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = torch.tanh(self.trunk(x))
-        return self.heads[0](hidden), self.heads[1](hidden)[:, 0]
-
-
-class Counts(Callback):
-    """Rows and losses of the steps that it is told of."""
-
-    def __init__(self) -> None:
-        self.steps, self.rows, self.losses = 0, 0, 0.0
-
-    def on_step_end(self, training: Any, logs: Any) -> None:
-        self.steps, self.rows, self.losses = (
-            self.steps + 1,
-            self.rows + logs["rows"],
-            self.losses + logs["loss"],
-        )
-
-    def on_epoch_end(self, training: Any, logs: Any) -> None:
-        logs.update(counted=[self.steps, self.rows, self.losses])
-
-
-def per_step(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def at_half_the_rate(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def hits(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return ((output.argmax(1) if output.ndim == 2 else output.round()) == label).double().mean()
-
-
-@dataclass(frozen=True)
-class HookedJob(Job):
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
-        spec = super().task(store, manifest, ledger)._spec
-        seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        brought = Brought(
-            copy.deepcopy(self.model),
-            at_half_the_rate,  # and `lr_times` makes it the job's own, once, whatever worlds come
-            losses(),
-            (1.0, 0.25),
-            {"hits": hits},
-            (Counts(), LearningRateSchedule(per_step, every="step")),
-        )
-        return TorchTrainTask(replace(spec, labels=("y", "w"), validation=seen, lr_times=2), brought)
-
-
-def losses() -> tuple[torch.nn.Module, ...]:
-    """The first one divides by the weights of a step's classes, which no rank knows alone."""
-    return torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), torch.nn.MSELoss()
-
-
-def make_job() -> HookedJob:
-    torch.manual_seed(4)
-    return HookedJob(Paced(TwoHeads()).double(), sgd, None, checkpoint_steps=3)
-
-
-def plain(job: Job, store: Store, manifest: Manifest) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Weights and history of one process over the same plan."""
-    table = pq.read_table(store.path("rows/part.parquet"))
-    x, w = (torch.tensor(table[name].to_pylist(), dtype=torch.float64) for name in ("x", "w"))
-    y = torch.tensor(table["y"].to_pylist())
-    model = copy.deepcopy(job.model).train()
-    optimizer = job.optimizer(model.parameters())
-    schedule, plan, history, (first, second) = per_step(optimizer), job.plan(manifest), [], losses()
-    steps, rows_seen, losses_seen = 0, 0, 0.0
-    for epoch in range(job.epochs):
-        for step in range(plan.steps):
-            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
-            optimizer.zero_grad()
-            left, right = model(x[rows])
-            loss = first(left, y[rows]) + 0.25 * second(right, w[rows])
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            steps, rows_seen, losses_seen = (
-                steps + 1,
-                rows_seen + len(rows),
-                losses_seen + float(loss.detach()),
-            )
-        with torch.no_grad():
-            left, right = model(x)
-        history.append({"val_hits_y": float(hits(left, y)), "counted": [steps, rows_seen, losses_seen]})
-    return model.state_dict(), history
-
-
-def same_history(result: Any, expected: list[dict[str, Any]]) -> None:
-    history = json.loads(result.results[0])["history"]
-    assert [epoch["val_rows"] for epoch in history] == [ROWS] * len(expected)
-    assert [epoch["rows"] for epoch in history] == [ROWS] * len(expected)
-    for ours, theirs in zip(history, expected, strict=True):
-        assert ours["val_hits_y"] == pytest.approx(theirs["val_hits_y"], abs=1e-12)
-        assert ours["counted"] == pytest.approx(theirs["counted"], rel=1e-9)
 
 
 @pytest.mark.parametrize("lost", [pytest.param("one", marks=pytest.mark.faults), "all"])

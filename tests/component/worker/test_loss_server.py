@@ -18,7 +18,7 @@ import pytest
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.gate import GateLimits
 from spark_elastic.rendezvous.messages import VERSION, Exited, WatchSlot
-from tests.component.rendezvous.test_door import Stranger
+from tests.component.rendezvous.driver_side import Stranger
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
 from tests.scenarios import Fault

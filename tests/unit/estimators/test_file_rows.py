@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,34 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.file_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.estimators.validation import Request
 from spark_elastic.spark.missing import Missing
 from spark_elastic.state.held_run import HeldRun
+from tests.unit.estimators.requests import request
 
 SESSION: Any = SimpleNamespace()
-
-
-def request(**values: Any) -> Request:
-    blank = {field.name: None for field in dataclasses.fields(Request)}
-    given = {
-        "config": ElasticConfig(),
-        "feature_cols": ("x",),
-        "label_cols": ("y",),
-        "brought": SimpleNamespace(transformation=None, identity=dict),
-        "missing": Missing(),
-        "batch_size": 4,
-        "backward_passes_per_step": 1,
-        "num_workers": 2,
-        "max_workers": 2,
-        "seed": 1,
-        "shuffle": True,
-    }
-    return Request(**(blank | given | values))
 
 
 def write(folder: Path, rows: int) -> str:

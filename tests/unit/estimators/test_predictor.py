@@ -20,7 +20,7 @@ from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.stacking import ROWS_AT_ONCE, stacked
 from spark_elastic.estimators.validation import checked
 from spark_elastic.torch.train.columns import Columns
-from tests.unit.estimators.test_validation import values
+from tests.unit.estimators.requests import values
 
 
 def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:

@@ -23,7 +23,7 @@ from spark_elastic.estimators.validation import Request
 from spark_elastic.spark.missing import Missing
 from spark_elastic.spark.sameness import told_apart
 from spark_elastic.training.identity import WEIGHTS
-from tests.unit.estimators.test_file_rows import request as file_request
+from tests.unit.estimators.requests import request as file_request
 
 ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f", "c0-48-ab")
 IDENTITY = {"model": "m", "loss": "l", WEIGHTS: "w"}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,78 +15,16 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.exchange import GradientExchange
-from spark_elastic.torch.terms import Terms
-from spark_elastic.torch.train.metrics import Metrics
-from spark_elastic.torch.train.objective import ModelLoss
-from spark_elastic.torch.train.precision import Scaling
-from spark_elastic.torch.train.state import LearnerState
-from spark_elastic.torch.train.step import Rules, StepTaker
 from spark_elastic.training.apply_section import uninterrupted
-from spark_elastic.training.ledger import NullLedger
-from spark_elastic.training.share import Share
-from spark_elastic.training.spec import Clipping
+from tests.unit.torch.train.trainees import ROWS, Trainee, X, plain, same
 from tests.unit.torch.worlds import in_a_world
 
-ROWS = 10
-X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(ROWS) % 3
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 NORMED = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-NEXT = Position(0, Phase.TRAIN, 1)
-
-
-class Order(NullLedger):
-    """Which lines came in which order."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: Any) -> None:
-        self.lines.append(f"contributes {row_ids.tolist()}")
-
-    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
-        self.lines.append("applied")
-
-
-class Trainee:
-    """A state and what takes its steps."""
-
-    def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
-        self.model = copy.deepcopy(model)
-        self.state = LearnerState(
-            self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
-        )
-        self.exchange = GradientExchange(self.model.named_parameters(), Terms(bucket_bytes=64))
-        self.ledger = Order()
-        objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
-        metrics = Metrics({}, ["y"], logs=False)
-        self.taker = StepTaker(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
-
-    def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda verdict: NEXT) -> Any:
-        part = slice(rows.start, rows.stop)
-        share = Share(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
-        return self.taker.take(group, share, 0, then)
 
 
 def even(group: Group) -> range:
     return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
-
-
-def plain(model: nn.Module, steps: int = 1) -> nn.Module:
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), Y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return model
-
-
-def same(ours: nn.Module, theirs: nn.Module) -> bool:
-    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
-    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])

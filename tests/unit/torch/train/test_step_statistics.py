@@ -8,7 +8,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.torch import SyncBatchNorm
 from tests.unit.ops.workers import among_fakes, per_thread
-from tests.unit.torch.train.test_step import ROWS, Trainee, plain, same
+from tests.unit.torch.train.trainees import ROWS, Trainee, plain, same
 
 
 @pytest.fixture(autouse=True)

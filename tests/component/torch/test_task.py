@@ -22,8 +22,8 @@ from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.loop import CHANGE, _recorded
 from spark_elastic.worker.program import Stopped
+from tests.component.torch.hooked_job import HookedJob, make_job, plain, same_history
 from tests.component.torch.job import ROWS, RUN, difference, make_data
-from tests.component.torch.test_training_hooks import HookedJob, make_job, plain, same_history
 from tests.unit.torch.worlds import in_a_world
 
 pytestmark = pytest.mark.native

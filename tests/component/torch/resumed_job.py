@@ -1,0 +1,63 @@
+"""A job that another driver goes on with, and what its ledger must show: every row once, whoever trained it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from tests.component.torch.job import PACE, ROWS, Job, ledger_of
+from tests.component.torch.nets import mlp, sgd
+
+
+def make_job() -> Job:
+    return Job(mlp(PACE), sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
+
+
+def every_row_once(folder: Path, epochs: int) -> None:
+    seen = ledger_of(folder)
+    assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
+    assert set(seen.values()) == {1}
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from spark_elastic.state.held_run import HeldRun
+from tests.component.torch.job import RUN, Follower, launcher, train_elastic
+from tests.component.torch.resumed_job import make_job, read_data
+
+folder = Path(sys.argv[1])
+store, manifest = read_data(folder)
+train_elastic(
+    make_job(), store, manifest, str(folder / "ledger"), Follower(),
+    lambda task: launcher(task, room=3), run=HeldRun.take(store, RUN),
+)
+"""
+
+
+def read_data(folder: Path) -> tuple[Store, Manifest]:
+    """What `make_data` made."""
+    store = Store.open(str(folder))
+    return store, Manifest.load(store, "manifest.json")
+
+
+def every_row_once_by_attempt(folder: Path, epochs: int) -> None:
+    """What the later driver did stands."""
+    every_row_once(by_attempt(folder), epochs)
+
+
+def by_attempt(folder: Path) -> Path:
+    """A folder with the same ledger, in which generations grow from driver to driver: they begin anew with each."""
+    lines = [
+        json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    for line in lines:
+        line["generation"] += 1_000_000 * line["attempt"]
+    merged = folder / "merged"
+    merged.mkdir()
+    merged.joinpath("all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return merged

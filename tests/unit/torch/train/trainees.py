@@ -1,0 +1,79 @@
+"""A net and its rows, what takes its steps, and what one process makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic_collectives import Group
+from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.train.metrics import Metrics
+from spark_elastic.torch.train.objective import ModelLoss
+from spark_elastic.torch.train.precision import Scaling
+from spark_elastic.torch.train.state import LearnerState
+from spark_elastic.torch.train.step import Rules, StepTaker
+from spark_elastic.training.ledger import NullLedger
+from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Clipping
+
+ROWS = 10
+X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(ROWS) % 3
+NEXT = Position(0, Phase.TRAIN, 1)
+
+
+class Order(NullLedger):
+    """Which lines came in which order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: Any) -> None:
+        self.lines.append(f"contributes {row_ids.tolist()}")
+
+    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+        self.lines.append("applied")
+
+
+class Trainee:
+    """A state and what takes its steps."""
+
+    def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
+        self.model = copy.deepcopy(model)
+        self.state = LearnerState(
+            self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
+        )
+        self.exchange = GradientExchange(self.model.named_parameters(), Terms(bucket_bytes=64))
+        self.ledger = Order()
+        objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
+        rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
+        metrics = Metrics({}, ["y"], logs=False)
+        self.taker = StepTaker(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
+
+    def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda verdict: NEXT) -> Any:
+        part = slice(rows.start, rows.stop)
+        share = Share(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
+        return self.taker.take(group, share, 0, then)
+
+
+def plain(model: nn.Module, steps: int = 1) -> nn.Module:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), Y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
