@@ -23,14 +23,14 @@ from spark_elastic.state.checkpoint import Checkpoints
 from tests.component.torch import hand_written
 from tests.component.torch.hand_written import assert_exact
 from tests.scenarios import Fault
-from tests.spark import test_estimator
+from tests.spark import estimators
 from tests.spark.cluster import LOOPBACK, REPOSITORY, cluster_environment
 from tests.spark.fits import Dawdling
-from tests.spark.test_resume import EPOCHS
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(800)]
 
 RUN = "killed"
+EPOCHS = 120  # of one step each
 STEPS = 200
 PROGRAM = (
     "import sys; from tests.faults import test_spark_resume as here; getattr(here, sys.argv[1])(sys.argv[2])"
@@ -49,23 +49,23 @@ def session() -> Iterator[SparkSession]:
 
 def fits(store: str) -> None:
     """A driver's whole life; says how the first world began and whether the weights are the plain loop's."""
-    for module in (test_estimator, sys.modules[Dawdling.__module__]):
+    for module in (estimators, sys.modules[Dawdling.__module__]):
         cloudpickle.register_pickle_by_value(module)
     with session() as spark:
-        df, net = test_estimator.table(spark), Dawdling(Path(store, "gate"))
-        fit = test_estimator.estimator(
+        df, net = estimators.table(spark), Dawdling(Path(store, "gate"))
+        fit = estimators.estimator(
             Path(store),
             model=net,
             optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
             epochs=EPOCHS,
             num_workers=2,
-            batch_size=test_estimator.ROWS // 2,
+            batch_size=estimators.ROWS // 2,
             run_id=RUN,
             checkpoint_steps=4,
         )
         model = fit.fit(df)
-        plain = test_estimator.plain(df, EPOCHS, test_estimator.mse)
-    assert test_estimator.close_to(model, plain)
+        plain = estimators.plain(df, EPOCHS, estimators.mse)
+    assert estimators.close_to(model, plain)
     assert len(model.history) == EPOCHS
     sys.stdout.write(f"ended: {model.summary.worlds[0].reason}\n")
 

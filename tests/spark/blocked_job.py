@@ -18,7 +18,7 @@ from py4j.clientserver import JavaClient
 from py4j.protocol import Py4JError
 
 from spark_elastic.testing import Blow, ClusterFaults
-from tests.spark import test_estimator
+from tests.spark import estimators
 
 EPOCHS = 6
 DENIED = ("schedulerBackend", "statusTracker", "queryExecution", "getCurrentUser")
@@ -41,19 +41,19 @@ def deny() -> list[str]:
 
 
 def fitted(spark: Any, folder: Path) -> dict[str, Any]:
-    df = test_estimator.table(spark)
+    df = estimators.table(spark)
     faults = ClusterFaults([Blow("kill worker", step=0, epoch=2, rank=1)], str(folder / "blows"))
-    est = test_estimator.estimator(
+    est = estimators.estimator(
         folder / "store",
         num_workers=2,
-        batch_size=test_estimator.ROWS // 2,
+        batch_size=estimators.ROWS // 2,
         epochs=EPOCHS,
         callbacks=[faults.callback()],
     )
     model = est.fit(df)
     model.save(str(folder / "model"))
     return {
-        "exact": test_estimator.close_to(model, test_estimator.plain(df, EPOCHS, test_estimator.mse)),
+        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
         "recoveries": len(model.summary.report.recoveries),
         "struck": len(faults.struck()),
         "shown": type(model).load(str(folder / "model")).transform(df).count(),
@@ -70,7 +70,7 @@ def main(master: str, folder: str) -> None:
     logger = logging.getLogger("spark_elastic")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    cloudpickle.register_pickle_by_value(test_estimator)
+    cloudpickle.register_pickle_by_value(estimators)
     builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
     for side in ("host", "bindAddress"):
         builder = builder.config(f"spark.driver.{side}", "127.0.0.1")

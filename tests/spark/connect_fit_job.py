@@ -25,11 +25,11 @@ from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.testing import Blow, ClusterFaults
 from spark_elastic.torch.progress import progress
 from tests.component.torch.job import ledger_of
-from tests.spark import test_estimator
+from tests.spark import estimators
 
 EPOCHS = 8
 NOBODY = "127.0.0.77"  # where nobody listens: what the client says of itself
-NET = {"num_workers": 2, "batch_size": test_estimator.ROWS // 2, "epochs": EPOCHS, "checkpoint_steps": 1}
+NET = {"num_workers": 2, "batch_size": estimators.ROWS // 2, "epochs": EPOCHS, "checkpoint_steps": 1}
 
 
 class Coordinators(logging.Handler):
@@ -56,7 +56,7 @@ class Coordinators(logging.Handler):
         gate.touch()
 
 
-class Gated(test_estimator.Net):
+class Gated(estimators.Net):
     """In a worker, its fourth step waits for the gate."""
 
     def __init__(self, gate: Path) -> None:
@@ -93,9 +93,9 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
 
     from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 
-    df = test_estimator.table(spark)
+    df = estimators.table(spark)
     faults = ClusterFaults([Blow("kill worker", step=0, epoch=3, rank=1)], str(folder / "blows"))
-    est = test_estimator.estimator(
+    est = estimators.estimator(
         folder / "store", **NET, run_id="beside", ledger=True, callbacks=[faults.callback()]
     )
     model = est.fit(df)
@@ -113,8 +113,8 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
     through = PipelineModel.load(str(folder / "pipeline")).transform(df)
     return {
         "struck": len(faults.struck()),
-        "exact": test_estimator.close_to(model, test_estimator.plain(df, EPOCHS, test_estimator.mse)),
-        "once": sorted(set(rows.values())) == [1] and len(rows) == EPOCHS * test_estimator.ROWS,
+        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
+        "once": sorted(set(rows.values())) == [1] and len(rows) == EPOCHS * estimators.ROWS,
         "recoveries": len(model.summary.report.recoveries),
         "same": shown == [row.prediction for row in again],
         "piped": through.count(),
@@ -127,12 +127,12 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
     Program and model travel as files of the session.
     """
     connect.MOST_CARRIED = 0
-    df, store = test_estimator.table(spark), Store.open(str(folder / "store"))
+    df, store = estimators.table(spark), Store.open(str(folder / "store"))
     heard = Coordinators(store, "afar")
     logger = logging.getLogger("spark_elastic")
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)
-    est = test_estimator.estimator(
+    est = estimators.estimator(
         folder / "store",
         **NET,
         run_id="afar",
@@ -148,7 +148,7 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
     return {
         "told": heard.told,
         "coordinators": len(heard.addresses),
-        "exact": test_estimator.close_to(model, test_estimator.plain(df, EPOCHS, test_estimator.mse)),
+        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
         "shown": model.transform(df).where("prediction is not null").count(),
         "began": model.summary.worlds[0].reason,
         "mail": [found.name for found in store.find() if found.name.startswith("mail")],
@@ -174,8 +174,8 @@ def keras(spark: Any, folder: Path) -> list[float]:
         store=str(folder / "store"),
         verbose=0,
     )
-    model = est.fit(test_estimator.table(spark))
-    assert model.transform(test_estimator.table(spark)).where("prediction is null").count() == 0
+    model = est.fit(estimators.table(spark))
+    assert model.transform(estimators.table(spark)).where("prediction is null").count() == 0
     return [epoch["loss"] for epoch in model.history]
 
 
@@ -183,7 +183,7 @@ def main(master: str, folder: str) -> None:
     from pyspark.sql import SparkSession
 
     logging.basicConfig(level=logging.WARNING)
-    for module in (test_estimator, sys.modules[__name__]):
+    for module in (estimators, sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     builder = SparkSession.builder.remote(master).config("spark.ui.enabled", "false")
     spark = builder.config("spark.executor.memory", "512m").getOrCreate()

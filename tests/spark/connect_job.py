@@ -69,14 +69,14 @@ def fitted(spark: Any, folder: str) -> dict[str, Any]:
     """A fit of two steps, and its model's predictions."""
     import cloudpickle
 
-    from tests.spark import test_estimator
+    from tests.spark import estimators
 
-    cloudpickle.register_pickle_by_value(test_estimator)
-    df, half = test_estimator.table(spark), test_estimator.ROWS // 2
-    model = test_estimator.estimator(Path(folder, "store"), num_workers=2, batch_size=half, epochs=2).fit(df)
+    cloudpickle.register_pickle_by_value(estimators)
+    df, half = estimators.table(spark), estimators.ROWS // 2
+    model = estimators.estimator(Path(folder, "store"), num_workers=2, batch_size=half, epochs=2).fit(df)
     return {
-        "exact": test_estimator.close_to(model, test_estimator.plain(df, 2, test_estimator.mse)),
-        "shown": model.transform(df).where("prediction is not null").count() == test_estimator.ROWS,
+        "exact": estimators.close_to(model, estimators.plain(df, 2, estimators.mse)),
+        "shown": model.transform(df).where("prediction is not null").count() == estimators.ROWS,
     }
 
 

@@ -17,7 +17,7 @@ from spark_elastic.torch import progress
 from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

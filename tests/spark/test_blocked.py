@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spark.test_connect import client
+from tests.spark.clients import client
 
 pytestmark = [
     pytest.mark.faults,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.spark import connect_fit_job, connect_job
-from tests.spark.cluster import REPOSITORY, cluster_environment
+from tests.spark.clients import client
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -54,19 +49,3 @@ def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tm
     assert afar["shown"] == connect_fit_job.test_estimator.ROWS
     assert (afar["exact"], afar["mail"]) == (True, [])
     assert seen["keras"][-1] < seen["keras"][0]
-
-
-def client(script: str, master: str, folder: Path, seconds: float = 400) -> Any:
-    """What a client says with its last line. script: the name of a module."""
-    ephemeral = {"SPARK_TESTING": "1"}  # the server's port, which is a fixed one otherwise
-    done = subprocess.run(
-        [sys.executable, "-m", script, master, str(folder)],
-        env=os.environ | cluster_environment(folder) | ephemeral,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])

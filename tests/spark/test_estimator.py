@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
@@ -23,84 +22,13 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 
 from spark_elastic.errors import InvalidInput, WorkerFailed
-from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
+from tests.spark.estimators import ROWS, WORKERS, Net, close_to, estimator, mse, plain, table
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
-
-ROWS = 48
-WORKERS = 3
-
-
-def table(spark: SparkSession) -> DataFrame:
-    """ids, two float64 features, their target and a weight per row."""
-    draw = np.random.default_rng(5)
-    x = draw.normal(size=(ROWS, 2))
-    y = x @ [2.0, -1.0] + 0.5 + 0.1 * draw.normal(size=ROWS)
-    rows = [(i, x[i].tolist(), float(x[i, 0]), float(x[i, 1]), float(y[i]), 1.0 + i % 3) for i in range(ROWS)]
-    schema = "id long, x array<double>, a double, b double, y double, w double"
-    return spark.createDataFrame(rows, schema)
-
-
-class Net(torch.nn.Module):
-    """Two layers in float64, one number per row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        ).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x.reshape(len(x), 2).double())[:, 0]
-
-
-def estimator(store: Path, **changes: Any) -> ElasticTorchEstimator:
-    net = Net()
-    values: dict[str, Any] = {
-        "model": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        "loss": torch.nn.MSELoss(),
-        "feature_cols": ["x"],
-        "label_cols": ["y"],
-        "batch_size": ROWS // WORKERS,
-        "epochs": 4,
-        "num_workers": WORKERS,
-        "gather_timeout": 60.0,  # the first world is whole on a busy machine, too
-        "store": str(store),
-        "verbose": 0,
-    }
-    return ElasticTorchEstimator(**(values | changes))
-
-
-def plain(
-    df: DataFrame, steps: int, loss: Callable[..., torch.Tensor], clip: float | None = None
-) -> list[torch.Tensor]:
-    """What torch alone makes of the whole table in so many steps; loss(output, y, w)."""
-    rows = df.orderBy("id").collect()
-    x, y, w = (torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in ("x", "y", "w"))
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(net(x), y, w).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-def close_to(model: ElasticTorchModel, expected: list[torch.Tensor]) -> bool:
-    got = [parameter.detach() for parameter in model.model.parameters()]
-    return all(float((a - b).abs().max() / b.abs().max()) < 1e-9 for a, b in zip(got, expected, strict=True))
-
-
-def mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(output, y)
 
 
 def weighted_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

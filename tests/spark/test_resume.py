@@ -16,9 +16,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
 from spark_elastic.state.checkpoint import Checkpoints
 from tests.scenarios import Fault
+from tests.spark.estimators import Net, close_to, estimator, mse, plain, table
 from tests.spark.fits import EPOCHS as STEPS
 from tests.spark.fits import Dawdling
-from tests.spark.test_estimator import Net, close_to, estimator, mse, plain, table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from tests.spark.cluster import StandaloneCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+from tests.spark.stories import Strike
 
 pytestmark = [pytest.mark.spark, pytest.mark.native]
 
@@ -26,21 +26,6 @@ STEPS = 20
 
 for name in (__name__, count.__module__):
     cloudpickle.register_pickle_by_value(sys.modules[name])
-
-
-class Strike(io.StringIO):
-    """A stream that does something once a worker says that it took a step."""
-
-    def __init__(self, act: Any, at: str = "] step 10") -> None:
-        super().__init__()
-        self.act, self.at = act, at
-
-    def write(self, text: str) -> int:
-        if self.act is not None and self.at in text:
-            act, self.act = self.act, None
-            self.thread = threading.Thread(target=act)
-            self.thread.start()
-        return super().write(text)
 
 
 def who(greeting: str) -> tuple[str, str, dict[str, Any], str]:

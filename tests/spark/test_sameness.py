@@ -17,7 +17,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.materialize import Split, Writing, materialize, materialize_split
 from spark_elastic.spark.sameness import How, difference
-from tests.spark.test_estimator import Net, estimator, table
+from tests.spark.estimators import Net, estimator, table
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

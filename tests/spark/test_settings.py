@@ -20,37 +20,13 @@ from spark_elastic.testing.counting import CountingProgram
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.test_spark_scenarios import Held, Story, exact, ranks_in_order
+from tests.spark.stories import Held, Story, exact, ranks_in_order
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+from tests.spark.session_settings import DYNAMIC, NARROW, SPECULATIVE
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
-
-NARROW = {
-    "spark.task.maxFailures": "1",
-    "spark.driver.maxResultSize": "1m",
-    "spark.rpc.message.maxSize": "1",
-    "spark.python.worker.reuse": "false",
-    "spark.executorEnv.http_proxy": "http://127.0.0.1:9",
-    "spark.executorEnv.https_proxy": "http://127.0.0.1:9",
-}
-SPECULATIVE = {
-    "spark.speculation": "true",
-    "spark.speculation.interval": "200ms",
-    "spark.speculation.task.duration.threshold": "1s",
-    "spark.scheduler.mode": "FAIR",
-    "spark.decommission.enabled": "true",
-    "spark.excludeOnFailure.enabled": "true",  # with maxFailures=1 Spark itself refuses it
-}
-DYNAMIC = {
-    "spark.dynamicAllocation.enabled": "true",
-    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
-    "spark.dynamicAllocation.minExecutors": "0",
-    "spark.dynamicAllocation.maxExecutors": "3",
-    "spark.dynamicAllocation.executorIdleTimeout": "5s",
-    "spark.dynamicAllocation.schedulerBacklogTimeout": "1s",
-}
 
 
 class Heavy(CountingProgram):

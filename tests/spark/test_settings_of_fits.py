@@ -15,9 +15,9 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.estimators import ROWS, Net, estimator, table
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.test_estimator import ROWS, Net, estimator, table
-from tests.spark.test_settings import DYNAMIC, NARROW
+from tests.spark.session_settings import DYNAMIC, NARROW
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

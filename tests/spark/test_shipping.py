@@ -24,7 +24,7 @@ from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import Probing
 from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.test_estimator import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

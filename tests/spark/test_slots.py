@@ -23,7 +23,7 @@ from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
 from tests.spark.cluster import StandaloneCluster, await_true
-from tests.spark.test_spark_scenarios import Held
+from tests.spark.stories import Held
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -5,14 +5,12 @@ The program counts in closed form, so that its result shows each step that was l
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from threading import Event
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
@@ -20,7 +18,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch import LaunchResult, launch
+from spark_elastic.launch import launch
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
 from tests.scenarios import Fault
@@ -28,28 +26,13 @@ from tests.spark.cluster import StandaloneCluster, Worker, await_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+from tests.spark.stories import Held, Story, exact, ranks_in_order
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 
 NEVER_AGAIN = (float("inf"), float("inf"))
 WHOLE = 60.0  # seconds that the first world may take to become whole
-
-
-class Held(CountingProgram):
-    """Its steps take their time, two minutes in all, as long as the file `over` is not there."""
-
-    def __init__(self, folder: Path, patient: bool = True) -> None:
-        """patient: False where nothing will happen (`Fault.on`): seconds are enough."""
-        super().__init__(600)
-        self._pause = 0.2 if patient else 0.01
-        self.folder = folder
-        self.over = folder / "over"
-
-    def _share(self, step: int, rank: int, size: int) -> np.ndarray:
-        if not self.over.exists():
-            time.sleep(self._pause)
-        return super()._share(step, rank, size)
 
 
 class Ordered(Held):
@@ -65,44 +48,6 @@ class Ordered(Held):
         return super()._share(step, rank, size)
 
 
-class Story:
-    """A narrator that does what a scenario says: each act once its turn has come, by steps and by the world."""
-
-    def __init__(
-        self, *acts: tuple[int, int | None, Callable[[], object]], over: tuple[Path, int] | None = None
-    ) -> None:
-        """acts: (step that must be over, size that the world must have, what happens), each in a later world than the
-        one before. over: a file, made once all that is done and a new world of that size is there."""
-        self._acts = list(acts)
-        self._over = over
-        self._worlds = 0  # so many when the last act came
-        self.sizes: list[int] = []
-
-    def log(self, rank: int | None, line: str) -> None:
-        """Nothing."""
-
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        if self._acts and len(self.sizes) > self._worlds:
-            step, size, act = self._acts[0]
-            now = self.sizes[-1]  # a world that is no more may still be heard of
-            if numbers["step"] >= step and numbers["world"] == now and size in (None, now):
-                self._acts.pop(0)
-                self._worlds = len(self.sizes)
-                Thread(target=act, name="act").start()
-
-    def world(self, size: int, reason: str) -> None:
-        self.sizes.append(size)
-        if self._over is not None and not self._acts and size == self._over[1]:
-            self._over[0].touch()
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
-
-    @property
-    def told(self) -> bool:
-        return not self._acts
-
-
 def executors(spark: SparkSession) -> list[str]:
     backend = spark.sparkContext._jsc.sc().schedulerBackend()
     ids = backend.getExecutorIds()
@@ -112,14 +57,6 @@ def executors(spark: SparkSession) -> list[str]:
 def all_executors(spark: SparkSession, count: int = 3) -> list[str]:
     await_true(lambda: len(executors(spark)) == count, f"{count} executors")
     return executors(spark)
-
-
-def ranks_in_order(result: LaunchResult) -> bool:
-    return [json.loads(text)["rank"] for text in result.results] == list(range(len(result.results)))
-
-
-def exact(result: LaunchResult, program: CountingProgram) -> bool:
-    return {json.loads(text)["sum"] for text in result.results} == {program.expected()}
 
 
 @pytest.mark.scenario("S1")

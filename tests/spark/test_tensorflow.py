@@ -19,7 +19,7 @@ import spark_elastic
 from spark_elastic import ElasticKerasEstimator
 from tests.scenarios import Fault
 from tests.sources import ROOT
-from tests.spark.test_run import Strike
+from tests.spark.stories import Strike
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
