@@ -18,6 +18,15 @@ READERS_OF_THE_ENVIRONMENT = {
     "spark_elastic.config": "the one place for settings",
     "spark_elastic.spark.slot_task": "the executor's id, which Spark on Kubernetes gives by environment alone",
 }
+# Unit tests that are called after no source of their folder -> what they are about.
+ACROSS_SOURCES = {
+    "launch/test_audience.py": "a part of launch.py",
+    "launch/test_ends.py": "a part of launch.py",
+    "tensorflow/test_horovod_names.py": "the public names of two packages",
+    "tensorflow/test_operations.py": "all operations, on tensors of every kind",
+    "torch/test_horovod_names.py": "the public names of the package",
+    "torch/test_operations.py": "all operations, on tensors of every kind",
+}
 SOURCE_SUFFIXES = {".py", ".cc", ".cpp", ".h", ".sh"}
 # Written in pieces, so that this file does not hold what it forbids.
 MACHINE_PATHS = re.compile(
@@ -163,3 +172,51 @@ def test_errors_page_names_every_error() -> None:
         if isinstance(node, ast.ClassDef) and f"`{node.name}`" not in page
     ]
     assert missing == ["ElasticError"]  # named as spark_elastic.ElasticError
+
+
+def test_unit_tests_are_called_after_their_sources() -> None:
+    unit = ROOT / "tests" / "unit"
+    others = {
+        str(path.relative_to(unit))
+        for path in _tracked()
+        if path.is_relative_to(unit) and path.stem.startswith("test_") and not _mirrors(path, unit)
+    }
+    assert others == set(ACROSS_SOURCES), (
+        "test_<file>.py or test_<file>_<aspect>.py, of a file in that folder"
+    )
+
+
+def _mirrors(path: Path, unit: Path) -> bool:
+    folder = path.parent.relative_to(unit)
+    homes = [home / folder for home in (PACKAGES["spark_elastic"] / "spark_elastic", ROOT / "python", ROOT)]
+    home = next((each for each in homes if each.is_dir()), None)
+    if home is None:
+        return False
+    sources = {
+        each.stem for each in home.iterdir() if each.suffix == ".py" or (each / "__init__.py").exists()
+    }
+    words = path.stem.split("_")[1:]
+    return any("_".join(words[:count]) in sources for count in range(1, len(words) + 1))
+
+
+def test_tests_import_from_no_test_and_unit_tests_from_units_alone() -> None:
+    wrong = []
+    for path in _tracked():
+        place = path.relative_to(ROOT).parts
+        if place[0] != "tests" or path.suffix != ".py":
+            continue
+        for name, line in _test_imports(path):
+            parts = name.split(".")
+            beyond = place[1] == "unit" and parts[1] in {"component", "faults", "simulation", "spark"}
+            if beyond or any(part.startswith("test_") for part in parts):
+                wrong.append(f"{'/'.join(place)}:{line} imports {name}")
+    assert not wrong, "\n".join(["what tests share stands in a module of its own beside them:", *wrong])
+
+
+def _test_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of what a file imports from the folder of tests."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.startswith("tests."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
