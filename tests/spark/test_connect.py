@@ -41,11 +41,11 @@ def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tm
     beside, afar = seen["beside"], seen["afar"]
     assert (beside["struck"], beside["exact"], beside["once"], beside["same"]) == (1, True, True, True)
     assert beside["recoveries"] >= 1
-    assert beside["piped"] == connect_fit_job.test_estimator.ROWS
+    assert beside["piped"] == connect_fit_job.estimators.ROWS
     assert afar["coordinators"] == 2
     assert f"cannot reach the driver at {connect_fit_job.NOBODY}" in afar["told"][0]
     assert afar["told"][1].endswith("the run goes on from its newest checkpoint")
     assert "checkpoint" in afar["began"]
-    assert afar["shown"] == connect_fit_job.test_estimator.ROWS
+    assert afar["shown"] == connect_fit_job.estimators.ROWS
     assert (afar["exact"], afar["mail"]) == (True, [])
     assert seen["keras"][-1] < seen["keras"][0]

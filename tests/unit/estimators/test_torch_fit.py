@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.objects import brought
 from spark_elastic.estimators.torch_fit import trained
 from spark_elastic.torch.train.task import TorchLearner
-from tests.unit.estimators.test_validation import values
+from tests.unit.estimators.requests import values
 
 
 class Centred(torch.nn.Module):
