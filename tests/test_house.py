@@ -163,6 +163,14 @@ def test_no_path_of_a_machine() -> None:
     assert not wrong, f"paths that exist on one machine only: {wrong}"
 
 
+def test_the_changelog_is_no_diary() -> None:
+    """What a version brings, in few lines; the documentation says the rest."""
+    _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    counts = {version.splitlines()[0]: version.count("\n- ") for version in versions}
+    assert max(counts.values()) <= 50, f"more than 50 entries, sum them up: {counts}"
+    assert "\n### Fixed" not in versions[-1], "of the first version nothing can be fixed: say it in docs/"
+
+
 def test_errors_page_names_every_error() -> None:
     (errors,) = (module for module in modules() if module.name == "spark_elastic.errors")
     page = (ROOT / "docs" / "errors.md").read_text()
