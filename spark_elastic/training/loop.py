@@ -20,7 +20,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Phase, Position, World, is_last
+from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_last
 from spark_elastic.training.checkpointing import Checkpointing, restore
 from spark_elastic.training.evaluation import Evaluation, mean_loss, no_sums
 from spark_elastic.training.learner import Learner
@@ -37,6 +37,7 @@ class TrainingLoop:
         self._spec = spec
         self._learner = learner
         self._begun = False
+        self._restored: tuple[Checkpoint, ...] = ()  # and not yet handed on
         self._checkpointing: Checkpointing | None = None
 
     def prepare(self) -> None:
@@ -65,12 +66,19 @@ class TrainingLoop:
         self._mark("formed", group)
         self._hooks.begins(group)
         if world.resume and group.rank == world.source:
-            assert self._spec.checkpoints is not None
-            restore(self._spec.store, self._spec.checkpoints.run_id, world.resume, self._state)
+            self._restore(world.resume)
         position = self._state.sync(group, world.source, world.receivers)
-        self._begun = True
+        self._begun, self._restored = True, ()
         self._mark("synced", group)
         return position
+
+    def _restore(self, candidates: tuple[Checkpoint, ...]) -> None:
+        """Those who wait may give this world up meanwhile. What was read is there for the next one, or a checkpoint
+        that takes longer than `collective_timeout` would be read again in each world and never be gone on from."""
+        assert self._spec.checkpoints is not None
+        if candidates != self._restored:
+            restore(self._spec.store, self._spec.checkpoints.run_id, candidates, self._state)
+            self._restored = candidates
 
     def run(self, world: World, group: Group, session: Session) -> Outcome:
         self._begun = True
