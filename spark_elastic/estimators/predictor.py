@@ -83,10 +83,14 @@ class Predictor:
         self.__dict__.update(state)
 
     def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
-        """Numbers per row of each output of the model, tried on one row of zeros, or on `sample`."""
-        if sample is not None:
-            return [int(output.shape[1]) for output in self.predict(sample)]
-        outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
+        """Numbers per row of each output of the model, tried on rows of zeros, or on `sample`, a row: on two and on
+        three of them, since any other dimension of an output may be as long as one number of rows."""
+        outputs: list[npt.NDArray[np.float64]] = []
+        for rows in (2, 3):
+            if sample is not None:
+                outputs = self.predict([[*values] * rows for values in sample])
+            else:
+                outputs = self._forward([np.zeros((rows, *c.shape), c.dtype) for c in self.columns])
         return [int(output.shape[1]) for output in outputs]
 
     def predict(
@@ -109,5 +113,10 @@ class Predictor:
             if not isinstance(each, torch.Tensor):
                 raise InvalidInput(
                     f"transform needs a model that returns tensors; this one returns {type(each).__name__}."
+                )
+            if not each.ndim or len(each) != len(inputs[0]):
+                raise InvalidInput(
+                    "transform needs outputs whose first dimension is the rows; this model returns "
+                    f"{tuple(each.shape)} for {len(inputs[0])} rows: leave that output out, or turn it."
                 )
         return [each.reshape(len(inputs[0]), -1).to(torch.float64).cpu().numpy() for each in outputs]

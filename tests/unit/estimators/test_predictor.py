@@ -118,6 +118,20 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
         Predictor(pack(Words()), (Column("x", "float32", (3,)),)).widths()
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_an_output_whose_rows_are_in_another_dimension_is_refused(layers: int) -> None:
+    """A GRU's hidden state: of as many layers as rows it looks right."""
+    model = torch.nn.GRU(2, 3, num_layers=layers, batch_first=True)
+    predictor = Predictor(pack(model), (Column("x", "float32", (5, 2)),))
+    says = rf"this model returns \({layers}, (\d), 3\) for \1 rows"
+    with pytest.raises(InvalidInput, match=says):
+        predictor.widths()
+    with pytest.raises(InvalidInput, match=says):
+        predictor.widths([[np.ones((5, 2))]])
+    with pytest.raises(InvalidInput, match=says):
+        predictor.predict([np.ones((4, 5, 2))])
+
+
 def test_a_loaded_module_does_not_travel() -> None:
     _, predictor = linear(1, inputs=1000)
     size = len(pickle.dumps(predictor))
