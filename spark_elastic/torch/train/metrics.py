@@ -15,7 +15,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.objective import Scored
+from spark_elastic.torch.train.objective import Scored, widened
 from spark_elastic.training.row_arrays import StepPart
 
 
@@ -46,7 +46,7 @@ class Metrics:
             )
         rows = len(labels[0])
         logged = {name: value * rows for name, value in scored.logged.items()}
-        columns = [tensor.numpy() for tensor in (*scored.outputs, *labels)] if self._given else None
+        columns = [widened(tensor).numpy() for tensor in (*scored.outputs, *labels)] if self._given else None
         self._part.add(rows, logged, columns)
 
     def gather(self, group: Group) -> None:

@@ -105,6 +105,19 @@ def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
     assert done[0] == done[1]
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
+    metrics = Metrics(named([torch.nn.functional.l1_loss]), ["y"], logs=False)
+
+    def work(group: Group) -> Any:
+        metrics.add(Scored(torch.zeros(()), 2, (torch.zeros(2, dtype=kind),)), (torch.ones(2, dtype=kind),))
+        metrics.gather(group)
+        metrics.commit()
+        return metrics.results()
+
+    assert in_a_world(1, work) == [{"l1_loss": 1.0}]
+
+
 def test_what_computes_no_numbers_is_named() -> None:
     metrics = Metrics({"odd": SimpleNamespace()}, ["y"], logs=False)
     metrics._objects = {"odd": ("odd", SimpleNamespace(compute=lambda: {"a": "text"}))}
