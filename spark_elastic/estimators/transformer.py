@@ -110,7 +110,9 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
 
     def history_frame(self) -> DataFrame:
         """`history` as a DataFrame, a row per epoch."""
-        return SparkSession.active().createDataFrame([Row(**epoch) for epoch in self.history])
+        columns = self.getHistory()  # epochs need not have the same numbers
+        rows = list(zip(*columns.values(), strict=True))
+        return SparkSession.active().createDataFrame(rows, list(columns))
 
     def worlds_frame(self) -> DataFrame:
         """The worlds of the training as a DataFrame: when each began, its size, and why."""

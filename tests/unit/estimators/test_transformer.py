@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import transformer
 from spark_elastic.estimators.transformer import ElasticModel, _check_new
 
 
@@ -49,3 +50,16 @@ def test_the_history_is_a_dict_of_lists_as_horovods() -> None:
     summary: Any = SimpleNamespace(epochs=epochs)
     fitted = ElasticModel(SimpleNamespace(columns=()), summary)  # type: ignore[arg-type]
     assert fitted.getHistory() == {"epoch": [0, 1], "loss": [2.0, 1.0], "val_loss": [None, 3.0]}
+
+
+def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = ({"epoch": 0, "loss": 2.0, "rows": 5}, {"epoch": 1, "aux": 9.0, "loss": 1.0, "rows": 5})
+    summary: Any = SimpleNamespace(epochs=epochs)
+    fitted = ElasticModel(SimpleNamespace(columns=()), summary)  # type: ignore[arg-type]
+    session = SimpleNamespace(
+        createDataFrame=lambda rows, names: [dict(zip(names, r, strict=True)) for r in rows]
+    )
+    monkeypatch.setattr(transformer.SparkSession, "active", lambda: session)
+    first, second = fitted.history_frame()
+    assert first == {**epochs[0], "aux": None}
+    assert second == epochs[1]
