@@ -96,8 +96,9 @@ template <typename T>
 void scaleType(void* data, size_t count, double times, int over) {
   const auto values = static_cast<T*>(data);
   if constexpr (std::is_integral<T>::value) {
-    if (times == 1.0) {  // exact, also beyond 2^53
-      for (size_t i = 0; i < count; i++) values[i] = static_cast<T>(values[i] / static_cast<T>(over));
+    if (times == 1.0) {                         // exact, also beyond 2^53
+      using Wide = std::common_type_t<T, int>;  // 8 bits may hold the values and not the world's size
+      for (size_t i = 0; i < count; i++) values[i] = static_cast<T>(values[i] / static_cast<Wide>(over));
       return;
     }
     for (size_t i = 0; i < count; i++) values[i] = toInteger<T>(static_cast<double>(values[i]) * times / over);

@@ -46,7 +46,8 @@ def scaled(array: Array, times: float, over: int = 1) -> Array:
     if array.dtype.kind not in "iu":
         return np.asarray(array.astype(np.float64) * (times / over)).astype(array.dtype)
     if times == 1.0:
-        return ((array - np.fmod(array, over)) // over).astype(array.dtype)
+        whole = np.int64(over) if array.dtype.kind == "i" else np.uint64(over)  # beyond what 8 bits hold
+        return ((array - np.fmod(array, whole)) // whole).astype(array.dtype)
     limits = np.iinfo(array.dtype)
     return np.clip(np.trunc(array * times / over), limits.min, limits.max).astype(array.dtype)
 

@@ -1,13 +1,16 @@
 // Hashes, macs and addresses against published vectors and by hand.
 #include <unistd.h>
 
+#include <cstdint>
 #include <stdexcept>
+#include <vector>
 
 #include "address.h"
 #include "check.h"
 #include "endpoint.h"
 #include "goodbye.h"
 #include "handshake.h"
+#include "numbers.h"
 #include "sha256.h"
 
 using namespace elastic;
@@ -74,6 +77,23 @@ TEST(bytes, a_mac_binds_key_side_hello_and_nonce) {
   other = hello;
   other.from = 7;
   CHECK(!equalInConstantTime(mac, macOf("key", "dial", other, nonce)));
+}
+
+template <typename T>
+std::vector<int64_t> averaged(DataType type, std::vector<T> values, int over) {
+  scale(values.data(), values.size(), type, 1.0, over);
+  return {values.begin(), values.end()};
+}
+
+TEST(bytes, averages_of_small_integers_in_large_worlds) {
+  for (int over : {127, 128, 130, 256, 1000}) {
+    const int64_t most = over == 127 ? 1 : 0, least = over <= 128 ? -1 : 0;
+    CHECK(averaged<int8_t>(DataType::kInt8, {127, -128, 5}, over) == (std::vector<int64_t>{most, least, 0}));
+  }
+  for (int over : {128, 256, 257}) {
+    CHECK(averaged<uint8_t>(DataType::kUint8, {255, 3}, over) == (std::vector<int64_t>{over == 128 ? 1 : 0, 0}));
+  }
+  CHECK(averaged<int64_t>(DataType::kInt64, {-(int64_t{1} << 62)}, 2) == std::vector<int64_t>{-(int64_t{1} << 61)});
 }
 
 TEST(bytes, addresses) {

@@ -50,3 +50,11 @@ def test_adasum_of_three_combines_the_first_with_the_last_before_the_second() ->
     expected = first * (1 - 1.5 / 4.5) + b * (1 - 1.5 / 4)
     assert np.allclose(reduced([a, b, c], "float64", "adasum", 1.0), expected)
     assert reduced([np.zeros(2), b], "float64", "adasum", 1.0).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("over", "signed", "unsigned"), [(128, [0, -1], 1), (130, [0, 0], 1), (256, [0, 0], 0)])
+def test_averages_of_small_integers_in_large_worlds(over: int, signed: list[int], unsigned: int) -> None:
+    """As the engine's, whatever the world's size and the type's range."""
+    assert scaled(np.array([127, -128], np.int8), 1.0, over).tolist() == signed
+    assert scaled(np.array([255], np.uint8), 1.0, over).tolist() == [unsigned]
+    assert scaled(np.array([2**64 - 1], np.uint64), 1.0, over).tolist() == [(2**64 - 1) // over]
