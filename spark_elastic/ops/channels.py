@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Channels:
-    """Of one world: by the ranks that take part."""
+    """Of one world: one a process set, whose names are its own whatever ranks it has come to have."""
 
     def __init__(self, group: Group, desk: Callable[[], Desk], limits: OperationConfig) -> None:
         self._group = group
@@ -35,22 +35,24 @@ class Channels:
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, ...], Channel] = {}
 
-    def among(self, ranks: tuple[int, ...], name: str = "", timeline: Timeline | None = None) -> Channel:
-        """The channel of these ranks, the current one among them."""
+    def of(self, process_set: ProcessSet, timeline: Timeline | None = None) -> Channel:
+        """The channel of a set that the current rank is in."""
         with self._lock:
-            if ranks not in self._channels:
+            rule = process_set.rule
+            if rule not in self._channels:
                 group = self._group
                 if group.size > 1:
-                    group = group.subgroup(_number(ranks), ranks)
-                self._channels[ranks] = Channel(group, self._desk(), self._limits, name)
-            channel = self._channels[ranks]
+                    group = group.subgroup(_number(rule), process_set.ranks)
+                name = "" if process_set is global_process_set else repr(process_set)
+                self._channels[rule] = Channel(group, self._desk(), self._limits, name)
+            channel = self._channels[rule]
         channel.timeline = timeline
         return channel
 
 
-def _number(ranks: tuple[int, ...]) -> int:
+def _number(rule: tuple[int, ...]) -> int:
     """The same on all members, whatever order they added their sets in."""
-    return 1 + int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "little")
+    return 1 + int.from_bytes(hashlib.sha256(repr(rule).encode()).digest()[:7], "little")
 
 
 def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
@@ -66,12 +68,11 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
         raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
     here = current()
     floor = floor_of_process() if here is None else here.floor
-    group, ranks = world(), tuple(process_set.ranks)
-    if group.rank not in ranks:
+    group = world()
+    if group.rank not in process_set.ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
     channels = floor.shared("channels", lambda: Channels(group, _desk, operations_from_env()))
-    name = "" if process_set is global_process_set else repr(process_set)
-    return channels.among(ranks, name, timeline())
+    return channels.of(process_set, timeline())
 
 
 def _desk() -> Desk:

@@ -27,6 +27,11 @@ class ProcessSet:
             raise InvalidInput(f"the ranks of a ProcessSet must be different and not below 0; got {given}.")
 
     @property
+    def rule(self) -> tuple[int, ...]:
+        """What tells it from others in any world: the ranks that it was made of, none for everybody."""
+        return self._ranks
+
+    @property
     def ranks(self) -> list[int]:
         """Those that the current world has."""
         size = world().size
@@ -96,7 +101,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry = _registry()
-    if any(other._ranks == made._ranks for other in registry.added.values()):
+    if any(other.rule == made.rule for other in registry.added.values()):
         raise InvalidInput(f"{made} was added already.")
     registry.newest += 1
     made.process_set_id = registry.newest

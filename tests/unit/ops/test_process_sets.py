@@ -97,3 +97,19 @@ def test_wrong_ranks_are_told(ranks: list[int], says: str) -> None:
 def test_a_process_that_is_no_worker_is_a_world_of_one() -> None:
     assert total(global_process_set, 3.0) == 3.0
     assert (global_process_set.ranks, global_process_set.rank()) == ([0], 0)
+
+
+def test_a_set_keeps_its_own_names_where_it_comes_to_have_the_ranks_of_another() -> None:
+    def work(group: Group) -> tuple[float, ...] | None:
+        become(group)
+        sets = [add_process_set(ranks) for ranks in ([0, 1], [0, 1, 7])]
+        if group.rank > 1:
+            return None
+        kind = ("float64",), ((1,),), "sum"
+        handles = [
+            channel_of(one).submit(Request(kinds.ALLREDUCE, "loss", *kind), [np.array([10.0**place])])
+            for place, one in enumerate([global_process_set, *sets])
+        ]
+        return tuple(float(handle.wait()[0][0]) for handle in handles)
+
+    assert among_fakes(2, work) == [(2.0, 20.0, 200.0)] * 2
