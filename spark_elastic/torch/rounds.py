@@ -65,6 +65,9 @@ class Rounds:
             named, terms, weakly(self._open), engine_of_process, timeline, _is_lone
         )
         self.done = False
+        self._world: Group | None = (
+            None  # that the newest step was opened in; in its set there may be nobody but this rank
+        )
         self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
         rounds_of_process().add(self)
 
@@ -76,6 +79,7 @@ class Rounds:
             raise InvalidInput(
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
+        self._world = _world()
         self.exchange.open(group_for(self._process_set), self._passes)
         self.done = False
 
@@ -88,7 +92,7 @@ class Rounds:
 
     def stale(self) -> bool:
         """The open step belongs to a world that is over."""
-        return self.exchange.is_open and self.exchange.group is not group_for(self._process_set)
+        return self.exchange.is_open and self._world is not _world()
 
     @property
     def waits(self) -> bool:
@@ -172,6 +176,11 @@ def _is_lone() -> bool:
     """Which of several optimizers has a bucket complete first may differ from rank to rank; in which order they step is
     the program's, and the same on all. Whoever counts one here that does nothing loses time alone."""
     return len(rounds_of_process()) == 1
+
+
+def _world() -> Group | None:
+    here = current()
+    return None if here is None else group_of(here)
 
 
 def group_for(process_set: ProcessSet) -> Group | None:

@@ -15,8 +15,9 @@ import torch
 from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
-from spark_elastic.ops.process_sets import ProcessSet
+from spark_elastic.ops.process_sets import ProcessSet, add_process_set
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
+from spark_elastic.torch.handlers import OptimizerStateHandler
 from spark_elastic.torch.rounds import group_for, rounds_of_process
 from spark_elastic.worker.context import current, set_current
 from spark_elastic.worker.stack_dump import Sampler, Window
@@ -165,3 +166,19 @@ def close_floor() -> None:
     here = current()
     assert here is not None
     here.floor.engine.close()
+
+
+def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trains alone in both of them."""
+    per_thread(monkeypatch)
+    become(FakeFabric(3).group(2))
+    model = torch.nn.Linear(3, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=add_process_set([0, 1]))
+    model(torch.ones(1, 3)).sum().backward()
+    become(FakeFabric(3, fence=(1, 2)).group(2))
+    OptimizerStateHandler(optimizer).reset()
+    assert model.weight.grad is None
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
