@@ -52,7 +52,9 @@ def test_adasum_of_three_combines_the_first_with_the_last_before_the_second() ->
     assert reduced([np.zeros(2), b], "float64", "adasum", 1.0).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("over", "signed", "unsigned"), [(128, [0, -1], 1), (130, [0, 0], 1), (256, [0, 0], 0)])
+@pytest.mark.parametrize(
+    ("over", "signed", "unsigned"), [(128, [0, -1], 1), (130, [0, 0], 1), (256, [0, 0], 0)]
+)
 def test_averages_of_small_integers_in_large_worlds(over: int, signed: list[int], unsigned: int) -> None:
     """As the engine's, whatever the world's size and the type's range."""
     assert scaled(np.array([127, -128], np.int8), 1.0, over).tolist() == signed
