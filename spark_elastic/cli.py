@@ -33,6 +33,7 @@ from spark_elastic.local.order import SlotSettings
 from spark_elastic.local.places import Hosts, foreign
 from spark_elastic.observe.line_limit import LineLimit
 from spark_elastic.observe.output import Output
+from spark_elastic.observe.told_log import log_shown
 from spark_elastic.running.call import prepare
 
 HERE = "localhost"
@@ -124,9 +125,15 @@ def play(wanted: Wanted) -> None:
         InvalidInput: the command line asks for what there is not.
         JobFailed: with its subclasses.
     """
-    if wanted.log_level or wanted.verbose:
-        logging.basicConfig(stream=sys.stderr)
-        logging.getLogger("spark_elastic").setLevel(log_level(wanted.log_level or "info"))
+    if not (wanted.log_level or wanted.verbose):
+        _play(wanted)
+        return
+    logging.getLogger("spark_elastic").setLevel(log_level(wanted.log_level or "info"))
+    with log_shown(sys.stderr):
+        _play(wanted)
+
+
+def _play(wanted: Wanted) -> None:
     path, arguments = _script(wanted.command)
     fixed = _fixed_hosts(wanted)
     number = wanted.num_proc or (sum(fixed.values()) if fixed else None)

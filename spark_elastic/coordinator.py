@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from spark_elastic import errors
@@ -23,6 +24,7 @@ from spark_elastic.driver.ports import Contact, Discovery, Launcher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers
 from spark_elastic.launch import LaunchResult, Narrator, Site, WorldSpan, supervise
 from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.teller import Teller
 from spark_elastic.observe.told_log import Passed, log_again, log_passed_on
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
@@ -132,9 +134,11 @@ class Client:
         self._narrate = narrate
         self._clock = clock
         self._mail = Mail(box, self._heard, clock)
+        self._teller = Teller()  # so that a terminal that blocks does not look like a client that is gone
         self._begun = False
         self._waits_since = 0.0  # for a core, while no other job of the application trains
         self._end: Letter | None = None
+        self._gone: list[str] = []  # why
         self._ended = threading.Event()
 
     def follow(self, carry: Callable[[], str], attempt: int, config: ElasticConfig) -> LaunchResult:
@@ -145,8 +149,16 @@ class Client:
             `launch.supervise`.
         """
         self._attempt = attempt
+        with self._teller:
+            self._follow(carry, config)
+        if self._end is None:
+            why = self._gone[0] if self._gone else "it is silent"
+            raise CoordinatorLost(f"the coordinator of {self._name}, which ran in a task, was lost: {why}")
+        return _result(self._end)
+
+    def _follow(self, carry: Callable[[], str], config: ElasticConfig) -> None:
         self._waits_since, patient = self._clock.now(), patience(config)
-        gone: list[str] = []
+        gone = self._gone
         carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
         carrier.start()
         self._mail.start()
@@ -170,10 +182,6 @@ class Client:
             left = self._launcher.close(LAST_WORDS)
             if left:
                 log.warning("still running at Spark: %s", ", ".join(left))
-        if self._end is None:
-            why = gone[0] if gone else "it is silent"
-            raise CoordinatorLost(f"the coordinator of {self._name}, which ran in a task, was lost: {why}")
-        return _result(self._end)
 
     def _forward(self, event: DriverEvent) -> None:
         match event:
@@ -200,13 +208,13 @@ class Client:
             case {"launch": int(job), "delay": delay}:
                 self._launcher.launch(job, float(delay))
             case {"log": str(line), "rank": rank}:
-                self._narrate.log(rank, line)
+                self._teller.tell(partial(self._narrate.log, rank, line))
             case {"progress": dict(numbers)}:
-                self._narrate.progress(numbers)
+                self._teller.progress(partial(self._narrate.progress, numbers))
             case {"world": int(size), "reason": str(reason)}:
                 self._narrate.world(size, reason)
             case {"tell": str(text)}:
-                self._narrate.tell(text)
+                self._teller.tell(partial(self._narrate.tell, text))
             case {"record": [level, name, text, told]}:
                 log_again(level, name, text, told)
             case {"results": _} | {"failed": _}:

@@ -39,6 +39,7 @@ from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.log_files import LogFiles
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.teller import Teller
 from spark_elastic.observe.told_log import TOLD
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
@@ -63,13 +64,15 @@ FIRST_ATTEMPT = 1
 
 
 class Narrator(Protocol):
-    """Tells people how the job goes. Called from several threads; must return at once."""
+    """Tells people how the job goes. Called from several threads, which may be held up by it but for `world`."""
 
     def log(self, rank: int | None, line: str) -> None: ...
 
     def progress(self, numbers: Mapping[str, Any]) -> None: ...
 
-    def world(self, size: int, reason: str) -> None: ...
+    def world(self, size: int, reason: str) -> None:
+        """A world was published. Must return at once: the driver's loop waits."""
+        ...
 
     def tell(self, text: str) -> None:
         """A sentence for people: a join, loss, drain or recovery with its cost, once it is over."""
@@ -148,13 +151,15 @@ class Site:
 
 @dataclass
 class _Audience:
-    """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails harms no job."""
+    """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails, or blocks, harms no
+    job: neither the driver's loop nor the server's wait for it."""
 
     narrator: Narrator
     clock: Clock
     started: float
     stalls: StallWatch
     files: LogFiles | None = None
+    teller: Teller = field(default_factory=Teller)
     chronicle: Chronicle = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
@@ -166,10 +171,10 @@ class _Audience:
         self.ranks = {member.worker: member.rank for member in world.members}
         self.stalls.world(world)
         self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
-        self._tell(lambda: self.narrator.world(world.size, world.reason))
+        self._call(lambda: self.narrator.world(world.size, world.reason))
 
     def changed(self, change: WorldChange) -> None:
-        self._tell(lambda: self.narrator.tell(str(change)))
+        self.teller.tell(lambda: self.narrator.tell(str(change)))
 
     def over(self, reason: str) -> None:
         self.stalls.over()
@@ -178,9 +183,10 @@ class _Audience:
     def announces(self, text: str) -> None:
         """For those who read logs and those who watch."""
         log.info("%s", text, extra=TOLD)
-        self._tell(lambda: self.narrator.tell(text))
+        self.teller.tell(lambda: self.narrator.tell(text))
 
     def lines(self, lines: LogLines) -> None:
+        """From a thread of their own."""
         rank = self.ranks.get(lines.worker)
         if self.files is not None:
             self.files.add(lines.worker, rank, lines.lines)
@@ -188,14 +194,14 @@ class _Audience:
             if line.startswith(OWN_WORDS):  # a slot's, not its worker's: what the user must know
                 log.warning("%s (slot %s)", line.removeprefix(OWN_WORDS), lines.slot)
                 continue
-            self._tell(partial(self.narrator.log, rank, line))
+            self._call(partial(self.narrator.log, rank, line))
 
     def report(self, report: Report) -> None:
         if self.ranks.get(report.worker) == 0:
-            self._tell(lambda: self.chronicle.heard(self.clock.now(), report.numbers))
-            self._tell(lambda: self.narrator.progress(report.numbers))
+            self._call(lambda: self.chronicle.heard(self.clock.now(), report.numbers))
+            self.teller.progress(lambda: self.narrator.progress(report.numbers))
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception:
@@ -295,6 +301,7 @@ def supervise(
     with (
         ExitStack() as closing
     ):  # last in, first out; an interrupt while one closes does not spare the others
+        closing.enter_context(audience.teller)
         if run is not None:
             closing.callback(run.close)
             run.start(lambda reason: inbox.put(CancelRequested(clock.now(), reason)))

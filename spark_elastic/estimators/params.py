@@ -150,7 +150,7 @@ class EstimatorParams(ColumnParams):
     )
     keep_data: Param[bool] = declare("keep the materialised data in the store for the next fit")
     on_progress: Param[Any] = declare(
-        "function called on the driver with each report of progress (a dict), or None"
+        "function called on the driver with each report of progress (a dict), with the newest where it is slow; or None"
     )
     config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
     settings: Param[Any] = declare("single settings of ElasticConfig that go before `config`")

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TypeAlias
+from contextlib import contextmanager
+from typing import IO, TypeAlias
+
+from spark_elastic.observe.teller import Teller
 
 Passed: TypeAlias = tuple[
     int, str, str, bool
@@ -29,17 +31,43 @@ class _Taker(logging.Handler):
 
 @contextmanager
 def log_told(tell: Callable[[str], None], wanted: bool = True) -> Iterator[None]:
-    """Inside the block `tell` gets what "spark_elastic" and the loggers below it say, from INFO on.
+    """Inside the block `tell` gets what "spark_elastic" and the loggers below it say, from INFO on; whoever logs does
+    not wait for it.
 
     wanted: False changes nothing.
     """
+    if not wanted:
+        yield
+        return
 
     def take(record: logging.LogRecord) -> None:
         if not getattr(record, "told", False):
-            tell(f"{record.levelname.lower()}: {record.getMessage()}")
+            text = f"{record.levelname.lower()}: {record.getMessage()}"
+            teller.tell(lambda: _say(tell, text, record))
 
-    with _taken(take) if wanted else nullcontext():
+    with Teller() as teller, _taken(take):
         yield
+
+
+def _say(tell: Callable[[str], None], text: str, record: logging.LogRecord) -> None:
+    try:
+        tell(text)
+    except Exception:  # a stream that is closed; to log that would end here again
+        logging.Handler().handleError(record)
+
+
+@contextmanager
+def log_shown(stream: IO[str]) -> Iterator[None]:
+    """Inside the block all loggers' records are lines of `stream`; whoever logs does not wait for it."""
+    shown, root = logging.StreamHandler(stream), logging.getLogger()
+    shown.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    with Teller() as teller:
+        taker = _Taker(lambda record: teller.tell(lambda: shown.handle(record)))
+        root.addHandler(taker)
+        try:
+            yield
+        finally:
+            root.removeHandler(taker)
 
 
 @contextmanager

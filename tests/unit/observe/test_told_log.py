@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import threading
 
 import pytest
 
-from spark_elastic.observe.told_log import TOLD, Passed, log_again, log_passed_on, log_told
+from spark_elastic.observe.told_log import TOLD, Passed, log_again, log_passed_on, log_shown, log_told
 
 
 def test_the_log_is_told_inside_the_block_alone() -> None:
@@ -25,6 +27,32 @@ def test_the_log_is_told_inside_the_block_alone() -> None:
     with log_told(told.append, wanted=False):
         logger.warning("not wanted")
     assert len(told) == 2
+
+
+def test_whoever_logs_does_not_wait_for_a_stream_that_blocks() -> None:
+    read = threading.Event()
+    told: list[str] = []
+
+    def blocks(text: str) -> None:
+        read.wait(20)
+        told.append(text)
+
+    with log_told(blocks):
+        logging.getLogger("spark_elastic").warning("a worry")
+        assert told == []
+        read.set()
+    assert told == ["warning: a worry"]
+
+
+def test_the_log_is_shown_inside_the_block_alone() -> None:
+    stream, root = io.StringIO(), logging.getLogger()
+    before = list(root.handlers)
+    with log_shown(stream):
+        logging.getLogger("spark_elastic").warning("a %s", "worry")
+        logging.getLogger("another").error("an error")
+    logging.getLogger("spark_elastic").warning("after")
+    assert stream.getvalue() == "WARNING:spark_elastic:a worry\nERROR:another:an error\n"
+    assert root.handlers == before
 
 
 def test_a_stream_that_fails_is_not_the_job_s_worry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,118 @@
+"""Nobody reads, or a listener blocks: it costs what is shown, no worker and no world."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import Together
+from spark_elastic.launch import LaunchResult, Narrator, Silent, Site, supervise
+from spark_elastic.local.launcher import LocalLauncher
+from spark_elastic.local.order import SlotSettings
+from spark_elastic.observe.output import Output
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.processes import NumberedHosts
+from tests.component.worker.moments import Held
+
+pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(120)]
+
+TIMEOUT = 3.0  # seconds after which workers whose driver is silent end themselves
+
+
+class Chatty(Held):
+    """Says a lot."""
+
+    def run(self, *arguments: Any) -> Any:
+        print("x" * 200_000, flush=True)  # noqa: T201 - more than a pipe holds
+        return super().run(*arguments)
+
+
+def train(program: Held, narrator: Narrator) -> LaunchResult:
+    limits = Limits(2, 1, 2, lease=TIMEOUT, driver_timeout=TIMEOUT)
+    config = ElasticConfig(driver_timeout=TIMEOUT, lease=TIMEOUT, status_page=False)
+    cluster = LocalLauncher(program, NumberedHosts(2, 1), SystemClock(), settings=SlotSettings.of(config))
+    return supervise(cluster, Together(), Site(), limits, config, "test", narrator)
+
+
+class Blocking(Silent):
+    """Holds up who calls it until `read`, once with progress and once with a sentence."""
+
+    def __init__(self, began: threading.Event, read: threading.Event) -> None:
+        self._began, self._read = began, read
+        self.newest: Mapping[str, Any] = {}
+        self.told: list[str] = []
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self._began.set()
+        self._read.wait(60)
+        self.newest = numbers
+
+    def tell(self, text: str) -> None:
+        self._began.set()
+        self._read.wait(60)
+        self.told.append(text)
+
+
+class Unread(Output):
+    """Says when it has numbers to show."""
+
+    began: threading.Event
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self.began.set()
+        super().progress({**numbers, "loss": 1.0})
+
+
+def release_later(program: Held, began: threading.Event, read: threading.Event) -> threading.Thread:
+    """Twice the timeout after training began people read again, and the program ends."""
+
+    def later() -> None:
+        began.wait(60)
+        threading.Event().wait(2 * TIMEOUT)
+        read.set()
+        program.release()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    return thread
+
+
+def test_a_listener_that_blocks_costs_no_world() -> None:
+    program, began, read = Held(steps=20), threading.Event(), threading.Event()
+    narrator = Blocking(began, read)
+    later = release_later(program, began, read)
+    result = train(program, narrator)
+    later.join()
+    assert [world.size for world in result.worlds] == [2]
+    assert narrator.newest["step"] >= 19, "the newest is heard in the end"
+    assert any(text.startswith("world of 2: started") for text in narrator.told)
+
+
+def test_a_terminal_that_nobody_reads_costs_no_world() -> None:
+    ends = os.pipe()
+    program, began, read = Chatty(steps=20), threading.Event(), threading.Event()
+    later = release_later(program, began, read)
+    lines: list[str] = []
+
+    def reads() -> None:
+        read.wait(60)
+        with os.fdopen(ends[0]) as stream:
+            lines.extend(stream)
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    with os.fdopen(ends[1], "w") as stream:
+        output = Unread(stream, SystemClock(), timestamps=False, worlds=True, lines=True)
+        output.began = began
+        result = train(program, output)
+        output.close()
+    for thread in (later, reader):
+        thread.join()
+    assert [world.size for world in result.worlds] == [2]
+    assert any(line.startswith("world of 2: started") for line in lines)
