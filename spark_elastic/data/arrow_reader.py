@@ -19,7 +19,7 @@ from spark_elastic.data.footers import partition_values
 from spark_elastic.data.group_reader import GroupReader
 from spark_elastic.data.manifest import Manifest, RowGroup
 from spark_elastic.data.parquet import opened
-from spark_elastic.data.pieces import Pieces
+from spark_elastic.data.pieces import CutGroups, Pieces
 from spark_elastic.data.reader import Decoded
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
@@ -39,15 +39,14 @@ class ArrowReader(GroupReader):
     ) -> None:
         super().__init__(store, manifest, columns, cache_bytes)
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
-        self._pieces: dict[tuple[int, int], Pieces] = {}
+        self._pieces = CutGroups()
         self._lengths: dict[tuple[int, int], int] = {}
         self._names: dict[int, list[str]] = {}  # the columns that are in each file
 
     def _let_go(self) -> None:
         while self._files:
             self._close_oldest()
-        while self._pieces:
-            self._pieces.popitem()[1].close()
+        self._pieces.close()
 
     def _decode(self, group: int) -> Decoded:
         entry = self._manifest.row_groups[group]
@@ -73,12 +72,15 @@ class ArrowReader(GroupReader):
     def _piece(self, entry: RowGroup) -> pa.RecordBatch:
         """Pieces of one row group are equally long, but for the last."""
         key = (entry.file, entry.index)
-        if key not in self._pieces:
-            file, source = self._open(entry.file)
-            length = next(each.rows for each in self._manifest.row_groups if (each.file, each.index) == key)
-            self._pieces[key] = Pieces(source, entry.index, self._stored(file), length)
-            self._lengths[key] = length
-        return self._pieces[key].read(entry.first // self._lengths[key])
+        if key not in self._lengths:
+            groups = self._manifest.row_groups
+            self._lengths[key] = next(each.rows for each in groups if (each.file, each.index) == key)
+        length = self._lengths[key]
+        return self._pieces.get(key, lambda: self._cut(entry, length)).read(entry.first // length)
+
+    def _cut(self, entry: RowGroup, length: int) -> Pieces:
+        file, source = self._open(entry.file)
+        return Pieces(source, entry.index, self._stored(file), length)
 
     def _stored(self, file: pq.ParquetFile) -> list[str]:
         """The columns that are in the file; the others are in its path."""

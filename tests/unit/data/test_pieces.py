@@ -1,0 +1,59 @@
+"""Row groups too large for memory on a disk that has little room, or none."""
+
+from __future__ import annotations
+
+import errno
+import io
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.data.arrow_reader import ArrowReader
+from spark_elastic.data.foreign import describe
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+ROWS, GROUPS = 1000, 6
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> ArrowReader:
+    x = np.arange(ROWS * GROUPS, dtype=np.float64)
+    pq.write_table(pa.table({"x": x}), tmp_path / "a.parquet", row_group_size=ROWS)
+    store = Store.open(str(tmp_path))
+    return ArrowReader(store, describe(store, ["x"], piece_bytes=2000), cache_bytes=1)
+
+
+@pytest.mark.parametrize(("free", "held"), [(1 << 40, GROUPS), (20_000, 3), (0, 1)])
+def test_what_was_not_used_for_longest_goes_before_the_disk_is_full(
+    reader: ArrowReader, free: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    pieces = len(reader._manifest.row_groups)
+    assert pieces == GROUPS * 4
+    with reader:
+        for _ in range(2):  # what is gone is cut again
+            found = np.concatenate([reader.fetch(group)["x"] for group in range(pieces)])
+            assert np.array_equal(found, np.arange(ROWS * GROUPS))
+            assert len(reader._pieces._held) == held
+    assert not reader._pieces._held
+
+
+def test_a_full_disk_is_named_with_what_to_change(
+    reader: ArrowReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    says = rf"cut in {tempfile.gettempdir()} \(No space left on device\): set TMPDIR"
+    with reader, pytest.raises(StoreError, match=says):
+        reader.fetch(0)
