@@ -18,6 +18,7 @@ from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.torch.buckets import layout_hash
 from spark_elastic.torch.rounds import end_exchange, group_for, rounds_of_process
 from spark_elastic.torch.trainable import specs, trainable
+from spark_elastic.torch.wrapped import Wrapped
 from spark_elastic.training.trailer import Verdict
 from spark_elastic.worker.seat import engine_of_process
 
@@ -94,7 +95,7 @@ def _combined(group: Group, change: torch.Tensor) -> torch.Tensor:
     return host
 
 
-class ByDeltas(torch.optim.Optimizer):
+class ByDeltas(Wrapped):
     """What is added to the optimizer's own class. Never instantiated by itself."""
 
     _deltas: Deltas
@@ -121,9 +122,6 @@ class ByDeltas(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing: gradients add up until `step`."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
 
     def close(self) -> None:
         """For processes that outlive their training: `join` goes by another optimizer's steps then."""

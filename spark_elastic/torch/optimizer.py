@@ -25,6 +25,7 @@ from spark_elastic.torch.named import named_parameters_of
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.rounds import Rounds
 from spark_elastic.torch.terms import as_set
+from spark_elastic.torch.wrapped import Wrapped
 from spark_elastic.worker.context import current
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Raises:
         InvalidInput: an argument is wrong.
     """
-    if isinstance(optimizer, torch.optim.LBFGS | _Distributed | ByDeltas):
+    if isinstance(optimizer, torch.optim.LBFGS | Wrapped):
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )
@@ -123,7 +124,7 @@ def _groups(named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups) -
     return tuple(tuple(sorted(numbers[id(p)] for p in group)) for group in wanted if group)
 
 
-class _Distributed(torch.optim.Optimizer):
+class _Distributed(Wrapped):
     """What is added to the optimizer's own class. Never instantiated by itself."""
 
     _rounds: Rounds
@@ -180,9 +181,6 @@ class _Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         self._rounds.set_passes(passes)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
 
     def close(self) -> None:
         """End the engine thread and let go of the gradients; for processes that outlive their training."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -333,6 +335,15 @@ def test_names_are_checked() -> None:
     ):
         with pytest.raises(InvalidInput, match=says):
             DistributedOptimizer(adam(model.parameters()), named)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", [Sum, Adasum])
+def test_it_is_not_copied(op: Any) -> None:
+    """A copy would be of a class whose exchange it has not."""
+    optimizer = DistributedOptimizer(adam(net().parameters()), op=op)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(InvalidInput, match=r"take its state_dict\(\)"):
+            copied(optimizer)
 
 
 def test_it_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Sequential, Any]) -> None:
