@@ -80,6 +80,13 @@ class Speed:
         epochs, steps = numbers.get("epochs"), numbers.get("steps")
         self._left = int(epochs) * int(steps) - done if epochs and steps else None
 
+    def stands_still(self, at: float) -> bool:
+        """Whether reports stay away: for longer than a window, and than thrice what lay between those before."""
+        if not self._seen:
+            return True
+        usual = (self._seen[-1][0] - self._seen[0][0]) / max(1, len(self._seen) - 1)
+        return at - self._seen[-1][0] > max(self._over, 3 * usual)
+
     @property
     def steps_per_second(self) -> float:
         if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:

@@ -24,6 +24,7 @@ def snapshot(chronicle: Chronicle, name: str, now: float) -> dict[str, Any]:
     """JSON-able. now: of the clock that the events carry; times in the value are seconds since the launch."""
     state, numbers, speed, told = chronicle.look()
     report = chronicle.report(now)
+    moves = not speed.stands_still(report.seconds)
     return {
         "name": name,
         "seconds": round(report.seconds, 3),
@@ -32,8 +33,8 @@ def snapshot(chronicle: Chronicle, name: str, now: float) -> dict[str, Any]:
         "more_slots": max(0, len(state.slots) - MOST_SLOTS) if state is not None else 0,
         "stuck": _stuck(state),
         "numbers": _plain(numbers),
-        "rows_per_second": round(speed.rows_per_second, 2),
-        "seconds_left": speed.seconds_left,
+        "rows_per_second": round(speed.rows_per_second, 2) if moves else 0.0,
+        "seconds_left": speed.seconds_left if moves else None,
         "report": _figures(report),
         "changes": [
             {

@@ -48,3 +48,17 @@ def test_speed_forgets_what_is_long_ago_and_what_was_taken_back() -> None:
     speed.add(20.0, numbers(0, 5))
     assert speed.steps_per_second == 0.0
     assert speed.seconds_left is None
+
+
+@pytest.mark.parametrize(
+    ("every", "still", "stands"),
+    [(0.25, 4.9, False), (0.25, 5.1, True), (60.0, 170.0, False), (60.0, 190.0, True)],
+)
+def test_a_run_without_reports_stands_still_by_what_is_usual_for_it(
+    every: float, still: float, stands: bool
+) -> None:
+    speed = Speed(over=5.0)
+    assert speed.stands_still(0.0)
+    for number in range(10):
+        speed.add(number * every, numbers(0, number))
+    assert speed.stands_still(9 * every + still) is stands

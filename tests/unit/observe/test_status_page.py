@@ -48,6 +48,17 @@ def job(workers: int) -> Chronicle:
     return chronicle
 
 
+def test_a_snapshot_of_a_training_that_stands_still_has_no_speed() -> None:
+    chronicle = job(2)
+    for second in range(10):
+        chronicle.heard(second, {"epoch": 0, "epochs": 1, "step": 10 * second, "steps": 1000, "rows": 64})
+    seen = [snapshot(chronicle, "job", now) for now in (9.0, 60.0)]
+    assert [one["rows_per_second"] for one in seen] == [640.0, 0.0]
+    assert seen[0]["seconds_left"] is not None
+    assert seen[1]["seconds_left"] is None
+    assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in metrics.exposition(seen[1])
+
+
 def test_a_snapshot_says_how_the_job_stands() -> None:
     chronicle = job(3)
     chronicle.heard(2.0, {"epoch": 0, "step": 4, "steps": 9, "loss": 0.5, "rows": 8, "auc": 0.9, "note": "x"})
