@@ -82,7 +82,7 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
 def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
     """Slots that another job has are taken, not missing. A job that has its slots waits for its own workers alone."""
     state = turn.state
-    if len(state.slots) >= state.limits.min_workers:
+    if len(state.slots) - len(state.barred) >= state.limits.min_workers:
         return
     jobs.yield_slots(turn, event.reason)
     if state.short_since is not None:

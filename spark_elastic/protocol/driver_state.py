@@ -70,6 +70,7 @@ class DriverState:
     listed: discovery's newest answer. hosts: all that ever had a slot. early: orders that wait for the first world.
     kills: by slot, how many of its workers in a row were killed before they took
     part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
+    barred: slots that may not take part and are not sent back before the other attempts of their jobs (R14), and why.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
     short_since: since when there are too few workers. done_since: when the job's result was there.
@@ -96,6 +97,7 @@ class DriverState:
     kills: Table[SlotId, int] = field(default_factory=Table)
     killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)
     yielded: str = ""
+    barred: Table[SlotId, str] = field(default_factory=Table)
     withheld: int = 0
     recall: bool = False
     early: tuple[DrainRequested, ...] = ()
@@ -199,12 +201,14 @@ class Turn:
     def newcomers(self) -> list[WorkerRecord]:
         """Warm workers outside the world that may be let in: in order of arrival, extra slots last (R14)."""
         found = [self.state.workers[worker] for worker in self.state.waiting]
-        usable = (w for w in found if not w.draining and not self.cools(w))
+        barred = self.state.barred
+        usable = (w for w in found if not w.draining and w.slot not in barred and not self.cools(w))
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:
-        """How many `newcomers` has; without a look at each where nobody cools down."""
-        return len(self.newcomers()) if self.state.blacklist else len(self.state.waiting)
+        """How many `newcomers` has; without a look at each where all may be let in."""
+        state = self.state
+        return len(self.newcomers()) if state.blacklist or state.barred else len(state.waiting)
 
     def cools(self, worker: WorkerRecord) -> bool:
         """Its slot or host failed and is not used for a while."""

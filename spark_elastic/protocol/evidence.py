@@ -80,6 +80,7 @@ def lose_slot(turn: Turn, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
     slot_is_gone(turn, slot.slot, how)
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
     state.blacklist = state.blacklist.forget(slot.slot)
+    state.barred = state.barred.drop(slot.slot)
     state.kills = state.kills.drop(slot.slot)
     state.killed = state.killed.drop(slot.slot)
     job = state.jobs.get(slot.job)

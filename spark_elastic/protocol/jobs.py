@@ -38,13 +38,27 @@ def follow(turn: Turn, ended: JobRecord, why: str) -> None:
 
 
 def give_back(turn: Turn, slot: SlotRecord, reason: str, withhold: bool = False) -> None:
-    """The slot shall end, and with it its worker, which must not be a member of a world."""
+    """The slot shall end, and with it its worker, which must not be a member of a world.
+
+    R14: beside another attempt that may take part it waits, out of all worlds, since Spark ends a task's other attempts
+    once one returns.
+    """
     state = turn.state
     job = state.jobs.get(slot.job)
     if job is not None and withhold:
         state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
+    if any(other.slot != slot.slot and other.slot not in state.barred for other in turn.slots_of(slot.job)):
+        state.barred = state.barred.put(slot.slot, reason)
+        return
     lose_slot(turn, slot, reason, SlotEnd.TOLD)
     turn.say(ReleaseSlot(reason, slot.slot))
+
+
+def release_barred(turn: Turn) -> None:
+    """Those beside which no attempt is left that may take part."""
+    state = turn.state
+    for name, reason in tuple(state.barred.items()):
+        give_back(turn, state.slots[name], reason)
 
 
 def refuse(turn: Turn, slot: SlotId, reason: str) -> None:

@@ -28,7 +28,7 @@ def refusal(turn: Turn, event: on.SlotRegistered) -> str:
     name = _listed_as(event.host, event.node, room)
     if name is None:
         return f"host {event.host} is not among those that discovery lists"
-    taken = sum(_listed_as(slot.host, slot.node, room) == name for slot in state.slots.values())
+    taken = sum(_listed_as(slot.host, slot.node, room) == name for slot in _unbarred(turn))
     return (
         ""
         if taken < room[name]
@@ -75,16 +75,22 @@ def _allowed(turn: Turn) -> set[SlotId]:
     """Slots that may take part: of each listed host as many as it is listed with, members of the world first."""
     state = turn.state
     if state.listed is None:
-        return set(state.slots)
+        return {slot.slot for slot in _unbarred(turn)}
     room = dict(state.listed)
     taken: Counter[str] = Counter()
     allowed = set()
-    for slot in sorted(state.slots.values(), key=lambda slot: not _is_member(turn, slot)):
+    for slot in sorted(_unbarred(turn), key=lambda slot: not _is_member(turn, slot)):
         name = _listed_as(slot.host, slot.node, room)
         if name is not None and taken[name] < room[name]:
             taken[name] += 1
             allowed.add(slot.slot)
     return allowed
+
+
+def _unbarred(turn: Turn) -> list[SlotRecord]:
+    """Slots that may take part as far as other rules go."""
+    barred = turn.state.barred
+    return [slot for slot in turn.state.slots.values() if slot.slot not in barred]
 
 
 def _is_member(turn: Turn, slot: SlotRecord) -> bool:

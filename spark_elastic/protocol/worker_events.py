@@ -186,6 +186,8 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
     again and again within the failure window."""
     state = turn.state
     slot = event.worker.rpartition(".")[0]
+    if slot in state.barred:
+        return
     if event.out_of_memory:
         starve(turn, detail, end)
     elif event.exit_code in KILLED:
@@ -213,8 +215,12 @@ def _killed(turn: Turn, slot: SlotId) -> int:
 
 
 def _blame(turn: Turn, failure: Failure) -> None:
+    """No worker of a slot that takes no part, which can do no harm."""
+    name = failure.worker.rpartition(".")[0]
+    if name in turn.state.barred:
+        return
     blame(turn, failure, end)
-    slot = turn.state.slots.get(failure.worker.rpartition(".")[0])
+    slot = turn.state.slots.get(name)
     if slot is not None and turn.state.stage is not Stage.ENDED:
         strike(turn, slot.slot, slot.host)
 

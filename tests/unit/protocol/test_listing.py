@@ -253,6 +253,84 @@ def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
     assert not bench.all(ReleaseSlot)
 
 
+def _copied(host: str = "h9") -> Bench:
+    """A world of two; the task of its first slot has a second attempt on that host, with a warm worker."""
+    bench = Bench(Limits(2, 1, 3))
+    bench.start(1, 2)
+    bench.on(on.SlotRegistered(0, "1-1", host, 1))
+    bench.join("1-1.1")
+    return bench
+
+
+ORDERS = (
+    on.DrainRequested(0, "decommissioned", host="h9"),
+    on.DrainRequested(0, "wanted elsewhere", worker="1-1.1"),
+    on.HostsListed(0, (("h1", 1), ("h2", 1))),
+)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["host drains", "drained by hand", "not listed"])
+def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_gone(
+    order: on.DriverEvent,
+) -> None:
+    bench = _copied()
+    bench.on(order)
+    bench.wait(2.0, beating=[1, 2])
+    assert not bench.all(ReleaseSlot), "Spark would end the member"
+    bench.stop_planned(1, name(1), name(2))  # announced when it came
+    assert bench.members() == [name(1), name(2)]
+    bench.on(on.HostLost(0, "h1", "executor lost"))
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
+    assert not bench.state.barred
+
+
+def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
+    bench = Bench(Limits(2, 1, 3))
+    bench.start(1, 2)
+    bench.on(on.HostsListed(0, (("h1", 1), ("h2", 1))))
+    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.join("1-1.1")
+    bench.on(on.SlotRegistered(0, "3-0", "h9", 3))
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"], "that one is alone"
+    bench.on(on.SlotJobEnded(0, 1, "killed"))
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"]
+    assert bench.all(LaunchSlot)[-1].job == 4
+    assert not bench.state.barred
+
+
+def test_r14_a_member_that_drains_does_not_take_its_other_attempt_along() -> None:
+    bench = _copied()
+    bench.stop_planned(1, name(1), name(2))
+    bench.form()
+    assert len(bench.members()) == 3
+    bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
+    bench.wait(0.5, beating=[1, 2])
+    bench.stop_planned(2, *bench.members())
+    assert bench.members() == [name(2), "1-1.1"]
+    assert not bench.all(ReleaseSlot)
+
+
+def test_r14_attempts_of_which_none_may_take_part_are_all_sent_back() -> None:
+    bench = _copied("h9")
+    bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
+    bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
+    bench.wait(0.5, beating=[1, 2])
+    bench.stop_planned(2, name(1), name(2))
+    bench.on(on.Tick(0))
+    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
+
+
+def test_r14_crashes_of_an_attempt_that_takes_no_part_cost_nothing() -> None:
+    bench = _copied()
+    bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
+    for started in range(1, 30):
+        bench.on(on.WorkerExited(0, f"1-1.{started}", 1, out_of_memory=started % 2 == 0))
+        bench.on(on.WorkerStarted(0, "1-1", f"1-1.{started + 1}"))
+    assert not bench.state.failures
+    assert not bench.state.starved
+    assert not bench.all(End)
+
+
 # ---- other jobs of the application
 
 
