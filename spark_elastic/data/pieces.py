@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 import pyarrow as pa
@@ -72,7 +73,8 @@ class Pieces:
             self.bytes = self._file.seek(0, os.SEEK_END)
             self._reader = pa.ipc.open_file(self._file)
         except BaseException as error:
-            self._file.close()
+            with suppress(OSError):  # it writes what is left, for which there is no room either
+                self._file.close()
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise StoreError(
                     f"A row group too large for memory could not be cut in {tempfile.gettempdir()} "

@@ -53,6 +53,12 @@ def test_a_full_disk_is_named_with_what_to_change(
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def close(self) -> None:
+            """As a buffered file writes what is left."""
+            if not self.closed:
+                super().close()
+                self.write(b"")
+
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
     says = rf"cut in {tempfile.gettempdir()} \(No space left on device\): set TMPDIR"
     with reader, pytest.raises(StoreError, match=says):
