@@ -137,9 +137,10 @@ def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidInput("feature_cols is empty: name at least one column.")
     if not labels:
         raise InvalidInput("label_cols is empty: name at least one column.")
-    for name in (*features, *labels):
-        if (*features, *labels).count(name) > 1:
-            raise InvalidInput(f"column {name!r} is named twice in feature_cols and label_cols.")
+    for role, names in (("feature_cols", features), ("label_cols", labels)):
+        for name in names:
+            if names.count(name) > 1:  # an autoencoder's may be in both
+                raise InvalidInput(f"column {name!r} is named twice in {role}.")
     if weight is not None and not isinstance(weight, str):
         raise InvalidInput(f"sample_weight_col must be a column's name; got {kind(weight)}.")
     if not values["prediction_col"]:

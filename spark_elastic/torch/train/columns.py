@@ -52,10 +52,15 @@ class Columns:
         return tensor if self._transformation is not None else tensor.reshape(-1, *shape)
 
     def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        tensors = tuple(self._tensor(columns[name]) for name in self._labels)
+        tensors = tuple(self._label(name, columns[name]) for name in self._labels)
         if self._label_shapes is None:
             return tensors
         return tuple(t.reshape(-1, *s) for t, s in zip(tensors, self._label_shapes, strict=True))
+
+    def _label(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Of its own memory where the column is a feature, too, which a model may write to."""
+        tensor = self._tensor(array)
+        return tensor.clone() if any(name == column.name for column in self._features) else tensor
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """Floating point numbers in the model's dtype, integers as int64, as class labels and indices are."""

@@ -37,6 +37,11 @@ def test_a_store_may_be_a_path() -> None:
     assert ask(store=Path("/mnt/jobs")).store == "/mnt/jobs"
 
 
+def test_a_column_may_be_feature_and_label() -> None:
+    request = ask(feature_cols=["x", "z"], label_cols=["x"])
+    assert (request.feature_cols, request.label_cols) == (("x", "z"), ("x",))
+
+
 def test_what_callbacks_watch_is_known() -> None:
     plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau)
     callbacks = [EarlyStopping(), plateau, BestWeights("loss")]
@@ -76,7 +81,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"feature_cols": []}, "feature_cols is empty"),
     ({"label_cols": None}, "label_cols is empty"),
-    ({"label_cols": ["x"]}, "'x' is named twice"),
+    ({"label_cols": ["y", "y"]}, "'y' is named twice in label_cols"),
+    ({"feature_cols": ["x", "y", "x"]}, "'x' is named twice in feature_cols"),
     ({"sample_weight_col": 3}, "sample_weight_col must be a column's name"),
     ({"batch_size": 0}, "batch_size must be a whole number of 1 or more; got 0"),
     ({"batch_size": 2.5}, "batch_size must be a whole number"),
