@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--no-findspark", action="store_true", help="without the package findspark")
     parser.add_argument("--read-only", action="store_true", help="in a directory that cannot be written to")
     parser.add_argument("--store", help="the notebook's STORE, in place of a folder of its own")
+    parser.add_argument("--twice", action="store_true", help="with each cell run again at once")
     options = parser.parse_args()
     notebook = nbformat.read(options.notebook, as_version=4)
     nbformat.validate(notebook)
@@ -44,9 +45,15 @@ def main() -> None:
     if options.store:
         (chosen, *_) = [cell for cell in notebook.cells if cell.source.startswith("STORE = ")]
         chosen.source = f"STORE = {options.store!r}"
+    if options.twice:
+        notebook.cells = [each for cell in notebook.cells for each in (cell, again(cell))]
     folder = READ_ONLY if options.read_only else options.folder
     place = {"metadata": {"path": folder}}
     NotebookClient(notebook, timeout=600, startup_timeout=300, resources=place).execute()
+
+
+def again(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    return nbformat.NotebookNode(cell, id=f"{cell.id}-again")
 
 
 if __name__ == "__main__":

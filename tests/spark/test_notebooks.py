@@ -17,17 +17,20 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.ma
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 AS_ON_DATABRICKS = ("--spark-first", "--no-findspark", "--read-only", "--store={folder}/objects")
+AGAIN = ("--twice",)
+NAMES = {(): "", AS_ON_DATABRICKS: " as on Databricks", AGAIN: " each cell twice"}
 # On PYTHONPATH; the store there refuses links, renames and appends, as a mount of an object store does.
 MOUNT = ROOT / "tests" / "mount_of_objects"
 IN_CI = "01"
+WITH_A_RUN = "04"  # by its run_id
 
 
 def case(notebook: Path, *flags: str) -> object:
-    in_ci = notebook.name.startswith(IN_CI) and flags
+    in_ci = notebook.name.startswith(IN_CI) and flags == AS_ON_DATABRICKS
     return pytest.param(
         notebook,
         flags,
-        id=f"{notebook.stem}{' as on Databricks' * bool(flags)}",
+        id=f"{notebook.stem}{NAMES[flags]}",
         marks=[] if in_ci else pytest.mark.faults,
     )
 
@@ -37,6 +40,7 @@ def case(notebook: Path, *flags: str) -> object:
     [
         *(case(notebook) for notebook in NOTEBOOKS),
         *(case(notebook, *AS_ON_DATABRICKS) for notebook in NOTEBOOKS),
+        *(case(notebook, *AGAIN) for notebook in NOTEBOOKS if notebook.name.startswith(WITH_A_RUN)),
     ],
 )
 def test_notebook_runs_to_its_end(
