@@ -26,7 +26,7 @@ from spark_elastic.driver.hosts import parse_hosts
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, horovodruns, variables
-from spark_elastic.launch import Site, supervise
+from spark_elastic.launch.job import Site, supervise
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.narration import Narration
 from spark_elastic.local.order import SlotSettings

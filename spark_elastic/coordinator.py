@@ -20,9 +20,12 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.discovery import Together
-from spark_elastic.driver.ports import Contact, Discovery, Launcher
+from spark_elastic.driver.gathering import GatherTurn
+from spark_elastic.driver.ports import Contact, Launcher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers
-from spark_elastic.launch import LaunchResult, Narrator, Site, WorldSpan, supervise
+from spark_elastic.launch.audience import WorldSpan
+from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.narrators import Narrator
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.teller import Teller
 from spark_elastic.observe.told_log import Passed, log_again, log_passed_on
@@ -125,7 +128,7 @@ class Client:
     """Launches slots for a coordinator, and hears it out. carry: runs its task; returns why that ended."""
 
     def __init__(
-        self, box: Box, name: str, launcher: Launcher, turn: Discovery, narrate: Narrator, clock: Clock
+        self, box: Box, name: str, launcher: Launcher, turn: GatherTurn, narrate: Narrator, clock: Clock
     ) -> None:
         self._box = box
         self._name = name
@@ -212,7 +215,8 @@ class Client:
             case {"progress": dict(numbers)}:
                 self._teller.progress(partial(self._narrate.progress, numbers))
             case {"world": int(size), "reason": str(reason)}:
-                self._narrate.world(size, reason)
+                self._turn.gathered()
+                self._teller.tell(partial(self._narrate.world, size, reason))
             case {"tell": str(text)}:
                 self._teller.tell(partial(self._narrate.tell, text))
             case {"record": [level, name, text, told]}:

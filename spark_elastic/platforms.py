@@ -10,7 +10,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import cloudpickle
 
@@ -18,18 +18,11 @@ from spark_elastic import coordinator
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
+from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch import (
-    FIRST_ATTEMPT,
-    Gathering,
-    LaunchResult,
-    Narrator,
-    Silent,
-    Site,
-    launch,
-    supervise,
-)
+from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult, Site, supervise
+from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import tls
 from spark_elastic.state.held_run import HeldRun
@@ -127,15 +120,47 @@ class Classic:
         preflight(sc, probing, self.config.start_timeout)
 
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
-        return launch(
-            self.spark,
-            order.program,
-            order.limits,
-            self.config,
-            order.name,
-            order.preload,
-            narrate,
-            order.run,
+        from spark_elastic.spark.carrying import broadcast
+        from spark_elastic.spark.executors import ExecutorWatch
+        from spark_elastic.spark.gpu_slots import profile_of
+        from spark_elastic.spark.launcher import SparkLauncher
+        from spark_elastic.spark.memory import room_of
+        from spark_elastic.spark.settings import warn
+        from spark_elastic.spark.shipping import ship
+        from spark_elastic.spark.slot_task import tasks_of
+
+        sc, config, clock = self.spark.sparkContext, self.config, SystemClock()
+        settings = dict(sc.getConf().getAll())
+        warn(settings, sc)
+        room = room_of(settings)
+        if config.ship:
+            ship(sc)
+        shipped = broadcast(sc, cloudpickle.dumps(order.program), "the program")
+
+        profile = profile_of(settings, sc.emptyRDD().withResources)
+        launcher = SparkLauncher(sc, tasks_of(shipped, order.preload, config, room), clock, profile)
+        try:
+            with GatherTurn(application_of(sc), order.name, order.limits, clock) as turn:
+                watch = Together(ExecutorWatch(sc, clock), turn)
+                site = self._site(order, settings, turn)
+                return supervise(launcher, watch, site, order.limits, config, order.name, narrate)
+        finally:
+            _forget(shipped)
+
+    def _site(self, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
+        from spark_elastic.spark.admission import admit
+        from spark_elastic.spark.driver_address import bind_of
+        from spark_elastic.spark.own_facts import facts
+        from spark_elastic.spark.settings import ssl_enabled
+
+        bind = bind_of(self.spark.sparkContext.getConf(), self.config)
+        return Site(
+            bind=bind.host,
+            advertise=bind.advertise,
+            encrypted=ssl_enabled(settings),
+            admit=admit(facts(), order.needs),
+            run=order.run,
+            gathered=turn.gathered,
         )
 
 
@@ -196,13 +221,12 @@ class Connect:
         profile = profile_of(settings, lambda profile: profile.id)
         launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
         with GatherTurn(application_of(self._spark), order.name, order.limits, clock) as turn:
-            heard = Gathering(narrate or Silent(), turn)
             if self._post_office is None:
-                site = self._site(order, settings)
-                return supervise(launcher, turn, site, order.limits, config, order.name, heard)
-            return self._by_mail(order, launcher, turn, heard, self._post_office)
+                site = self._site(order, settings, turn)
+                return supervise(launcher, turn, site, order.limits, config, order.name, narrate)
+            return self._by_mail(order, launcher, turn, narrate or Silent(), self._post_office)
 
-    def _site(self, order: Order, settings: Mapping[str, str]) -> Site:
+    def _site(self, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
         from spark_elastic.spark import connect
         from spark_elastic.spark.admission import admit
         from spark_elastic.spark.own_facts import facts
@@ -215,6 +239,7 @@ class Connect:
             encrypted=ssl_enabled(settings),
             admit=admit(facts(), order.needs),
             run=order.run,
+            gathered=turn.gathered,
         )
 
     def _by_mail(
@@ -249,6 +274,13 @@ class Connect:
             return client.follow(lambda: launcher.conduct(task), attempt, self._config)
         finally:
             store.remove_tree(folder)
+
+
+def _forget(shipped: Any) -> None:
+    try:
+        shipped.destroy()
+    except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
+        log.debug("broadcast not destroyed: %s", error)
 
 
 def going_on(attempt: Callable[[], T], kept: Callable[[], object]) -> T:

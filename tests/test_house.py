@@ -20,8 +20,6 @@ READERS_OF_THE_ENVIRONMENT = {
 }
 # Unit tests that are called after no source of their folder -> what they are about.
 ACROSS_SOURCES = {
-    "launch/test_audience.py": "a part of launch.py",
-    "launch/test_ends.py": "a part of launch.py",
     "tensorflow/test_horovod_names.py": "the public names of two packages",
     "tensorflow/test_operations.py": "all operations, on tensors of every kind",
     "torch/test_horovod_names.py": "the public names of the package",

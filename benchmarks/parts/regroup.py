@@ -23,7 +23,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
-from spark_elastic.launch import Site, supervise
+from spark_elastic.launch.job import Site, supervise
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.testing.processes import ProcessLauncher

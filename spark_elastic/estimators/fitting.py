@@ -30,7 +30,8 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch import LaunchResult, WorldSpan, bounds
+from spark_elastic.launch.audience import WorldSpan
+from spark_elastic.launch.job import LaunchResult, bounds
 from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.told_log import log_told

@@ -22,7 +22,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch import LaunchResult, Site, bounds, supervise
+from spark_elastic.launch.job import LaunchResult, Site, bounds, supervise
 from spark_elastic.observe.line_limit import LineLimit
 from spark_elastic.observe.output import Output
 from spark_elastic.observe.told_log import log_told

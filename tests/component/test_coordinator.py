@@ -19,9 +19,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator
 from spark_elastic.data.store import Store
-from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch import LaunchResult, Silent
+from spark_elastic.launch.job import LaunchResult
+from spark_elastic.launch.narrators import Silent
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box
 from spark_elastic.testing import CountingProgram, ProcessLauncher
@@ -91,7 +92,8 @@ class Task:
 
     def follow(self, launcher: ProcessLauncher, narrate: Silent) -> LaunchResult:
         box = Box(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
-        client = Client(box, "test", launcher, Together(), narrate, SystemClock())
+        turn = GatherTurn(Application(), "test", Limits(1, 1, 1), SystemClock())
+        client = Client(box, "test", launcher, turn, narrate, SystemClock())
         return client.follow(self.carry, 1, ElasticConfig())
 
 

@@ -27,8 +27,10 @@ import soak  # noqa: E402
 import torch  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
 
-from spark_elastic import ElasticTorchEstimator, platforms  # noqa: E402
-from spark_elastic.launch import LaunchResult, launch  # noqa: E402
+from spark_elastic import ElasticTorchEstimator  # noqa: E402
+from spark_elastic.launch.job import LaunchResult  # noqa: E402
+from spark_elastic.launch.narrators import Narrator  # noqa: E402
+from spark_elastic.platforms import Classic, Order  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
 from tests.spark.cluster import quiet_session  # noqa: E402
 
@@ -74,11 +76,13 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
     )
     launched = []
 
-    def noted(*arguments: Any) -> LaunchResult:
-        launched.append(launch(*arguments))
+    plainly = Classic.launch
+
+    def noted(self: Classic, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+        launched.append(plainly(self, order, narrate))
         return launched[0]
 
-    platforms.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
+    Classic.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
     weights = estimator.fit(spark.read.parquet(f"{folder}/table")).getModel().state_dict()
     return {
         "to plain loop": soak.difference(weights, soak.plain(case, folder, epochs)),

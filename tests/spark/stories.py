@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from spark_elastic.launch import LaunchResult
+from spark_elastic.launch.job import LaunchResult
 from spark_elastic.testing.counting import CountingProgram
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder

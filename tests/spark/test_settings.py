@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.launch import launch
+from spark_elastic.platforms import Classic, Order
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
 from tests.scenarios import Fault
@@ -48,7 +48,9 @@ def run_and_lose_an_executor(
 
     program = Held(folder, fault.on)
     story = Story((5, workers, kill), over=(program.over, workers))
-    result = launch(spark, program, Limits(workers, 1, workers), ElasticConfig(), "settings", (), story)
+    result = Classic(spark, ElasticConfig()).launch(
+        Order(program, Limits(workers, 1, workers), "settings"), story
+    )
     assert exact(result, program)
     assert ranks_in_order(result)
     assert workers - 1 in story.sizes[story.sizes.index(workers) :], "no executor was lost"
@@ -65,7 +67,7 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
     spark = spark_with(NARROW)
     run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
     program = Heavy(5, 0.0)
-    result = launch(spark, program, Limits(2, 2, 2), ElasticConfig(), "heavy", ())
+    result = Classic(spark, ElasticConfig()).launch(Order(program, Limits(2, 2, 2), "heavy"))
     assert exact(result, program)
     fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3)
 
@@ -103,7 +105,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
         program.over.touch()
 
     story = Story((5, 2, decommission))
-    result = launch(spark, program, Limits(2, 1, 2), ElasticConfig(), "decommission", (), story)
+    result = Classic(spark, ElasticConfig()).launch(Order(program, Limits(2, 1, 2), "decommission"), story)
     assert left
     assert len(story.sizes) > 1, "nobody left"
     assert exact(result, program)

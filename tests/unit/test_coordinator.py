@@ -10,11 +10,13 @@ import pytest
 from spark_elastic.config import ElasticConfig
 from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, _result, checked
 from spark_elastic.data.memory_store import memory_store
-from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch import Silent, WorldSpan
+from spark_elastic.launch.audience import WorldSpan
+from spark_elastic.launch.narrators import Silent
 from spark_elastic.observe.report import JobReport
 from spark_elastic.platforms import MOST_IDLE, going_on
+from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box, Mail
 from spark_elastic.testing.clock import FakeClock
 
@@ -25,6 +27,11 @@ from spark_elastic.testing.clock import FakeClock
 def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
         checked(ElasticConfig(**setting))
+
+
+def lone_turn(clock: FakeClock) -> GatherTurn:
+    """Of the only job of its application."""
+    return GatherTurn(Application(), "job", Limits(1, 1, 1), clock)
 
 
 def test_the_clients_addresses_are_not_the_tasks() -> None:
@@ -50,7 +57,7 @@ def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
 
     launcher: Any = Launcher()
     client = Client(
-        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, Together(), Silent(), clock
+        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), Silent(), clock
     )
 
     def carry() -> str:
@@ -78,7 +85,7 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
 
     launcher: Any = Launcher()
     client = Client(
-        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, Together(), Silent(), clock
+        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), Silent(), clock
     )
     task = Mail(Box(store, "m", b"key", COORDINATOR, CLIENT), lambda letter: None, clock)
 

@@ -13,7 +13,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.driver.handle import JobHandle
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.launch import LaunchResult
+from spark_elastic.launch.job import LaunchResult
 from spark_elastic.platforms import Classic, Connect, Order, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark import connect

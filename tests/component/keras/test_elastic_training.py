@@ -15,7 +15,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.launch import Site, supervise
+from spark_elastic.launch.job import Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun

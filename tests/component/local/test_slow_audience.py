@@ -12,7 +12,8 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
-from spark_elastic.launch import LaunchResult, Narrator, Silent, Site, supervise
+from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.order import SlotSettings
 from spark_elastic.observe.output import Output

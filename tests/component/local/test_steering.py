@@ -18,7 +18,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.handle import JobHandle
 from spark_elastic.errors import JobCancelled
-from spark_elastic.launch import LaunchResult, Silent, Site, supervise
+from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.narrators import Silent
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.places import Hosts
 from spark_elastic.protocol.types import Limits

@@ -26,7 +26,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
-from spark_elastic.launch import LaunchResult, Site, supervise
+from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy

@@ -17,7 +17,7 @@ import psutil
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.launch import LaunchResult, Site, supervise
+from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.testing.processes import ProcessLauncher

@@ -22,7 +22,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch import LaunchResult, Silent, Site, supervise
+from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.narrators import Silent
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.launch import LaunchResult
+from spark_elastic.launch.job import LaunchResult
 from spark_elastic.protocol.events import DrainRequested
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held, SlowReturn, SlowSync

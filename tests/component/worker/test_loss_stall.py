@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.launch import LaunchResult
+from spark_elastic.launch.job import LaunchResult
 from tests.component.worker import stuck
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.launch import Silent, _Audience
+from spark_elastic.launch.audience import Audience
+from spark_elastic.launch.narrators import Silent
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines
 from spark_elastic.testing.clock import FakeClock
 
@@ -21,7 +22,7 @@ class Listener(Silent):
 def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     clock, listener = FakeClock(), Listener()
     stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
-    audience = _Audience(listener, clock, 0.0, stalls)
+    audience = Audience(listener, clock, 0.0, stalls)
     audience.lines(LogLines("1-0", "1-0.1", None, ("hello", f"{OWN_WORDS}memory will not do", "bye")))
     assert listener.heard == ["hello", "bye"]
     (record,) = caplog.records

@@ -11,7 +11,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch import bounds
+from spark_elastic.launch.job import bounds
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running.options import ALIASES, REFUSED, parse
 

@@ -1,0 +1,94 @@
+"""What becomes of a job's worlds, and what its workers print and report, handed on to everybody who is told.
+
+Called by the driver loop and by the server's threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.stall_watch import StallWatch
+from spark_elastic.launch.narrators import Narrator
+from spark_elastic.observe.changes import WorldChange
+from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.log_files import LogFiles
+from spark_elastic.observe.teller import Teller
+from spark_elastic.observe.told_log import TOLD
+from spark_elastic.protocol.types import World
+from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
+
+log = logging.getLogger("spark_elastic")
+
+
+@dataclass(frozen=True)
+class WorldSpan:
+    """A world and when it began, in seconds since the launch."""
+
+    seconds: float
+    size: int
+    reason: str
+
+
+@dataclass
+class Audience:
+    """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails, or blocks, harms no
+    job: neither the driver's loop nor the server's wait for it. gathered: called at each world."""
+
+    narrator: Narrator
+    clock: Clock
+    started: float
+    stalls: StallWatch
+    files: LogFiles | None = None
+    gathered: Callable[[], None] = lambda: None
+    teller: Teller = field(default_factory=Teller)
+    chronicle: Chronicle = field(init=False)
+    worlds: list[WorldSpan] = field(default_factory=list)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chronicle = Chronicle(self.started, self.changed)
+
+    def world(self, world: World) -> None:
+        self.gathered()
+        self.ranks = {member.worker: member.rank for member in world.members}
+        self.stalls.world(world)
+        self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
+        self.teller.tell(lambda: self.narrator.world(world.size, world.reason))
+
+    def changed(self, change: WorldChange) -> None:
+        self.teller.tell(lambda: self.narrator.tell(str(change)))
+
+    def over(self, reason: str) -> None:
+        self.stalls.over()
+        log.info("%s", reason)
+
+    def announces(self, text: str) -> None:
+        """For those who read logs and those who watch."""
+        log.info("%s", text, extra=TOLD)
+        self.teller.tell(lambda: self.narrator.tell(text))
+
+    def lines(self, lines: LogLines) -> None:
+        """From a thread of their own."""
+        rank = self.ranks.get(lines.worker)
+        if self.files is not None:
+            self.files.add(lines.worker, rank, lines.lines)
+        for line in lines.lines:
+            if line.startswith(OWN_WORDS):  # a slot's, not its worker's: what the user must know
+                log.warning("%s (slot %s)", line.removeprefix(OWN_WORDS), lines.slot)
+                continue
+            self._call(partial(self.narrator.log, rank, line))
+
+    def report(self, report: Report) -> None:
+        if self.ranks.get(report.worker) == 0:
+            self._call(lambda: self.chronicle.heard(self.clock.now(), report.numbers))
+            self.teller.progress(lambda: self.narrator.progress(report.numbers))
+
+    def _call(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            log.exception("the narrator failed")

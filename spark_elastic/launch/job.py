@@ -1,0 +1,168 @@
+"""Composition root: puts server, driver loop, launcher and discovery together and waits for the end of the job.
+
+Over any launcher: `platforms` has those of Spark, `local` that of plain processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import steered
+from spark_elastic.driver.effects import Effects
+from spark_elastic.driver.inbox import Inbox
+from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.loop import DriverLoop
+from spark_elastic.driver.ports import Contact, Discovery, Launcher
+from spark_elastic.driver.stall_watch import StallWatch
+from spark_elastic.launch.audience import Audience, WorldSpan
+from spark_elastic.launch.ends import results
+from spark_elastic.launch.narrators import Narrator, Silent
+from spark_elastic.observe.log_files import LogFiles
+from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.status_page import pages
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import End
+from spark_elastic.protocol.events import CancelRequested
+from spark_elastic.protocol.pace import beat_every
+from spark_elastic.protocol.types import Checkpoint, Limits
+from spark_elastic.rendezvous import tls
+from spark_elastic.rendezvous.descriptors import make_room
+from spark_elastic.rendezvous.server import Recipients, RendezvousServer
+from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.status_door import StatusDoor
+from spark_elastic.state.held_run import HeldRun
+
+log = logging.getLogger("spark_elastic")
+
+STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
+FIRST_ATTEMPT = 1
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """results: what the workers returned, JSON text in rank order. story: events and commands, a line each.
+
+    report: where the time went.
+    """
+
+    results: tuple[str, ...]
+    worlds: tuple[WorldSpan, ...]
+    story: tuple[str, ...]
+    report: JobReport = field(default_factory=JobReport)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The driver's side of a job: where its server listens, whom it lets in, and what outlives all workers.
+
+    encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
+    or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints. key: the job's,
+    where others have it already. gathered: called at each world, by the driver's thread.
+    """
+
+    bind: str = "127.0.0.1"
+    advertise: str | None = None
+    encrypted: bool = False
+    admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    run: HeldRun | None = None
+    key: bytes | None = field(default=None, repr=False)
+    gathered: Callable[[], None] = field(default=lambda: None)
+
+
+def supervise(
+    launcher: Launcher,
+    discovery: Discovery,
+    site: Site,
+    limits: Limits,
+    config: ElasticConfig,
+    name: str,
+    narrate: Narrator | None = None,
+) -> LaunchResult:
+    """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds."""
+    clock = SystemClock()
+    discovery = steered(discovery, config.host_discovery, config.handle, clock)
+    narrator = narrate or Silent()
+    inbox: Inbox = Inbox()
+    pace = partial(beat_every, limits.lease)
+    stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
+    run = site.run
+    files = _log_files(run, config, clock)
+    audience = Audience(narrator, clock, clock.now(), stalls, files, site.gathered)
+    journal = Journal(config.journal, audience.chronicle.turn)
+    key = site.key or secrets.token_bytes(32)
+    recipients = Recipients(stalls.post, audience.lines, site.admit, audience.report, pace)
+    bind = Bind(site.bind, config.driver_port, site.advertise, tls.chosen(config, site.encrypted))
+    attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
+    door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
+    server = RendezvousServer(key, attempt, recipients, clock, bind, door)
+    effects = Effects(server, launcher, audience, run.publish if run is not None else _unpublished)
+    first = driver_machine.initial(limits, attempt, checkpoints)
+    loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
+    make_room(limits.max_workers)
+    server.start()
+    if door is not None:
+        audience.announces(f"the status page of {name}: {door.url(server.url)}")
+    with (
+        ExitStack() as closing
+    ):  # last in, first out; an interrupt while one closes does not spare the others
+        closing.enter_context(audience.teller)
+        if run is not None:
+            closing.callback(run.close)
+            run.start(lambda reason: inbox.put(CancelRequested(clock.now(), reason)))
+        if files is not None:
+            closing.callback(files.close)
+            files.start()
+        closing.callback(server.close)
+        closing.callback(loop.close)
+        closing.callback(discovery.close)
+        closing.callback(_close_launcher, launcher)
+        closing.callback(server.end, "the job is over")
+        launcher.start(Contact(server.address, key, attempt, name, server.certificate), inbox.put)
+        discovery.start(inbox.put)
+        loop.start()
+        end = _await_end(loop)
+    report = audience.chronicle.report(clock.now())
+    return LaunchResult(results(end), tuple(audience.worlds), tuple(journal.story()), report)
+
+
+def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
+    """The limits of a job: the numbers of its workers, and every setting that has the name of a limit."""
+    names = Limits.__dataclass_fields__.keys() & ElasticConfig.__dataclass_fields__.keys()
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return Limits(num_workers, min_workers, max_workers, **settings)
+
+
+def _unpublished(kept: tuple[Checkpoint, ...]) -> None:
+    """A job without a run has nowhere to write, and writes nothing."""
+
+
+def _log_files(run: HeldRun | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
+    if run is None or not config.log_bytes:
+        return None
+    return LogFiles(run.store, run.run_id, run.attempt, config.log_bytes, clock)
+
+
+def _close_launcher(launcher: Launcher) -> None:
+    left = launcher.close(STOP_WITHIN)
+    if left:
+        log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
+
+
+def _await_end(loop: DriverLoop) -> End:
+    try:
+        while True:
+            end = loop.wait(1.0)
+            if end is not None:
+                return end
+    except BaseException:
+        loop.cancel("the caller was interrupted")
+        loop.wait(STOP_WITHIN / 5)
+        raise
