@@ -27,6 +27,7 @@ from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, Rows
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
+from tests.pages import blocks
 from tests.unit.torch.worlds import in_a_world
 
 pytestmark = pytest.mark.native
@@ -161,7 +162,7 @@ def trained(
         outcome: Any = task.run(world, group, session)
         task.close()
         model: Any = task._learner.state.model  # type: ignore[attr-defined]
-        return model.state_dict(), json.loads(outcome.result)["history"], model.seen
+        return model.state_dict(), json.loads(outcome.result)["history"], getattr(model, "seen", set())
 
     ranks = in_a_world(WORKERS, work)
     return [rank[0] for rank in ranks], ranks[0][1], ranks[0][2]
@@ -239,6 +240,27 @@ def test_what_validation_logs_goes_by_the_name_that_the_module_gave_it(tmp_path:
         output = net(torch.tensor(np.stack(table["x"].to_numpy()), dtype=torch.float64))
         expected = loss_of(output, torch.tensor(table["w"].to_numpy().copy()))
     assert history[-1]["val_loss"] == pytest.approx(float(expected))
+
+
+def test_the_lightning_module_of_the_documentation_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyspark")
+    from spark_elastic.estimators import objects, torch_estimator, validation
+
+    asked: list[Any] = []
+    fits = torch_estimator.ElasticTorchEstimator
+    monkeypatch.setattr(
+        fits, "fit", lambda self, df: asked.append(validation.checked(self._values, objects.brought))
+    )
+    monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(LightningModule=torch.nn.Module))
+    (program,) = blocks("estimators.md", "python")
+    exec(compile(program.replace("Linear(10", f"Linear({WIDTH}"), "estimators.md", "exec"), {"df": None})
+    case: Any = SimpleNamespace(options={}, brought=lambda: asked[0].brought)
+    store, manifest = made(tmp_path, poisoned=False)
+    _, history, _ = trained(case, store, manifest)
+    assert {"loss", "val_loss", "val_rows"} <= history[0].keys()
+    assert history[-1]["val_loss"] < history[0]["val_loss"]
 
 
 def test_parts_that_are_in_evaluation_mode_stay_there(tmp_path: Path) -> None:
