@@ -94,30 +94,43 @@ class GatherTurn:
         Raises:
             NotEnoughWorkers: another job has been gathering for `start_timeout`, and none trained.
         """
-        here = self._application
-        patience = Patience(here, self._limits.start_timeout, self._clock, f"job {self._name}")
-        with here.change:
-            here.jobs.append(self)
-            try:
-                while here.gathering is not None:
-                    if patience.over():
-                        raise NotEnoughWorkers(
-                            f"job {self._name} waited {self._limits.start_timeout:g} s (start_timeout) while job "
-                            f"{here.gathering._name} of the same application was gathering its workers."
-                        )
-                    here.change.wait(LOOK_EVERY)
-                here.gathering = self
-            except BaseException:
-                here.jobs.remove(self)
-                raise
+        try:
+            self._await_turn()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._application.change:
-            self._application.jobs.remove(self)
+        self._leave()
         self.gathered()
+
+    def _await_turn(self) -> None:
+        here = self._application
+        patience = Patience(here, self._limits.start_timeout, self._clock, f"job {self._name}")
+        with here.change:
+            here.jobs.append(self)
+            while (
+                first := here.gathering
+            ) in here.jobs:  # else it was interrupted before it could say that it ended
+                assert first is not None
+                if patience.over():
+                    raise NotEnoughWorkers(
+                        f"job {self._name} waited {self._limits.start_timeout:g} s (start_timeout) while job "
+                        f"{first._name} of the same application was gathering its workers."
+                    )
+                here.change.wait(LOOK_EVERY)
+            here.gathering = self
+
+    def _leave(self) -> None:
+        """Whatever interrupts what follows, nobody waits for this job from here on."""
+        here = self._application
+        with here.change:
+            if self in here.jobs:
+                here.jobs.remove(self)
+            here.change.notify_all()
 
     def gathered(self) -> None:
         """It has its first world: the next may gather. Any thread, any number of times."""

@@ -107,9 +107,6 @@ def supervise(
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
     make_room(limits.max_workers)
-    server.start()
-    if door is not None:
-        audience.announces(f"the status page of {name}: {door.url(server.url)}")
     with (
         ExitStack() as closing
     ):  # last in, first out; an interrupt while one closes does not spare the others
@@ -121,6 +118,9 @@ def supervise(
             closing.callback(files.close)
             files.start()
         closing.callback(server.close)
+        server.start()
+        if door is not None:
+            audience.announces(f"the status page of {name}: {door.url(server.url)}")
         closing.callback(loop.close)
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)

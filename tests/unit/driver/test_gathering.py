@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from threading import Condition
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,36 @@ def test_r17_a_job_that_fails_ends_its_turn() -> None:
     with _turn(application, "second"):
         pass
     assert not application.jobs
+
+
+def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    application = Application()
+
+    def interrupted(self: GatherTurn) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GatherTurn, "gathered", interrupted)
+        with pytest.raises(KeyboardInterrupt), _turn(application, "first"):
+            pass
+    with _turn(application, "second", replace(LIMITS, start_timeout=0.1)):
+        pass
+
+
+def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
+    class Interrupted(Condition):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            if application.gathering is first and first in application.jobs:
+                raise KeyboardInterrupt
+
+    application = Application()
+    first = _turn(application, "first")
+    application.change = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        first.__enter__()
+    with _turn(application, "second", replace(LIMITS, start_timeout=0.1)):
+        pass
 
 
 def test_r17_who_waits_too_long_is_told_for_whom() -> None:
