@@ -206,7 +206,7 @@ class Connect:
 
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.carrying import carried
+        from spark_elastic.spark.carrying import carried_program
         from spark_elastic.spark.gpu_slots import profile_of
         from spark_elastic.spark.memory import room_of
         from spark_elastic.spark.settings import warn
@@ -215,7 +215,7 @@ class Connect:
         config, clock = self._config, SystemClock()
         settings = connect.settings_of(self._spark)
         warn(settings, self._spark, connect.plain_server(self._spark))
-        program, room = carried(self._spark, cloudpickle.dumps(order.program)), room_of(settings)
+        program, room = carried_program(self._spark, order.program), room_of(settings)
 
         make_task = tasks_of(program, order.preload, config, room)
         profile = profile_of(settings, lambda profile: profile.id)

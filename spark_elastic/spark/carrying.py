@@ -6,11 +6,17 @@ Also for transform, which imports neither engine nor trainer. Any thread.
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import cloudpickle
+
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -47,6 +53,18 @@ class Attached:
         return Path(SparkFiles.get(self.name)).read_bytes()
 
 
+@dataclass(frozen=True)
+class Apart:
+    """A program's bulk, which may lie in a file, and pickled what no file may hold."""
+
+    bulk: Carried | Attached
+    secrets: bytes = field(repr=False)
+
+    @property
+    def value(self) -> bytes:
+        return pickle.dumps(_Parts(self.bulk.value, self.secrets))
+
+
 def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
     """Fetched once by each executor.
 
@@ -77,3 +95,56 @@ def carried(spark: SparkSession, content: bytes) -> Carried | Attached:
         path.write_bytes(content)
         spark.addArtifacts(str(path), file=True)
     return Attached(name)
+
+
+def carried_program(spark: SparkSession, program: object) -> Carried | Apart:
+    """As `carried`; a file, which others may read, holds neither the values of its environment nor the options of its
+    stores."""
+    content = cloudpickle.dumps(program)
+    if len(content) <= MOST_CARRIED:
+        return Carried(content)
+    bulk = io.BytesIO()
+    pickler = _Parting(bulk, getattr(program, "environment", None))
+    pickler.dump(program)
+    return Apart(carried(spark, bulk.getvalue()), cloudpickle.dumps(pickler.secrets))
+
+
+class _Parting(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves secrets out, and keeps them in the order of their numbers."""
+
+    def __init__(self, file: io.BytesIO, environment: object) -> None:
+        super().__init__(file)
+        self._environment = environment
+        self.secrets: list[object] = []
+
+    def persistent_id(self, obj: object) -> int | None:
+        if not isinstance(obj, Store) and (obj is None or obj is not self._environment):
+            return None
+        for number, known in enumerate(self.secrets):
+            if known is obj:
+                return number
+        self.secrets.append(obj)
+        return len(self.secrets) - 1
+
+
+class _Parts:
+    """Pickled, it becomes the program when it is loaded."""
+
+    def __init__(self, bulk: bytes, secrets: bytes) -> None:
+        self._parts = bulk, secrets
+
+    def __reduce__(self) -> tuple[Callable[[bytes, bytes], object], tuple[bytes, bytes]]:
+        return _joined, self._parts
+
+
+class _Joining(pickle.Unpickler):
+    def __init__(self, bulk: bytes, secrets: bytes) -> None:
+        super().__init__(io.BytesIO(bulk))
+        self._secrets = pickle.loads(secrets)
+
+    def persistent_load(self, pid: Any) -> object:
+        return self._secrets[pid]
+
+
+def _joined(bulk: bytes, secrets: bytes) -> object:
+    return _Joining(bulk, secrets).load()

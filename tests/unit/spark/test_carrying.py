@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from py4j.protocol import Py4JJavaError
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.carrying import MOST_CARRIED, Attached, broadcast, carried
+from spark_elastic.spark.carrying import (
+    MOST_CARRIED,
+    Apart,
+    Attached,
+    Carried,
+    broadcast,
+    carried,
+    carried_program,
+)
+from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.worker.function_program import FunctionProgram
 
 
 class Session:
@@ -30,6 +43,32 @@ def test_many_bytes_travel_as_a_file_of_the_session() -> None:
     many = bytes(MOST_CARRIED + 1)
     assert isinstance(carried(session, many), Attached)
     assert session.files == [many]
+
+
+def test_a_file_holds_neither_environment_nor_the_options_of_stores() -> None:
+    """Others may read it: it lies on the server and on executors until the session ends."""
+    session: Any = Session()
+    store = Store.open("memory://jobs", token="store-7f3a9c51e0")
+    policy, secrets = CheckpointPolicy("run", 1), ("env-7f3a9c51e0", "store-7f3a9c51e0")
+    many = bytes(MOST_CARRIED + 1)
+    program = FunctionProgram(len, (many,), environment={"TOKEN": secrets[0]}, durable=(store, policy))
+    carrier = carried_program(session, program)
+    (file,) = session.files
+    assert not [secret for secret in secrets if secret.encode() in file]
+    assert not [secret for secret in secrets if secret in repr(carrier)]
+    assert isinstance(carrier, Apart)
+    carrier = replace(carrier, bulk=Carried(file))  # as the executor reads it
+    loaded = cloudpickle.loads(carrier.value)
+    assert (loaded.environment, loaded.pickled) == (program.environment, program.pickled)
+    assert loaded._durable[0].filesystem.storage_options == store.filesystem.storage_options
+
+
+def test_a_small_program_travels_as_it_is() -> None:
+    session: Any = Session()
+    carrier = carried_program(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
+    assert isinstance(carrier, Carried)
+    assert cloudpickle.loads(carrier.value).environment == {"TOKEN": "t"}
+    assert session.files == []
 
 
 @pytest.mark.parametrize(
