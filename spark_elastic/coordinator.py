@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +70,9 @@ class Coordinator:
             launcher.mail.post({"results": list(done.results), "worlds": worlds, "report": report})
         except errors.ElasticError as error:
             launcher.mail.post({"failed": type(error).__name__, "text": str(error)})
+        except Exception:  # of ours, or of the machine's: its words would stay in this executor's log
+            text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
+            launcher.mail.post({"failed": JobFailed.__name__, "text": text})
         finally:
             launcher.mail.close(LAST_WORDS)
 
@@ -110,7 +114,8 @@ def checked(config: ElasticConfig) -> ElasticConfig:
     Raises:
         InvalidInput: one of them belongs to the client's machine.
     """
-    for name in ("handle", "journal", "tls_certificate"):
+    script = isinstance(config.host_discovery, str)  # a function travels
+    for name in ("handle", "journal", "tls_certificate", *["host_discovery"] * script):
         if getattr(config, name) is not None:
             raise InvalidInput(
                 f"{name} does not work where executors cannot reach the client, since the coordinator runs in a task: "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, _result, checked
+from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator, _result, checked
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
@@ -22,7 +22,13 @@ from spark_elastic.testing.clock import FakeClock
 
 
 @pytest.mark.parametrize(
-    "setting", [{"journal": "story.jsonl"}, {"tls_certificate": "c", "tls_key": "k"}, {"handle": object()}]
+    "setting",
+    [
+        {"journal": "story.jsonl"},
+        {"tls_certificate": "c", "tls_key": "k"},
+        {"handle": object()},
+        {"host_discovery": "./hosts.sh"},
+    ],
 )
 def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
@@ -99,6 +105,24 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
 
     with pytest.raises(CoordinatorLost, match="was lost: it has not been heard for 60 s"):
         client.follow(carry, 1, ElasticConfig(driver_timeout=60.0))
+
+
+def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("no port was free")
+
+    monkeypatch.setattr("spark_elastic.coordinator.supervise", fails)
+    store = memory_store()
+    box = Box(store, "m", b"key", COORDINATOR, CLIENT)
+    task = Coordinator(
+        box, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, admit=lambda facts: None, run=None
+    )
+    task.conduct("127.0.0.1")
+    heard: list[Any] = []
+    client = Mail(Box(store, "m", b"key", CLIENT, COORDINATOR), heard.append, FakeClock())
+    client.turn()
+    with pytest.raises(JobFailed, match=r"the coordinator of job, .*\n(.*\n)*RuntimeError: no port was free"):
+        _result(heard[-1])
 
 
 def test_results_come_whole() -> None:
