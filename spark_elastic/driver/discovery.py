@@ -191,5 +191,5 @@ def steered(own: Discovery, hosts: str | Find | None, handle: object | None, clo
     if handle is not None:
         if not isinstance(handle, JobHandle):
             raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")
-        parts.append(handle)
+        parts.append(handle.of_a_job())
     return parts[0] if len(parts) == 1 else Together(*parts)

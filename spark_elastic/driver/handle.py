@@ -1,6 +1,6 @@
 """A running job in the caller's hands: another thread may drain workers or hosts, or end it.
 
-Thread-safe. `driver.ports.Discovery` to the driver: orders are posted like any other news.
+Thread-safe. To the driver its orders are news like any other, by way of `driver.ports.Discovery`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.driver.ports import Post
+from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
 
 
 class JobHandle:
-    """Hand it to `run(..., handle=...)`; its methods work from then until the job's end.
+    """Hand it to `run(..., handle=...)`; its methods work from then until the job's end. Of several jobs that run with
+    one handle at a time each gets every order.
 
     Orders that are given before the job has begun are carried out at its start, those for a worker or a rank once its
     first world stands. One that meets nobody is said in the log and the narration, in a sentence.
@@ -22,8 +23,8 @@ class JobHandle:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._lock = threading.Lock()  # owns _post, _early
-        self._post: Post | None = None
+        self._lock = threading.Lock()  # owns _jobs, _early
+        self._jobs: dict[object, Post] = {}
         self._early: list[DriverEvent] = []
 
     def drain(
@@ -53,21 +54,38 @@ class JobHandle:
 
     def _order(self, event: DriverEvent) -> None:
         with self._lock:
-            if self._post is None:
+            if not self._jobs:
                 self._early.append(event)
-            else:
-                self._post(event)
+            for post in self._jobs.values():
+                post(event)
 
     # ---- the driver's side
 
-    def start(self, post: Post) -> None:
+    def of_a_job(self) -> Discovery:
+        """What gives a job, and no other, the orders."""
+        return _Orders(self)
+
+    def begin(self, job: object, post: Post) -> None:
         with self._lock:
-            self._post = post
             early, self._early = self._early, []
-        for event in early:
-            post(event)
+            self._jobs[job] = post
+            for event in early:
+                post(event)
+
+    def end(self, job: object) -> None:
+        """Orders after the last job's end are kept for one that is started with this handle later."""
+        with self._lock:
+            self._jobs.pop(job, None)
+
+
+class _Orders:
+    """`driver.ports.Discovery` over a handle."""
+
+    def __init__(self, handle: JobHandle) -> None:
+        self._handle = handle
+
+    def start(self, post: Post) -> None:
+        self._handle.begin(self, post)
 
     def close(self) -> None:
-        """Orders after this are kept for a job that is started with this handle later."""
-        with self._lock:
-            self._post = None
+        self._handle.end(self)

@@ -160,6 +160,20 @@ def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
     assert (posted[1].rank, posted[1].reason) == (2, "maintenance")
 
 
+def test_a_handle_of_two_jobs_gives_its_orders_to_both_as_long_as_they_run() -> None:
+    handle, first, second = JobHandle(), list[DriverEvent](), list[DriverEvent]()
+    handle.drain(host="a")
+    one, other = (steered(Quiet(), None, handle, CLOCK) for _ in range(2))
+    one.start(first.append)
+    other.start(second.append)
+    handle.drain(host="b")
+    one.close()
+    handle.cancel("enough")
+    assert [type(event) for event in first] == [DrainRequested, DrainRequested]
+    assert [type(event) for event in second] == [DrainRequested, CancelRequested]
+    other.close()
+
+
 @pytest.mark.parametrize("choices", [{}, {"rank": 1, "host": "a"}])
 def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="exactly one"):
