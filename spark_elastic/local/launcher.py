@@ -99,16 +99,12 @@ class LocalLauncher:
             parent=os.getpid(),
             settings=self._settings,
         )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "spark_elastic.local.slot"],
-            stdin=subprocess.PIPE,
-            # As Spark does for its Python workers: several of them with a thread per core stand in each other's way.
-            env={
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-        )
+        try:
+            process = _process()
+        except (
+            OSError
+        ) as error:  # no memory, process or descriptor left just now: the job asks again, later and later
+            return f"the slot's process could not be started ({error})"
         self._processes[job] = process
         assert process.stdin is not None
         try:
@@ -118,3 +114,16 @@ class LocalLauncher:
             pass  # it was killed meanwhile; its exit code says how
         code = process.wait()
         return "the slot ended" if code == 0 else f"the slot process ended with {code}"
+
+
+def _process() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "spark_elastic.local.slot"],
+        stdin=subprocess.PIPE,
+        # As Spark does for its Python workers: several of them with a thread per core stand in each other's way.
+        env={
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+    )

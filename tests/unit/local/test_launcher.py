@@ -1,0 +1,34 @@
+"""Slot jobs of this machine, whose processes may not come about."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.ports import Contact
+from spark_elastic.local.launcher import LocalLauncher
+from spark_elastic.local.places import Hosts
+from spark_elastic.protocol.events import DriverEvent, SlotJobEnded
+
+
+def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else could tell: the driver would wait for that slot for ever."""
+
+    def fails(*given: object, **named: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
+    hosts = Hosts({"localhost": 1})
+    launcher = LocalLauncher(None, hosts, SystemClock())
+    launcher.start(Contact("127.0.0.1:1", b"k" * 32, 1, "job", None), posted.put)
+    for job in (1, 2):
+        launcher.launch(job, 0.0)
+        ended = posted.get(timeout=10.0)
+        assert isinstance(ended, SlotJobEnded)
+        assert ended.job == job
+        assert "could not be started ([Errno 11] Resource temporarily unavailable)" in ended.reason
+    assert launcher.close(1.0) == []
