@@ -23,9 +23,10 @@ LOOK_EVERY = 0.5  # seconds between two looks at the deadline; an interrupt is h
 
 
 class Application:
-    """Who gathers, and which jobs there are."""
+    """Who gathers, and which jobs there are. shipping: held by who sends the packages to executors."""
 
     def __init__(self) -> None:
+        self.shipping = threading.Lock()
         self.change = threading.Condition()
         self.jobs: list[GatherTurn] = []
         self.gathering: GatherTurn | None = None

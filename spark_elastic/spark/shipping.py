@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spark_elastic.driver.gathering import application_of
 from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # cloudpickle: what the driver has pickled is best read by the same release.
 PACKAGES = ("spark_elastic", "elastic_collectives", "cloudpickle")
 LEFT_OUT = ("__pycache__",)
-SHIPPED = "_spark_elastic_shipped"  # kept by the SparkContext, which an archive can be added to once
+SHIPPED = "_spark_elastic_shipped"  # which, kept by the SparkContext, which an archive can be added to once
 
 
 def ship(sc: SparkContext) -> None:
@@ -28,14 +29,17 @@ def ship(sc: SparkContext) -> None:
 
     numpy, and the framework that is trained with, must be there: their builds belong to the machine.
     """
-    if str(sc.master).startswith("local") or vars(sc).get(SHIPPED):
+    if str(sc.master).startswith("local"):
         return
     folder = Path(str(sc._temp_dir))  # lives as long as the SparkContext, like its archives
-    for package in PACKAGES:
-        archive = folder / f"spark_elastic-ship-{package}.zip"
-        pack(_home(package), archive)
-        sc.addArchive(f"{archive}#{package}")
-    vars(sc)[SHIPPED] = True
+    with application_of(sc).shipping:  # executors fetch an archive as soon as it is added: it is written once
+        shipped: set[str] = vars(sc).setdefault(SHIPPED, set())
+        for package in PACKAGES:
+            if package not in shipped:
+                archive = folder / f"spark_elastic-ship-{package}.zip"
+                pack(_home(package), archive)
+                sc.addArchive(f"{archive}#{package}")
+                shipped.add(package)
 
 
 def pack(package: Path, archive: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -11,6 +13,7 @@ pytest.importorskip("pyspark")
 
 import elastic_collectives
 from spark_elastic.errors import InvalidInput
+from spark_elastic.spark import shipping
 from spark_elastic.spark.shipping import PACKAGES, _home, pack
 
 
@@ -34,3 +37,57 @@ def test_all_that_is_sent_can_be_found() -> None:
 def test_a_package_that_the_driver_does_not_have_as_files_is_named() -> None:
     with pytest.raises(InvalidInput, match="ship=True needs no_such_package as a folder of files"):
         _home("no_such_package")
+
+
+class Context:
+    """A SparkContext whose executors fetch an archive once it is added."""
+
+    master = "spark://there"
+
+    def __init__(self, folder: Path) -> None:
+        self._temp_dir = folder
+        self.added: list[str] = []
+        self.fails = False
+
+    def addArchive(self, path: str) -> None:
+        if self.fails:
+            raise OSError("no room")
+        self.added.append(path.partition("#")[2])
+
+
+def _writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    written: list[str] = []
+
+    def slowly(package: Path, archive: Path) -> None:
+        time.sleep(0.05)
+        written.append(package.name)
+
+    monkeypatch.setattr(shipping, "pack", slowly)
+    return written
+
+
+def test_two_fits_at_once_send_each_package_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written again while an executor fetches it arrives cut off."""
+    written, context = _writes(monkeypatch), Context(tmp_path)
+    fits = [threading.Thread(target=shipping.ship, args=(context,)) for _ in range(2)]
+    for fit in fits:
+        fit.start()
+    for fit in fits:
+        fit.join()
+    assert written == context.added == list(PACKAGES)
+
+
+def test_after_a_failure_what_was_sent_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, context = _writes(monkeypatch), Context(tmp_path)
+    monkeypatch.setattr(shipping, "PACKAGES", PACKAGES[:1])
+    shipping.ship(context)  # type: ignore[arg-type]
+    monkeypatch.setattr(shipping, "PACKAGES", PACKAGES)
+    context.fails = True
+    with pytest.raises(OSError, match="no room"):
+        shipping.ship(context)  # type: ignore[arg-type]
+    context.fails = False
+    shipping.ship(context)  # type: ignore[arg-type]
+    assert context.added == list(PACKAGES)
+    assert written.count(PACKAGES[0]) == 1
