@@ -5,6 +5,7 @@ elsewhere. The root logger is left as it is.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, TypeAlias
@@ -87,15 +88,39 @@ def log_again(level: int, name: str, text: str, told: bool) -> None:
     logging.getLogger(name).log(level, "%s", text, extra=TOLD if told else None)
 
 
+class _Lowered:
+    """The level of "spark_elastic" while anybody takes its log; afterwards it is as it was."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # owns the two below
+        self._takers = 0
+        self._before = logging.NOTSET
+
+    def __enter__(self) -> None:
+        logger = logging.getLogger("spark_elastic")
+        with self._lock:
+            if not self._takers:
+                self._before = logger.level
+            self._takers += 1
+            if logger.getEffectiveLevel() > logging.INFO:
+                logger.setLevel(logging.INFO)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._takers -= 1
+            if not self._takers:
+                logging.getLogger("spark_elastic").setLevel(self._before)
+
+
+_lowered = _Lowered()  # of all jobs of this process
+
+
 @contextmanager
 def _taken(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     logger, taker = logging.getLogger("spark_elastic"), _Taker(take)
-    level = logger.level
-    logger.addHandler(taker)
-    if logger.getEffectiveLevel() > logging.INFO:
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(taker)
+    with _lowered:
+        logger.addHandler(taker)
+        try:
+            yield
+        finally:
+            logger.removeHandler(taker)

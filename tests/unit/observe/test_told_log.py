@@ -44,6 +44,19 @@ def test_whoever_logs_does_not_wait_for_a_stream_that_blocks() -> None:
     assert told == ["warning: a worry"]
 
 
+def test_one_job_s_end_leaves_the_log_to_the_other() -> None:
+    logger = logging.getLogger("spark_elastic")
+    before, told = logger.level, list[str]()
+    first, second = log_told(lambda text: None), log_told(told.append)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    logger.info("goes on")
+    second.__exit__(None, None, None)
+    assert told == ["info: goes on"]
+    assert logger.level == before
+
+
 def test_the_log_is_shown_inside_the_block_alone() -> None:
     stream, root = io.StringIO(), logging.getLogger()
     before = list(root.handlers)
