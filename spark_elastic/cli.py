@@ -38,6 +38,7 @@ from spark_elastic.running.call import prepare
 
 HERE = "localhost"
 LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
+SOME = click.IntRange(min=1)
 
 
 @click.command(
@@ -45,18 +46,18 @@ LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
 )
 @click.version_option(spark_elastic.__version__, "-v", "--version")
 @click.option(
-    "-np", "--num-proc", "num_proc", type=int, help="Workers to start with; default: all slots of the hosts."
+    "-np", "--num-proc", "num_proc", type=SOME, help="Workers to start with; default: all slots of the hosts."
 )
-@click.option("--min-np", "--min-num-proc", "min_np", type=int, help="Fewest to go on with; default 1.")
+@click.option("--min-np", "--min-num-proc", "min_np", type=SOME, help="Fewest to go on with; default 1.")
 @click.option(
-    "--max-np", "--max-num-proc", "max_np", type=int, help="Most ever; default: as many as at the start."
+    "--max-np", "--max-num-proc", "max_np", type=SOME, help="Most ever; default: as many as at the start."
 )
 @click.option("-H", "--hosts", help="Names of this machine with their slots: localhost:2,127.0.0.2:2.")
 @click.option("-hostfile", "--hostfile", type=click.Path(), help="The same, one host:slots a line.")
 @click.option(
     "--host-discovery-script", help="Executable that prints host[:slots] a line; asked once a second."
 )
-@click.option("--slots-per-host", type=int, help="Slots of hosts that are named without a number.")
+@click.option("--slots-per-host", type=SOME, help="Slots of hosts that are named without a number.")
 @click.option("--reset-limit", type=int, help="Most new worlds after the first.")
 @click.option("--elastic-timeout", type=float, help="Seconds to wait for --min-np workers; default 600.")
 @click.option(
@@ -69,7 +70,7 @@ LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
 @click.option("--output-filename", type=click.Path(), help="Folder for what ranks print: rank.N/stdout.")
 @click.option("--run-id", help="Name under which commits are made durable; the same name again goes on.")
 @click.option("--store", help="Folder or fsspec url in which they are kept.")
-@click.option("--checkpoint-steps", type=int, help="So many commits from one to the next; default by time.")
+@click.option("--checkpoint-steps", type=SOME, help="So many commits from one to the next; default by time.")
 @click.option(
     "-prefix-timestamp",
     "--prefix-output-with-timestamp",
@@ -136,7 +137,7 @@ def play(wanted: Wanted) -> None:
 def _play(wanted: Wanted) -> None:
     path, arguments = _script(wanted.command)
     fixed = _fixed_hosts(wanted)
-    number = wanted.num_proc or (sum(fixed.values()) if fixed else None)
+    number = sum(fixed.values()) if wanted.num_proc is None and fixed else wanted.num_proc
     if number is None:
         raise InvalidInput("spark-elastic-run needs -np, the number of workers to start with.")
     named: dict[str, Any] = {
@@ -147,7 +148,9 @@ def _play(wanted: Wanted) -> None:
         "store": wanted.store,
         "env": _environment(wanted),
     }
-    call = prepare(path, arguments, {name: value for name, value in named.items() if value}, _config(wanted))
+    call = prepare(
+        path, arguments, {name: value for name, value in named.items() if value is not None}, _config(wanted)
+    )
     hosts, clock = Hosts(), SystemClock()
     config = call.options.config
     launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))

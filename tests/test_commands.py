@@ -116,3 +116,6 @@ def test_spark_elastic_takes_what_the_pages_say() -> None:
                 assert isinstance(group, click.Group), page
                 assert name in group.commands, f"{page}: {name}"
             group = group.commands[word.split("|")[0]]
+        known = {option for parameter in group.params for option in parameter.opts}
+        given = {word.strip("[]").split("=")[0] for word in words if word.strip("[").startswith("-")}
+        assert given <= known, f"{page}: {sorted(given - known)}"

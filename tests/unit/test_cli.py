@@ -43,6 +43,13 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.gather_timeout, config.collective_timeout) == (5.0, 7.0)
 
 
+@pytest.mark.parametrize("option", ["-np", "--min-np", "--max-np", "--slots-per-host", "--checkpoint-steps"])
+def test_a_zero_is_refused(option: str, script: str) -> None:
+    result = CliRunner().invoke(cli.run, ["-np", "2", option, "0", "python", script])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
