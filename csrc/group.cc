@@ -7,8 +7,8 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "adasum.h"
-#include "half.h"
+#include "calls/adasum.h"
+#include "numbers/half.h"
 
 namespace elastic {
 namespace {

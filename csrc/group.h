@@ -11,12 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "call.h"
-#include "direct.h"
-#include "gloo_calls.h"
-#include "hosts.h"
-#include "mesh.h"
-#include "reduction.h"
+#include "calls/direct.h"
+#include "calls/gloo_calls.h"
+#include "calls/hosts.h"
+#include "numbers/reduction.h"
+#include "transport/call.h"
+#include "transport/mesh.h"
 
 namespace elastic {
 

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "group.h"
-#include "half.h"
+#include "numbers/half.h"
 
 namespace py = pybind11;
 using namespace elastic;

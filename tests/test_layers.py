@@ -38,6 +38,8 @@ SIDEWAYS = {
     ("keras", "tensorflow"): "Keras on the TensorFlow backend uses its collectives",
     ("keras", "torch"): "Keras on the torch backend uses its collectives",
 }
+# The folders of csrc/, highest first; "" is csrc/ itself. A file may include those of lower ones, and its own.
+ENGINE = ("", "calls", "shared", "transport", "numbers")
 PURE = ("protocol", "data.plan", "torch.buckets")
 # A module outside of these parts that is pure says so in a sentence: "Pure.", "..., pure.", "Pure; any thread."
 SAYS_PURE = re.compile(r"(?:^|[.,;] )[Pp]ure[.;:]", re.MULTILINE)
@@ -219,3 +221,15 @@ def test_the_engine_knows_numpy_and_nothing_else() -> None:
         and (module.name, name) != ("elastic_collectives.backends.pygloo", "pygloo")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_engines_includes_point_downwards() -> None:
+    csrc = ROOT / "csrc"
+    sources = [path for path in csrc.rglob("*") if path.suffix in (".h", ".cc")]
+    assert {path.parent.name for path in sources if path.parent != csrc} == set(ENGINE[1:])
+    for path in sources:
+        own = "" if path.parent == csrc else path.parent.name
+        for folder in re.findall(r'^#include "(?:(\w+)/)?\w+\.h"', path.read_text(), re.MULTILINE):
+            assert ENGINE.index(own) <= ENGINE.index(folder), (
+                f"{path.relative_to(ROOT)} includes {folder or 'csrc'}"
+            )

@@ -5,13 +5,13 @@
 #include <stdexcept>
 #include <vector>
 
-#include "address.h"
 #include "check.h"
-#include "endpoint.h"
-#include "goodbye.h"
-#include "handshake.h"
-#include "numbers.h"
-#include "sha256.h"
+#include "numbers/numbers.h"
+#include "transport/address.h"
+#include "transport/endpoint.h"
+#include "transport/goodbye.h"
+#include "transport/handshake.h"
+#include "transport/sha256.h"
 
 using namespace elastic;
 

@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "address.h"
 #include "check.h"
 #include "group.h"
-#include "handshake.h"
+#include "transport/address.h"
+#include "transport/handshake.h"
 
 namespace elastic {
 

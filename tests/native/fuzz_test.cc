@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "dial.h"
-#include "pair.h"
+#include "transport/pair.h"
 
 using namespace elastic;
 

@@ -1,13 +1,13 @@
 // Connections inside TLS: what passes, what does not, and that groups behave there as in the clear.
-#include "tls.h"
+#include "transport/tls.h"
 
 #include <numeric>
 #include <thread>
 
 #include "check.h"
 #include "dial.h"
-#include "pair.h"
 #include "ranks.h"
+#include "transport/pair.h"
 
 using namespace elastic;
 

@@ -1,0 +1,24 @@
+// The collectives that Gloo has algorithms for, in any world; tags are distinct among those that run at the same time.
+#pragma once
+
+#include <gloo/context.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "numbers/reduction.h"
+
+namespace elastic {
+
+using World = std::shared_ptr<gloo::Context>;
+
+// In place, without what finish() does. bcube: for small data, else the ring.
+void reduceByGloo(const World& world, void* data, size_t count, const Reduction& reduction, bool bcube, uint32_t tag);
+void broadcastByGloo(const World& world, void* data, size_t bytes, int root, uint32_t tag);
+// out holds everyone's part in rank order; sizes[r] bytes each.
+void gatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag);
+void meetByGloo(const World& world, uint32_t tag);
+
+}  // namespace elastic

@@ -1,0 +1,68 @@
+// Collectives among the ranks of one host, through shared memory.
+//
+// Members are numbered from 0 in the order of their ranks. Operands go through slots, chunk by chunk, with one meeting
+// a chunk: while a chunk is copied in, the one before is reduced, each member its part, and the one before that copied
+// out. Operands that all lie in shared memory are reduced where they are. Parts are reduced in rank order.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "numbers/reduction.h"
+#include "shared/shm_gate.h"
+#include "shared/shm_handover.h"
+#include "shared/shm_memory.h"
+#include "transport/mesh.h"
+
+namespace elastic {
+
+class LocalGroup {
+ public:
+  LocalGroup(std::shared_ptr<Segment> segment, Lifelines lifelines, std::vector<int> ranks, int self, Mesh& mesh,
+             std::chrono::milliseconds timeout);
+  ~LocalGroup();
+
+  // `call` is what all members must have called. toAll: every member has the result, else the first one alone; the
+  // others' operands are void then.
+  void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, bool toAll);
+  void broadcast(void* data, size_t bytes, int root, const Call& call);
+  // out: where each member's part goes; own: this member's, which is copied too unless it is there already.
+  void gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
+  void meet(const Call& call);
+
+  // Null where there is no room.
+  std::shared_ptr<Memory> memory(size_t bytes) { return memories_.take(bytes); }
+  // While this member is busy with other hosts, the others wait for it.
+  void setAway(bool away) { gate_.setAway(away); }
+  // Gives up what tells the others that this member lives. From any thread.
+  void close();
+
+ private:
+  struct Chunked;
+  void post(const Call& call, const void* data, size_t bytes);
+  void check(uint32_t bank, const Call& call);
+  int extents(uint32_t bank);
+  char* operandOf(int member, uint32_t bank, size_t bytes);
+  std::unique_ptr<Failure> onLifeline(int member);
+  void reduceSmall(void* data, size_t count, const Reduction& reduction, const Call& call);
+  void reduceChunks(Chunked& work, bool mayRestart);
+  void copyIn(const Chunked& work, size_t c, uint32_t bank);
+  void reducePart(const Chunked& work, size_t c, uint32_t from, uint32_t to);
+  void copyOut(const Chunked& work, size_t c, uint32_t bank);
+  void reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAll);
+
+  void broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank);
+
+  static constexpr size_t kBlock = size_t{32} << 10;  // bytes that stay in the first-level cache while they are reduced
+
+  const std::shared_ptr<Segment> segment_;
+  const std::vector<int> ranks_;
+  const int self_, members_;
+  Mesh& mesh_;
+  Gate gate_;
+  Memories memories_;
+  Lifelines lifelines_;  // guarded by the mesh's mutex
+  std::unique_ptr<char[]> scratch_;
+};
+
+}  // namespace elastic

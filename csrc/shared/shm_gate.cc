@@ -1,0 +1,208 @@
+#include "shared/shm_gate.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <thread>
+
+#include "transport/goodbye.h"
+
+namespace elastic {
+namespace {
+
+using Clock = Mesh::Clock;
+
+constexpr uint32_t kFailed = 1;
+constexpr int kSpins = 300, kSpinsWhenCrowded = 50;  // then sleep: a yield may cost a time slice where others compute
+constexpr std::chrono::milliseconds kSlice{3};       // how late the death of a member is seen, at most
+constexpr std::chrono::milliseconds kIdle{200};      // how often a waiter looks for Ctrl-C
+constexpr std::chrono::seconds kSilent{1};           // somebody who is away and lives shows it more often than this
+constexpr std::chrono::milliseconds kVerdictWithin{50};
+
+void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  // Whatever comes of it, the caller looks at the word again. Not a private futex: the word is shared by processes.
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+}
+
+void wakeAll(std::atomic<uint32_t>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// With fewer processors than members, whoever spins keeps the one from running that it waits for.
+int spinsFor(size_t members) {
+  cpu_set_t processors;
+  CPU_ZERO(&processors);
+  if (sched_getaffinity(0, sizeof processors, &processors) != 0) return kSpinsWhenCrowded;
+  return members <= static_cast<size_t>(CPU_COUNT(&processors)) ? kSpins : kSpinsWhenCrowded;
+}
+
+}  // namespace
+
+// One wait: since when, until when, and what was last seen of those who are away.
+struct Gate::Watch {
+  explicit Watch(std::chrono::milliseconds timeout)
+      : idle(Clock::now() + kIdle), lateFrom(Clock::now() + timeout / 2), deadline(Clock::now() + timeout) {}
+
+  Clock::time_point idle, lateFrom, deadline;
+  bool late = false;
+  std::vector<uint32_t> pulses;
+};
+
+Gate::Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh,
+           std::chrono::milliseconds timeout)
+    : segment_(std::move(segment)),
+      ranks_(std::move(ranks)),
+      self_(self),
+      mesh_(mesh),
+      timeout_(timeout),
+      spins_(spinsFor(ranks_.size())),
+      gone_(ranks_.size()) {}
+
+void Gate::pass() {
+  SegmentHeader& header = segment_->header();
+  turn_++;
+  if (header.gathered.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks_.size()) {
+    header.gathered.store(0, std::memory_order_relaxed);  // nobody comes again before the phase has changed
+    // Sequentially consistent, as is what a sleeper does: it sees the new phase, or we see the sleeper.
+    header.phase.fetch_add(2, std::memory_order_seq_cst);
+    if (header.sleepers.load(std::memory_order_seq_cst) > 0) wakeAll(header.phase);
+  }
+  // After the count: whoever lacks this mark when it is gone has not come.
+  segment_->line(self_).arrived.store(turn_, std::memory_order_release);
+  if (!open()) spin();
+  if (!open()) sleep();
+  if (failed()) raise();
+}
+
+bool Gate::open() const {
+  const uint32_t phase = segment_->header().phase.load(std::memory_order_acquire);
+  return (phase & kFailed) != 0 || phase >> 1 == (turn_ & (UINT32_MAX >> 1));
+}
+
+void Gate::spin() const {
+  for (int i = 0; i < spins_ && !open(); i++) relax();
+}
+
+void Gate::sleep() {
+  SegmentHeader& header = segment_->header();
+  const timespec slice{0, std::chrono::nanoseconds(kSlice).count()};
+  Watch watch(timeout_);
+  struct Sleeper {
+    std::atomic<uint32_t>& count;
+    explicit Sleeper(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1, std::memory_order_seq_cst); }
+    ~Sleeper() { count.fetch_sub(1, std::memory_order_relaxed); }
+  } sleeper(header.sleepers);
+  while (!open()) {
+    const uint32_t phase = header.phase.load(std::memory_order_seq_cst);
+    if (open()) return;
+    futex(header.phase, FUTEX_WAIT, phase, &slice);
+    if (open()) return;
+    const auto now = Clock::now();
+    const bool idle = now >= watch.idle;
+    if (idle) watch.idle = now + kIdle;
+    mesh_.attend(idle, now >= watch.lateFrom);
+    blameTheDead();
+    if (now >= watch.deadline) blameTheLate(watch);
+  }
+}
+
+std::vector<int> Gate::missing() const {
+  std::vector<int> members;
+  for (int m = 0; m < static_cast<int>(ranks_.size()); m++) {
+    if (segment_->line(m).arrived.load(std::memory_order_acquire) != turn_) members.push_back(m);
+  }
+  return members;
+}
+
+void Gate::blameTheDead() {
+  for (size_t m = 0; m < ranks_.size(); m++) {
+    // In this order: what it did before it went counts.
+    if (!gone_[m] || segment_->line(static_cast<int>(m)).arrived.load(std::memory_order_acquire) == turn_) continue;
+    if (open()) return;
+    const Failure loss = lossOf(static_cast<int>(m));
+    mesh_.abort(loss.cause, loss.ranks, loss.what());
+    mesh_.check();
+  }
+}
+
+Failure Gate::lossOf(int member) const {
+  const int rank = ranks_[static_cast<size_t>(member)];
+  return Failure(Cause::kPeerLost, {rank},
+                 "rank " + std::to_string(mesh_.rank) + ": rank " + std::to_string(rank) +
+                     ", on the same host: its process has ended, or it has closed the group");
+}
+
+// One who is away waits for other hosts, with a deadline of its own, and will tell who is to blame: as long as it
+// lives.
+void Gate::blameTheLate(Watch& watch) {
+  std::vector<int> ranks;
+  std::vector<uint32_t> pulses;
+  std::string names;
+  for (int m : missing()) {
+    const Line& line = segment_->line(m);
+    const size_t nth = pulses.size();
+    pulses.push_back(line.pulse.load(std::memory_order_relaxed));
+    const bool away = line.away.load(std::memory_order_relaxed) != 0;
+    const bool alive = nth >= watch.pulses.size() || watch.pulses[nth] != pulses[nth];
+    if (away && (!watch.late || alive)) continue;
+    ranks.push_back(ranks_[static_cast<size_t>(m)]);
+    names += (names.empty() ? "" : ", ") + std::to_string(ranks.back());
+  }
+  if (ranks.empty() && !open()) {
+    watch.pulses = std::move(pulses);
+    watch.late = true;
+    watch.deadline = Clock::now() + kSilent;
+    return;
+  }
+  if (open()) return;
+  mesh_.abort(Cause::kTimeout, ranks,
+              "rank " + std::to_string(mesh_.rank) + ": shared memory timed out after " +
+                  std::to_string(timeout_.count()) + " ms, waiting for rank(s) " + names);
+  mesh_.check();
+}
+
+void Gate::publish(const Failure& failure) {
+  SegmentHeader& header = segment_->header();
+  uint32_t none = 0;
+  if (header.verdict.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
+    std::vector<char> body = encodeGoodbye(failure);
+    if (body.size() > kMostBody) body = encodeGoodbye(Failure(failure.cause, {}, failure.what()));
+    std::memcpy(header.body, body.data(), body.size());
+    header.bodySize = static_cast<uint32_t>(body.size());
+    header.verdict.store(2, std::memory_order_release);
+  }
+  header.phase.fetch_or(kFailed, std::memory_order_seq_cst);
+  wakeAll(header.phase);
+}
+
+Failure Gate::failure() const {
+  const SegmentHeader& header = segment_->header();
+  const auto until = Clock::now() + kVerdictWithin;
+  while (header.verdict.load(std::memory_order_acquire) != 2) {
+    // Whoever began to publish it has died.
+    if (Clock::now() > until) return Failure(Cause::kAborted, {}, "a member of this host ended the group");
+    std::this_thread::yield();
+  }
+  return decodeGoodbye(std::vector<char>(header.body, header.body + header.bodySize), ranks_[0]);
+}
+
+void Gate::raise() {
+  const Failure failure = this->failure();
+  mesh_.abort(failure.cause, failure.ranks, failure.what());
+  mesh_.check();
+  throw failure;
+}
+
+}  // namespace elastic

@@ -1,0 +1,115 @@
+#include "shared/shm_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <new>
+
+namespace elastic {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr uint64_t kRegion = uint64_t{1} << 40;  // offsets of one member: the file is sparse, and they are used once
+constexpr size_t kMostViews = 256;
+
+size_t roundUp(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+}  // namespace
+
+struct Memory::Registry {
+  struct Extent {
+    uint64_t offset;
+    size_t bytes;
+  };
+
+  std::shared_ptr<Segment> segment;
+  std::mutex mutex;                       // guards what follows
+  std::map<const char*, Extent> extents;  // by address
+  uint64_t next = 0;
+
+  void drop(const char* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = extents.find(data);
+    // Others may still map it; they find it empty, and nobody looks.
+    fallocate(segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(found->second.offset),
+              static_cast<off_t>(found->second.bytes));
+    extents.erase(found);
+  }
+};
+
+Memory::Memory(size_t bytes) : bytes_(roundUp(bytes)) {
+  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<char*>(memory);
+}
+
+Memory::Memory(char* data, size_t bytes, const std::shared_ptr<Registry>& registry)
+    : data_(data), bytes_(bytes), registry_(registry) {}
+
+Memory::~Memory() {
+  if (const auto registry = registry_.lock()) registry->drop(data_);
+  munmap(data_, bytes_);
+}
+
+Memories::Memories(std::shared_ptr<Segment> segment, int member)
+    : segment_(std::move(segment)), registry_(std::make_shared<Memory::Registry>()) {
+  registry_->segment = segment_;
+  registry_->next = kRegion * (static_cast<uint64_t>(member) + 1);
+}
+
+Memories::~Memories() { dropViews(); }
+
+std::shared_ptr<Memory> Memories::take(size_t bytes) {
+  const size_t room = roundUp(bytes);
+  std::lock_guard<std::mutex> lock(registry_->mutex);
+  const auto offset = static_cast<off_t>(registry_->next);
+  if (room >= kRegion || fallocate(segment_->fd(), 0, offset, static_cast<off_t>(room)) != 0) return nullptr;
+  registry_->next += room;
+  void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(), offset);
+  if (memory == MAP_FAILED) {
+    fallocate(segment_->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(room));
+    return nullptr;
+  }
+  const auto data = static_cast<char*>(memory);
+  std::shared_ptr<Memory> taken(new Memory(data, room, registry_));
+  registry_->extents[data] = {static_cast<uint64_t>(offset), room};
+  return taken;
+}
+
+void Memories::locate(const void* data, size_t bytes, Notice& notice) const {
+  const auto begin = static_cast<const char*>(data);
+  notice.extent = notice.room = notice.at = 0;
+  std::lock_guard<std::mutex> lock(registry_->mutex);
+  auto found = registry_->extents.upper_bound(begin);
+  if (found == registry_->extents.begin()) return;
+  --found;
+  const auto at = static_cast<size_t>(begin - found->first);
+  if (at > found->second.bytes || bytes > found->second.bytes - at) return;
+  notice.extent = found->second.offset;
+  notice.room = found->second.bytes;
+  notice.at = at;
+}
+
+char* Memories::view(const Notice& notice, size_t bytes) {
+  if (notice.extent == 0 || notice.at > notice.room || bytes > notice.room - notice.at) return nullptr;
+  auto found = views_.find(notice.extent);
+  if (found == views_.end()) {
+    void* memory = mmap(nullptr, notice.room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(),
+                        static_cast<off_t>(notice.extent));
+    if (memory == MAP_FAILED) return nullptr;
+    found = views_.emplace(notice.extent, View{static_cast<char*>(memory), notice.room}).first;
+  }
+  return found->second.data + notice.at;
+}
+
+void Memories::forget() {
+  if (views_.size() > kMostViews) dropViews();
+}
+
+void Memories::dropViews() {
+  for (const auto& [offset, view] : views_) munmap(view.data, view.bytes);
+  views_.clear();
+}
+
+}  // namespace elastic

@@ -1,0 +1,75 @@
+#include "transport/buffer.h"
+
+#include <gloo/common/error.h>
+
+#include "transport/pair.h"
+
+namespace elastic {
+
+Buffer::~Buffer() {
+  Mesh::Lock lock(mesh_.mu_);
+  if (pending_ == 0) return;
+  // Happens when an algorithm throws: from here on nobody may touch this memory, so the group cannot go on.
+  mesh_.abortLocked(Cause::kAborted, {}, mesh_.me() + ": an operation was given up half way");
+  for (int r = 0; r < mesh_.size; r++) {
+    if (r != mesh_.rank) mesh_.pair(r).drop();
+  }
+}
+
+bool Buffer::waitRecv(int* rank, std::chrono::milliseconds timeout) {
+  return wait(received_, recvAborted_, rank, timeout, "receive");
+}
+
+bool Buffer::waitSend(int* rank, std::chrono::milliseconds timeout) {
+  return wait(sent_, sendAborted_, rank, timeout, "send");
+}
+
+bool Buffer::wait(std::deque<int>& done, bool& aborted, int* rank, std::chrono::milliseconds timeout,
+                  const char* what) {
+  Mesh::Lock lock(mesh_.mu_);
+  mesh_.wait(
+      lock, [&] { return aborted || !done.empty(); }, timeout, what);
+  if (aborted) {
+    aborted = false;
+    return false;
+  }
+  if (rank != nullptr) *rank = done.front();
+  done.pop_front();
+  return true;
+}
+
+void Buffer::abortWaitRecv() {
+  Mesh::Lock lock(mesh_.mu_);
+  recvAborted_ = true;
+  mesh_.wake();
+}
+
+void Buffer::abortWaitSend() {
+  Mesh::Lock lock(mesh_.mu_);
+  sendAborted_ = true;
+  mesh_.wake();
+}
+
+void Buffer::send(int rank, uint64_t slot, size_t offset, size_t nbytes) {
+  const size_t size = checkedSize(offset, nbytes);
+  mesh_.getPair(rank)->send(this, slot, offset, size);
+}
+
+void Buffer::recv(int rank, uint64_t slot, size_t offset, size_t nbytes) {
+  const size_t size = checkedSize(offset, nbytes);
+  mesh_.getPair(rank)->recv(this, slot, offset, size);
+}
+
+void Buffer::recv(std::vector<int> ranks, uint64_t slot, size_t offset, size_t nbytes) {
+  if (ranks.size() != 1) throw gloo::InvalidOperationException("receiving from any rank is not supported");
+  recv(ranks[0], slot, offset, nbytes);
+}
+
+size_t Buffer::checkedSize(size_t offset, size_t nbytes) const {
+  if (nbytes == 0) return 0;  // Gloo's empty segments may lie beyond the end
+  if (nbytes == kUnspecifiedByteCount) nbytes = size - offset;
+  if (offset > size || nbytes > size - offset) throw gloo::InvalidOperationException("outside of the buffer");
+  return nbytes;
+}
+
+}  // namespace elastic

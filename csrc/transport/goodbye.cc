@@ -1,0 +1,34 @@
+#include "transport/goodbye.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace elastic {
+namespace {
+
+constexpr size_t kLongestReason = 4096;
+
+}  // namespace
+
+std::vector<char> encodeGoodbye(const Failure& failure) {
+  std::vector<int32_t> numbers{static_cast<int32_t>(failure.cause), static_cast<int32_t>(failure.ranks.size())};
+  numbers.insert(numbers.end(), failure.ranks.begin(), failure.ranks.end());
+  const auto first = reinterpret_cast<const char*>(numbers.data());
+  std::vector<char> body(first, first + numbers.size() * sizeof(int32_t));
+  const std::string reason = std::string(failure.what()).substr(0, kLongestReason);
+  body.insert(body.end(), reason.begin(), reason.end());
+  return body;
+}
+
+Failure decodeGoodbye(const std::vector<char>& body, int peer) {
+  std::vector<int32_t> numbers(body.size() / sizeof(int32_t));
+  if (!numbers.empty()) std::memcpy(numbers.data(), body.data(), numbers.size() * sizeof(int32_t));
+  const bool sound = numbers.size() >= 2 && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(Cause::kMismatch) &&
+                     numbers[1] >= 0 && static_cast<size_t>(numbers[1]) <= numbers.size() - 2;
+  if (!sound) return Failure(Cause::kAborted, {peer}, "rank " + std::to_string(peer) + " said goodbye without sense");
+  const ptrdiff_t text = 2 + numbers[1];
+  return Failure(static_cast<Cause>(numbers[0]), std::vector<int>(numbers.begin() + 2, numbers.begin() + text),
+                 std::string(body.begin() + text * static_cast<ptrdiff_t>(sizeof(int32_t)), body.end()));
+}
+
+}  // namespace elastic

@@ -1,0 +1,133 @@
+// The transport under Gloo's algorithms: one generation's connections to its peers, driven by whoever waits.
+//
+// No thread of its own: a waiting caller runs the event loop, further waiters sleep until it has news (leader and
+// followers). One mutex guards everything; sockets are opened on first use. Any failure ends the whole mesh at once.
+#pragma once
+
+#include <gloo/transport/context.h>
+#include <gloo/transport/device.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/address.h"
+#include "transport/call.h"
+#include "transport/endpoint.h"
+#include "transport/failure.h"
+#include "transport/farewell.h"
+
+namespace elastic {
+
+class Buffer;
+class Pair;
+
+class Mesh : public gloo::transport::Context {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // peers[r] is the address that rank r listens on. checkSignals: called now and then while waiting; what it throws
+  // ends the wait and the group.
+  Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
+       std::chrono::milliseconds timeout, std::function<void()> checkSignals);
+  ~Mesh() override;
+
+  std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }
+  std::unique_ptr<gloo::transport::Pair>& createPair(int rank) override { return pairs_.at(rank); }
+  std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* ptr, size_t size) override;
+
+  // From any thread; the first cause stays. Wakes every waiter and tells the peers.
+  void abort(Cause cause, std::vector<int> ranks, const std::string& reason);
+  void close();
+  // Throws the failure, if there is one.
+  void check();
+  // What the frames that follow belong to.
+  void enter(const Call& call);
+
+  // For those who wait elsewhere too, in shared memory (mesh_guests.cc). Guests are descriptors in the same event loop;
+  // onEvents runs with the mutex held, and a failure that it returns ends the mesh.
+  using OnEvents = std::function<std::unique_ptr<Failure>(uint32_t events)>;
+  Lock hold() { return Lock(mu_); }
+  void attach(int fd, OnEvents onEvents);  // with the mutex held, as in onEvents
+  void detach(int fd);                     // likewise
+  // Called with the failure, the mutex held; at once if there is one already. `pulse` grows while somebody waits here.
+  void watchedBy(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse);
+  // One turn of the event loop without waiting. Throws the failure, if there is one. idle: now and then, to look for
+  // Ctrl-C among others; late: the caller has waited for so long that peers ought to know that it lives.
+  void attend(bool idle, bool late);
+  // Runs the event loop until done(), or until the time is up: whether it was done.
+  bool await(const std::function<bool()>& done, Clock::time_point until);
+
+ private:
+  friend class Pair;
+  friend class Buffer;
+
+  Pair& pair(int rank);
+  void checkLocked() const;
+  void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
+  void sayGoodbye();
+  void closeSockets();
+  // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
+  void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
+  void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);
+  void lead(Lock& lock, std::chrono::milliseconds timeout, bool late);
+  int turn(Lock& lock, std::chrono::milliseconds timeout);
+  void askForSignals(Lock& lock);
+  void whenIdle(bool late);
+  void dispatch(int fd, uint32_t events);
+  void acceptAll();
+  Incoming& take(Incoming incoming);
+  void restFromAccepting();
+  void acceptAgain();
+  void proceed(Incoming& incoming);
+  bool hear(Incoming& incoming);
+  bool greet(Incoming& incoming);
+  void adopt(Incoming& incoming);
+  void adoptProven(Connection connection, const Hello& hello);
+  void adoptLeftOver();
+  void passOn();
+  void forget(int fd);
+  void dropExpired();
+  void watch(int fd, uint32_t events, bool add);
+  void unwatch(int fd);
+  void wake();
+  std::string me() const { return "rank " + std::to_string(rank); }
+
+  const std::shared_ptr<Endpoint> endpoint_;
+  const Fence fence_;
+  const std::function<void()> checkSignals_;
+  std::vector<SocketAddress> addresses_;
+  std::mutex mu_;
+  std::condition_variable news_;
+  bool polling_ = false;  // somebody is the leader
+  int epoll_ = -1, event_ = -1;
+  std::unique_ptr<Failure> failure_;
+  Farewell farewell_;
+  std::unordered_map<int, Pair*> byFd_;
+  std::unordered_map<int, Incoming> incoming_;
+  std::unordered_map<int, OnEvents> guests_;
+  std::function<void(const Failure&)> onFailure_;
+  std::atomic<uint32_t>* pulse_ = nullptr;
+  Call call_;                                                 // the collective that this rank is in, or was in last
+  Clock::time_point acceptAgain_ = Clock::time_point::max();  // the listening socket is not watched until then
+  size_t spilled_ = 0;                                        // bytes that arrived before anybody asked for them
+};
+
+class Device : public gloo::transport::Device {
+ public:
+  std::string str() const override { return "elastic"; }
+  const std::string& getPCIBusID() const override { return empty_; }
+  std::shared_ptr<gloo::transport::Context> createContext(int, int) override;
+
+ private:
+  const std::string empty_;
+};
+
+}  // namespace elastic

@@ -1,0 +1,71 @@
+// TLS 1.3 between two holders of the job's key (RFC 8446, external pre-shared key with an ephemeral exchange): no
+// certificates; who has not the key can neither listen nor stand between, and who gets it later reads no recording.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+
+#include "transport/openssl.h"
+#include "transport/sha256.h"
+
+namespace elastic {
+
+// The key as both sides' TLS holds it; of an endpoint, for all its connections. Any thread.
+class TlsKey {
+ public:
+  // Throws std::runtime_error where there is no OpenSSL.
+  explicit TlsKey(const std::string& key);
+  ~TlsKey();
+  TlsKey(const TlsKey&) = delete;
+  TlsKey& operator=(const TlsKey&) = delete;
+
+ private:
+  friend class Tls;
+  static int use(OpenSsl::Ssl*, const OpenSsl::Digest*, const unsigned char**, size_t*, OpenSsl::Session**);
+  static int find(OpenSsl::Ssl*, const unsigned char*, size_t, OpenSsl::Session**);
+  static OpenSsl::Session* session(OpenSsl::Ssl* ssl);
+
+  const OpenSsl& lib_;
+  const Digest secret_;
+  OpenSsl::Context* context_;
+};
+
+// One connection's cipher, in memory alone: whoever owns the socket carries the bytes. One thread at a time.
+class Tls {
+ public:
+  static constexpr uint64_t kRekeyAfter = uint64_t{1} << 36;  // bytes; AES-GCM bears 2^38 under one key
+
+  // dials: the side that speaks first.
+  Tls(std::shared_ptr<const TlsKey> key, bool dials, uint64_t rekeyAfter = kRekeyAfter);
+  ~Tls();
+  Tls(const Tls&) = delete;
+  Tls& operator=(const Tls&) = delete;
+
+  // Encrypts; what comes before the handshake is over is kept until then. False: the connection is broken.
+  bool write(const void* data, size_t size);
+  // Bytes that were decrypted; 0: more must be fed first; -1: the connection is broken.
+  ssize_t read(void* data, size_t size);
+  // What came from the peer, and what is to go there.
+  bool feed(const void* data, size_t size);
+  size_t take(void* data, size_t size);
+  bool outgoing() const { return lib_.BIO_ctrl_pending(out_) > 0; }
+  bool incoming() const { return lib_.BIO_ctrl_pending(in_) > 0; }
+
+ private:
+  bool shake();
+  bool put(const char* data, size_t size);
+
+  const std::shared_ptr<const TlsKey> key_;
+  const OpenSsl& lib_;
+  OpenSsl::Ssl* ssl_;
+  OpenSsl::Bio* in_;
+  OpenSsl::Bio* out_;
+  bool ready_ = false, broken_ = false;
+  std::string early_;
+  const uint64_t rekeyAfter_;
+  uint64_t written_ = 0;
+};
+
+}  // namespace elastic
