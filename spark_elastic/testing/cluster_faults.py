@@ -23,7 +23,6 @@ from spark_elastic.errors import InvalidInput
 
 BlowKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
 KINDS: tuple[BlowKind, ...] = get_args(BlowKind)
-PAUSE = 0.25  # seconds by which a slow worker is late at each step
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Blow:
 
     kill worker, kill slot, kill executor: SIGKILL to the training process, the Python worker of Spark above it, the
     JVM above that. stop: SIGSTOP to the training process for `seconds`. cut: all its TCP connections are broken. slow:
-    each of its steps takes a quarter of a second more for `seconds`. drain: SIGPWR to the executor, which
-    decommissions itself under `spark.decommission.enabled=true` and dies otherwise.
+    each of its steps takes `pause` seconds more for `seconds`; the log names it where that is above `stall_after`.
+    drain: SIGPWR to the executor, which decommissions itself under `spark.decommission.enabled=true`, and dies else.
     """
 
     kind: BlowKind
@@ -41,6 +40,7 @@ class Blow:
     epoch: int = 0
     rank: int = 0
     seconds: float = 5.0
+    pause: float = 0.25
 
 
 def seeded_blows(
@@ -82,7 +82,7 @@ class ClusterFaults:
         self._left = dict(enumerate(blows))
         self._folder = folder
         self._clock = clock or SystemClock()
-        self._slow_until: float | None = None
+        self._slow: tuple[float, float] | None = None  # until when, and by how much
 
     def strike(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
         """On every worker at the beginning of each step: do what the plan has for this one."""
@@ -119,15 +119,15 @@ class ClusterFaults:
             case "cut":
                 _break_connections()
             case "slow":
-                self._slow_until = self._clock.now() + blow.seconds
+                self._slow = self._clock.now() + blow.seconds, blow.pause
             case "drain":
                 os.kill(target, signal.SIGPWR)
             case _:
                 os.kill(target, signal.SIGKILL)
 
     def _linger(self) -> None:
-        if self._slow_until is not None and self._clock.now() < self._slow_until:
-            self._clock.sleep(PAUSE)
+        if self._slow is not None and self._clock.now() < self._slow[0]:
+            self._clock.sleep(self._slow[1])
 
 
 def _target(kind: BlowKind) -> int:

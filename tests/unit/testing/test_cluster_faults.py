@@ -51,12 +51,14 @@ def test_a_blow_falls_once_on_the_rank_that_it_is_for(
     assert (told["kind"], told["epoch"], told["step"], told["pid"]) == (kind, 1, 3, signals[0][0])
 
 
-def test_a_slow_worker_is_late_for_a_while(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pause", "late"), [({}, 0.5), ({"pause": 4.0}, 4.0)])
+def test_a_slow_worker_is_late_for_a_while(tmp_path: Path, pause: dict[str, float], late: float) -> None:
     clock = FakeClock()
-    faults = ClusterFaults([Blow("slow", step=0, seconds=0.5)], str(tmp_path / "f"), clock)
+    blow = Blow("slow", step=0, seconds=0.5, **pause)
+    faults = ClusterFaults([blow], str(tmp_path / "f"), clock)
     for step in range(5):
         faults.strike(step, 0, 1)
-    assert clock.now() == 0.5
+    assert clock.now() == late
 
 
 def test_a_cut_breaks_connections_and_leaves_listeners(tmp_path: Path) -> None:
