@@ -63,7 +63,11 @@ class Patience:
         if holder is not None:
             self._until = self._clock.now() + self._seconds
             if holder != self._told:
-                log.info("%s waits while job %s of the same application trains", self._what, holder)
+                log.warning(
+                    "%s waits while job %s of the same application trains: cancel its Spark jobs to end that",
+                    self._what,
+                    holder,
+                )
                 self._told = holder
             return False
         return self._clock.now() >= self._until
@@ -165,7 +169,7 @@ class GatherTurn:
             if holder is None:
                 continue
             if holder != told:
-                log.info(
+                log.warning(
                     "job %s waits for slots while job %s of the same application trains", self._name, holder
                 )
                 told = holder

@@ -113,7 +113,6 @@ def test_r17_a_job_alone_keeps_its_slots() -> None:
 
 
 def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "spark_elastic")
     application, clock = Application(), FakeClock()
     patience = Patience(application, 600.0, clock, "the next")
     with _turn(application, "first") as first:
@@ -128,7 +127,7 @@ def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptu
     clock.advance(1.0)
     assert patience.over()
     assert [record.getMessage() for record in caplog.records] == [
-        "the next waits while job first of the same application trains"
+        "the next waits while job first of the same application trains: cancel its Spark jobs to end that"
     ]
 
 
