@@ -23,11 +23,14 @@ class Places(Protocol):
 
 
 class Hosts:
-    """Named hosts with so many slots each, filled in the order in which they are listed."""
+    """Named hosts with so many slots each, filled in the order in which they are listed; but where a slot has ended, it
+    may be that the driver lets none in, so other hosts come first, and the one where that is longest ago."""
 
     def __init__(self, hosts: Mapping[str, int] | None = None) -> None:
         self._room = dict(hosts or {})
         self._taken: Counter[str] = Counter()
+        self._ends: dict[str, int] = {}  # the number of the last slot's end there
+        self._ended = 0
         self._closed = False
         self._change = threading.Condition()
 
@@ -40,8 +43,9 @@ class Hosts:
     def take(self, job: int) -> str | None:
         with self._change:
             while not self._closed:
-                host = next((host for host, room in self._room.items() if self._taken[host] < room), None)
-                if host is not None:
+                free = [host for host, room in self._room.items() if self._taken[host] < room]
+                if free:
+                    host = min(free, key=lambda host: self._ends.get(host, 0))
                     self._taken[host] += 1
                     return host
                 self._change.wait()
@@ -50,6 +54,8 @@ class Hosts:
     def give_back(self, host: str) -> None:
         with self._change:
             self._taken[host] -= 1
+            self._ended += 1
+            self._ends[host] = self._ended
             self._change.notify_all()
 
     def close(self) -> None:

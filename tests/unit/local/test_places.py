@@ -14,6 +14,17 @@ def test_hosts_are_filled_in_their_order() -> None:
     assert [hosts.take(job) for job in (1, 2, 3)] == ["a", "a", "b"]
 
 
+def test_a_host_that_lets_no_slot_in_does_not_get_every_one() -> None:
+    hosts = Hosts({"a": 2, "b": 2, "c": 1})
+    tried = []
+    for job in range(4):
+        host = hosts.take(job)
+        assert host is not None
+        tried.append(host)
+        hosts.give_back(host)
+    assert tried == ["a", "b", "c", "a"]
+
+
 def test_who_waits_gets_what_becomes_free_and_what_is_new() -> None:
     hosts = Hosts({"a": 1})
     got: SimpleQueue[str | None] = SimpleQueue()
