@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.persistence import Packed
 from spark_elastic.estimators.stacking import in_parts
-from spark_elastic.torch.trainable import input_dtype
+from spark_elastic.training.input_dtype import input_dtype
 from spark_elastic.training.transformation import Transformation, changed
 
 
@@ -59,7 +59,8 @@ class Predictor:
 
     @cached_property
     def _dtype(self) -> torch.dtype:
-        return input_dtype(self._loaded[0])
+        found: torch.dtype = input_dtype(self._loaded[0].parameters(), torch.get_default_dtype())
+        return found
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """As in training: floating point numbers in the model's dtype, whole ones as int64."""

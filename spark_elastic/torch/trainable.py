@@ -40,13 +40,6 @@ def trainable(
     return names, parameters, frozen
 
 
-def input_dtype(model: torch.nn.Module) -> torch.dtype:
-    """What floating point columns are given to a model as: the dtype of its first parameter that is trained."""
-    floats = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    trained = [parameter for parameter in floats if parameter.requires_grad]
-    return next((parameter.dtype for parameter in trained or floats), torch.get_default_dtype())
-
-
 def specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[Spec]:
     return [
         Spec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), str(p.device))

@@ -28,7 +28,7 @@ from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.torch.train.state_bytes import values_dumps
 from spark_elastic.torch.train.step import Rules, StepTaker
-from spark_elastic.torch.trainable import input_dtype
+from spark_elastic.training.input_dtype import input_dtype
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
@@ -73,7 +73,8 @@ class TorchLearner:
         self._taker = StepTaker(
             self.state, self._objective, self._exchange, rules, ledger, metrics[0], self._scaling
         )
-        dtype, shapes, change = input_dtype(model), spec.label_shapes, brought.transformation
+        dtype = input_dtype(model.parameters(), torch.get_default_dtype())
+        shapes, change = spec.label_shapes, brought.transformation
         self._columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
 
     def take(
