@@ -66,6 +66,7 @@ class Mail:
         self._clock = clock
         self._lock = threading.Lock()  # owns _waiting
         self._waiting: list[Letter] = []
+        self._under_way: bytes | None = None
         self._sent = self._read = 0
         self._spoke = self.heard_at = clock.now()
         self._closing = threading.Event()
@@ -105,20 +106,23 @@ class Mail:
             self._box.store.delete(name)
 
     def _send(self) -> None:
+        if self._under_way is not None:
+            # It may have been written, and read, all the same: the same again, and what is new by the next one.
+            self._write(self._under_way)
         with self._lock:
             letters, self._waiting = self._waiting, []
-        now = self._clock.now()
-        if not letters and now - self._spoke < SPEAK_EVERY:
-            return
-        name = self._box.name(self._box.other, self._sent)
-        try:
-            self._box.store.write_bytes(name, self._box.sealed(name, letters))
-        except StoreError:
-            with self._lock:
-                self._waiting = letters + self._waiting
-            raise
+        if letters or self._clock.now() - self._spoke >= SPEAK_EVERY:
+            self._write(self._box.sealed(self._next(), letters))
+
+    def _next(self) -> str:
+        return self._box.name(self._box.other, self._sent)
+
+    def _write(self, content: bytes) -> None:
+        self._under_way = content
+        self._box.store.write_bytes(self._next(), content)
+        self._under_way = None
         self._sent += 1
-        self._spoke = now
+        self._spoke = self._clock.now()
 
     def _hand_over(self, letter: Letter) -> None:
         try:

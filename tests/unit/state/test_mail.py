@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.state.mail import SPEAK_EVERY, Box, Mail
 from spark_elastic.testing.clock import FakeClock
@@ -110,6 +111,30 @@ def test_a_store_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     pair.a.post({"n": 1})
     pair.a.turn()
     pair.b.turn()
+    assert pair.heard["b"] == [{"n": 0}, {"n": 1}]
+
+
+def test_a_letter_that_was_written_although_the_store_said_no_is_no_letters_grave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other side may have read it by the time that it is written again, with what was posted since."""
+    pair = Pair()
+    write = Store.write_bytes
+
+    def writes_and_fails(store: Store, name: str, content: bytes) -> None:
+        write(store, name, content)
+        raise StoreError("the answer was lost")
+
+    pair.a.post({"n": 0})
+    with monkeypatch.context() as failing:
+        failing.setattr(Store, "write_bytes", writes_and_fails)
+        with pytest.raises(StoreError):
+            pair.a.turn()
+    pair.b.turn()
+    pair.a.post({"n": 1})
+    for _ in range(2):
+        pair.a.turn()
+        pair.b.turn()
     assert pair.heard["b"] == [{"n": 0}, {"n": 1}]
 
 
