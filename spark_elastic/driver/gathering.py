@@ -117,9 +117,8 @@ class GatherTurn:
         patience = Patience(here, self._limits.start_timeout, self._clock, f"job {self._name}")
         with here.change:
             here.jobs.append(self)
-            while (
-                first := here.gathering
-            ) in here.jobs:  # else it was interrupted before it could say that it ended
+            # One that is no job any more was interrupted before it could say that it ended.
+            while (first := here.gathering) in here.jobs:
                 assert first is not None
                 if patience.over():
                     raise NotEnoughWorkers(

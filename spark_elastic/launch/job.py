@@ -107,9 +107,8 @@ def supervise(
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
     make_room(limits.max_workers)
-    with (
-        ExitStack() as closing
-    ):  # last in, first out; an interrupt while one closes does not spare the others
+    # Last in, first out; an interrupt while one closes does not spare the others.
+    with ExitStack() as closing:
         closing.enter_context(audience.teller)
         if run is not None:
             closing.callback(run.close)

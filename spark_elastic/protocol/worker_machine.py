@@ -27,7 +27,7 @@ from spark_elastic.protocol.commands import (
 from spark_elastic.protocol.types import START, Fence, Position, SlotId, WorkerId, World
 
 SILENT_DRIVER = (
-    75  # exit code of a worker whose driver was silent (R12); programs that crash choose smaller ones
+    75  # exit code of a worker whose driver was silent (R12); crashing programs choose smaller ones
 )
 
 

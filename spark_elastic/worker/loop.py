@@ -104,9 +104,7 @@ class WorkerLoop:
             asked = self._clock.now()
             try:
                 answer = self._carry_out(command)
-            except (
-                DriverUnreachable
-            ) as error:  # no crash of ours: whoever waits may see it before the control thread
+            except DriverUnreachable as error:  # no crash: whoever waits may see it before the control thread
                 sys.stderr.write(f"worker {self._me.worker} ends: {error}\n")
                 now = self._clock.now()
                 answer = on.DriverSilent(now, now - asked)

@@ -26,7 +26,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.unit.worker.patience import until
+from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
