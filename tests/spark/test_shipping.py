@@ -34,9 +34,11 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 @pytest.fixture
 def bare(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], monkeypatch: pytest.MonkeyPatch
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[SparkSession]:
-    """A session whose executors have what we depend on, and not us.
+    """A session of its own whose executors have what we depend on, and not us; what one session ships stays there.
 
     Their Python is the one behind this virtual environment, which does not read its .pth files.
     """
@@ -44,7 +46,7 @@ def bare(
     packages = str(Path(np.__file__).parents[1])
     module = sys.modules[__name__]  # executors have no tests folder either
     cloudpickle.register_pickle_by_value(module)
-    yield spark_with({"spark.executorEnv.PYTHONPATH": packages, "spark.task.cpus": "1"})
+    yield spark_with({"spark.executorEnv.PYTHONPATH": packages, "spark.app.name": request.node.name})
     cloudpickle.unregister_pickle_by_value(module)
 
 
