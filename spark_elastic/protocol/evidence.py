@@ -12,10 +12,8 @@ from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
 STOPPED = frozenset("TZX")  # states of a process that does not run: stopped, zombie, dead
 SCANS_PER_LEASE = 20
-STARTING_LEASE = (
-    30.0  # seconds: imports keep a host busy, nobody waits for a worker that is not warm, and a new one
-)
-# would have to import again
+# Seconds: imports keep a host busy, nobody waits for a worker that is not warm, and a new one would import again.
+STARTING_LEASE = 30.0
 
 
 def break_world(turn: Turn, reason: str) -> None:

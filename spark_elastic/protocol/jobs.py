@@ -12,9 +12,8 @@ from spark_elastic.protocol.registry import JobRecord, SlotEnd, SlotRecord
 from spark_elastic.protocol.types import HostId, SlotId
 
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
-PARKED_FOR = (
-    5.0  # seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back
-)
+# Seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back.
+PARKED_FOR = 5.0
 
 
 def launch(turn: Turn, job: JobRecord, reason: str) -> None:
