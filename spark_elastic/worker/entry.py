@@ -6,6 +6,7 @@ until then it is a warm spare with everything imported. The end of standard inpu
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -169,14 +170,21 @@ def _end_with(channel: IO[bytes]) -> None:
 
 
 def _run() -> int:
+    """The exit code, as the interpreter would have it."""
     try:
-        code = main()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return code
+        return main()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or nobody reads it: no reason for another code
+                stream.flush()
 
 
 if __name__ == "__main__":
