@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from numpy.random import mtrand
+
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 
 T = TypeVar("T")
@@ -36,8 +38,13 @@ def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeo
             all_there.wait(timeout)  # nobody hangs up on ranks that still read
             return done
 
-    with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(be, rank) for rank in range(size)]
+    # Ranks are processes to the code: it puts numpy's generator back to what it found, here another rank's.
+    generator = mtrand.get_bit_generator()
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            ranks = [pool.submit(be, rank) for rank in range(size)]
+    finally:
+        mtrand.set_bit_generator(generator)
     errors = [error for rank in ranks if (error := rank.exception()) is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError | CollectiveError)):
         raise error  # the cause before its consequences
