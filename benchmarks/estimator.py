@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 from benchmarks.parts.report import Row, finish, parser
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.store import Store
-from spark_elastic.spark.materialize import materialize
+from spark_elastic.spark.dataframes.materialize import materialize
 
 WORKERS, WIDTH = 2, 50
 NETS = {"small": (64,), "large": (1000, 1000)}

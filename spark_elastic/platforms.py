@@ -105,10 +105,10 @@ class Classic:
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
+        from spark_elastic.spark.checks.preflight import preflight
+        from spark_elastic.spark.checks.probe import Probing
+        from spark_elastic.spark.checks.settings import ssl_enabled
         from spark_elastic.spark.driver_address import bind_of
-        from spark_elastic.spark.preflight import preflight
-        from spark_elastic.spark.probe import Probing
-        from spark_elastic.spark.settings import ssl_enabled
         from spark_elastic.spark.shipping import ship
 
         sc = self.spark.sparkContext
@@ -121,11 +121,11 @@ class Classic:
 
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
         from spark_elastic.spark.carrying import broadcast
+        from spark_elastic.spark.checks.memory import room_of
+        from spark_elastic.spark.checks.settings import warn
         from spark_elastic.spark.executors import ExecutorWatch
         from spark_elastic.spark.gpu_slots import profile_of
         from spark_elastic.spark.launcher import SparkLauncher
-        from spark_elastic.spark.memory import room_of
-        from spark_elastic.spark.settings import warn
         from spark_elastic.spark.shipping import ship
         from spark_elastic.spark.slot_task import tasks_of
 
@@ -148,10 +148,10 @@ class Classic:
             _forget(shipped)
 
     def _site(self, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
-        from spark_elastic.spark.admission import admit
+        from spark_elastic.spark.checks.admission import admit
+        from spark_elastic.spark.checks.settings import ssl_enabled
         from spark_elastic.spark.driver_address import bind_of
         from spark_elastic.spark.own_facts import facts
-        from spark_elastic.spark.settings import ssl_enabled
 
         bind = bind_of(self.spark.sparkContext.getConf(), self.config)
         return Site(
@@ -191,8 +191,8 @@ class Connect:
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.probe import Probing
-        from spark_elastic.spark.settings import ssl_enabled
+        from spark_elastic.spark.checks.probe import Probing
+        from spark_elastic.spark.checks.settings import ssl_enabled
 
         connect.check(self._config, number)
         place = connect.bind_of(self._spark, self._config)
@@ -207,9 +207,9 @@ class Connect:
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
         from spark_elastic.spark import connect
         from spark_elastic.spark.carrying import carried_program
+        from spark_elastic.spark.checks.memory import room_of
+        from spark_elastic.spark.checks.settings import warn
         from spark_elastic.spark.gpu_slots import profile_of
-        from spark_elastic.spark.memory import room_of
-        from spark_elastic.spark.settings import warn
         from spark_elastic.spark.slot_task import tasks_of
 
         config, clock = self._config, SystemClock()
@@ -228,9 +228,9 @@ class Connect:
 
     def _site(self, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.admission import admit
+        from spark_elastic.spark.checks.admission import admit
+        from spark_elastic.spark.checks.settings import ssl_enabled
         from spark_elastic.spark.own_facts import facts
-        from spark_elastic.spark.settings import ssl_enabled
 
         bind = connect.bind_of(self._spark, self._config)
         return Site(
@@ -251,9 +251,9 @@ class Connect:
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.admission import admit
+        from spark_elastic.spark.checks.admission import admit
+        from spark_elastic.spark.checks.settings import ssl_enabled
         from spark_elastic.spark.own_facts import facts
-        from spark_elastic.spark.settings import ssl_enabled
 
         folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run
         own, other = coordinator.CLIENT, coordinator.COORDINATOR

@@ -18,7 +18,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on, recorded
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import Request
-from spark_elastic.spark.missing import Missing
+from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.state.held_run import HeldRun
 
 if TYPE_CHECKING:

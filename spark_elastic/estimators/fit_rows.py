@@ -18,9 +18,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import Request
-from spark_elastic.spark.materialize import Split, Writing, materialize, materialize_split
-from spark_elastic.spark.sameness import How, difference
-from spark_elastic.spark.schema import check_columns
+from spark_elastic.spark.dataframes.materialize import Split, Writing, materialize, materialize_split
+from spark_elastic.spark.dataframes.sameness import How, difference
+from spark_elastic.spark.dataframes.schema import check_columns
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 

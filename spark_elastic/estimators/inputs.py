@@ -16,7 +16,7 @@ from pyspark.sql.types import ArrayType, DataType, DateType, TimestampType
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.schema import ColumnType, column_type
+from spark_elastic.spark.dataframes.schema import ColumnType, column_type
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

@@ -18,7 +18,7 @@ from spark_elastic.data.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.wording import kind
-from spark_elastic.spark.missing import Missing
+from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.state import attempts
 from spark_elastic.training.transformation import reshaping
 

@@ -12,7 +12,11 @@ pytest.importorskip("pyspark")
 pytestmark = pytest.mark.timeout(180)
 
 # Parts that a session with a SparkContext alone leads to.
-CLASSIC = ("spark_elastic.spark.executors", "spark_elastic.spark.launcher", "spark_elastic.spark.preflight")
+CLASSIC = (
+    "spark_elastic.spark.executors",
+    "spark_elastic.spark.launcher",
+    "spark_elastic.spark.checks.preflight",
+)
 PROGRAM = f"""
 import importlib, pkgutil, sys
 

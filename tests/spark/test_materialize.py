@@ -25,8 +25,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def materialize(df: DataFrame, columns: list[str], store: Store, rows: int | None = None) -> Manifest:
-    from spark_elastic.spark.materialize import Writing
-    from spark_elastic.spark.materialize import materialize as write
+    from spark_elastic.spark.dataframes.materialize import Writing
+    from spark_elastic.spark.dataframes.materialize import materialize as write
 
     return write(df, columns, store, Writing(rows_per_group=rows))
 

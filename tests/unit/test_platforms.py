@@ -17,7 +17,7 @@ from spark_elastic.launch.job import LaunchResult
 from spark_elastic.platforms import Classic, Connect, Order, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark import connect
-from spark_elastic.spark.probe import Probing
+from spark_elastic.spark.checks.probe import Probing
 
 UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
 

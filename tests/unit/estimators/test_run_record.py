@@ -20,8 +20,8 @@ from spark_elastic.estimators.fit_rows import TableRows, recorded
 from spark_elastic.estimators.fitting import _so_far
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import Request
-from spark_elastic.spark.missing import Missing
-from spark_elastic.spark.sameness import told_apart
+from spark_elastic.spark.dataframes.missing import Missing
+from spark_elastic.spark.dataframes.sameness import told_apart
 from spark_elastic.training.identity import WEIGHTS
 from tests.unit.estimators.requests import request as file_request
 

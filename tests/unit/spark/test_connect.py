@@ -17,7 +17,7 @@ from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark import connect
 from spark_elastic.spark.active_session import has_context
-from spark_elastic.spark.probe import Probing
+from spark_elastic.spark.checks.probe import Probing
 from spark_elastic.testing.clock import FakeClock
 
 

@@ -13,8 +13,8 @@ from pyspark.sql import Column, DataFrame, Observation, Row
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.missing import counted, has_nan, has_null, quoted
-from spark_elastic.spark.schema import ColumnType
+from spark_elastic.spark.dataframes.missing import counted, has_nan, has_null, quoted
+from spark_elastic.spark.dataframes.schema import ColumnType
 
 _NAMED_SCALARS = 4  # so many scalar columns say which row it is
 _PLACE, _ROW = "__spark_elastic_place", "__spark_elastic_row"

@@ -16,7 +16,7 @@ from pyspark.sql.types import (
 )
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.schema import ColumnType, check_columns, column_type, row_bytes
+from spark_elastic.spark.dataframes.schema import ColumnType, check_columns, column_type, row_bytes
 
 SCHEMA = (
     StructType()

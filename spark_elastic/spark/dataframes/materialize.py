@@ -19,12 +19,12 @@ from spark_elastic.data.footers import read_footers
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.spark.dataframes.fingerprint import fingerprint
+from spark_elastic.spark.dataframes.missing import Dropping, Missing, quoted
+from spark_elastic.spark.dataframes.scan import Scan, prepared
+from spark_elastic.spark.dataframes.schema import ColumnType, column_type, row_bytes
+from spark_elastic.spark.dataframes.sides import probe_sides, spark_url
 from spark_elastic.spark.description import described
-from spark_elastic.spark.fingerprint import fingerprint
-from spark_elastic.spark.missing import Dropping, Missing, quoted
-from spark_elastic.spark.scan import Scan, prepared
-from spark_elastic.spark.schema import ColumnType, column_type, row_bytes
-from spark_elastic.spark.sides import probe_sides, spark_url
 
 # For workers of any memory: what they keep decoded is bounded, and the plan takes so many lanes as fit into that.
 ROW_GROUP_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, PreflightError
-from spark_elastic.spark.probe import Report
+from spark_elastic.spark.checks.probe import Report
 
 
 def genuine(answer: Any) -> Report:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.settings import remarks, warn
+from spark_elastic.spark.checks.settings import remarks, warn
 
 ENCRYPTED = {"spark.network.crypto.enabled": "true"}
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pyspark.sql import DataFrame
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.spark.materialize import Split, Writing, column_types, origin, sided
-from spark_elastic.spark.missing import Dropping
-from spark_elastic.spark.scan import Scan, rows_of
-from spark_elastic.spark.schema import ColumnType
+from spark_elastic.spark.dataframes.materialize import Split, Writing, column_types, origin, sided
+from spark_elastic.spark.dataframes.missing import Dropping
+from spark_elastic.spark.dataframes.scan import Scan, rows_of
+from spark_elastic.spark.dataframes.schema import ColumnType
 
 
 @dataclass(frozen=True)

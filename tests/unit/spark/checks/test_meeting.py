@@ -11,8 +11,8 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
-from spark_elastic.spark import meeting
-from spark_elastic.spark.meeting import Meeting
+from spark_elastic.spark.checks import meeting
+from spark_elastic.spark.checks.meeting import Meeting
 from spark_elastic.testing.clock import FakeClock
 
 

@@ -21,7 +21,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
 from spark_elastic.spark.carrying import Carrier
-from spark_elastic.spark.meeting import Meeting
+from spark_elastic.spark.checks.meeting import Meeting
 from spark_elastic.spark.own_address import own_address
 from spark_elastic.spark.own_facts import facts
 

@@ -15,12 +15,12 @@ from pyspark import InheritableThread
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.admission import admit
 from spark_elastic.spark.carrying import broadcast
+from spark_elastic.spark.checks.admission import admit
+from spark_elastic.spark.checks.judging import genuine, judge_all
+from spark_elastic.spark.checks.probe import Probing, Report, Task, prepared, task_of
 from spark_elastic.spark.description import describe
-from spark_elastic.spark.judging import genuine, judge_all
 from spark_elastic.spark.own_facts import facts
-from spark_elastic.spark.probe import Probing, Report, Task, prepared, task_of
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -16,7 +16,7 @@ from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.schema import ColumnType
+from spark_elastic.spark.dataframes.schema import ColumnType
 
 log = logging.getLogger("spark_elastic")
 
