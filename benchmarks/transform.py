@@ -27,7 +27,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.prediction.predictor import Predictor
 
 WIDTH, BATCH, ONE_BY_ONE = 50, 512, 20  # the last: a part of the rows
 

@@ -9,7 +9,7 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.persistence import Packed
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.prediction.predictor import Predictor
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 
 

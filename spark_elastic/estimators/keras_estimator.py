@@ -16,14 +16,14 @@ from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.config import ElasticConfig
+from spark_elastic.estimators.checks.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.estimators.checks.validation import checked
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
-from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.fit.fit_rows import RowSource
+from spark_elastic.estimators.fit.keras_fit import fit
 from spark_elastic.estimators.horovod_names import KERAS_REFUSED, with_horovod_names
-from spark_elastic.estimators.keras_fit import fit
 from spark_elastic.estimators.keras_model import ElasticKerasModel
-from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.params import KerasParams
-from spark_elastic.estimators.validation import checked
 from spark_elastic.keras.train.archive import Archive
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them

@@ -18,8 +18,8 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.devices import gpu_for
-from spark_elastic.estimators.stacking import Floats, in_parts
+from spark_elastic.estimators.prediction.devices import gpu_for
+from spark_elastic.estimators.prediction.stacking import Floats, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.order import ordered_labels

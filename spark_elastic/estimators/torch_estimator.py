@@ -16,15 +16,15 @@ from pyspark.ml.util import (
 )
 
 from spark_elastic.config import ElasticConfig
+from spark_elastic.estimators.checks.objects import activation_of, brought
+from spark_elastic.estimators.checks.validation import checked
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
-from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.fit.fit_rows import RowSource
+from spark_elastic.estimators.fit.torch_fit import fit
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.horovod_names import with_horovod_names
-from spark_elastic.estimators.objects import activation_of, brought
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.persistence import Packed, pack
-from spark_elastic.estimators.torch_fit import fit
-from spark_elastic.estimators.validation import checked
 from spark_elastic.torch.callbacks import Callback
 
 

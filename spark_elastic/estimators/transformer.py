@@ -28,9 +28,9 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.history import FitSummary
-from spark_elastic.estimators.inputs import folding, model_input
-from spark_elastic.estimators.outputs import Outputs
 from spark_elastic.estimators.params import ColumnParams
+from spark_elastic.estimators.prediction.inputs import folding, model_input
+from spark_elastic.estimators.prediction.outputs import Outputs
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -142,7 +142,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
-        from spark_elastic.estimators.predict_udf import predict_udf, shipped
+        from spark_elastic.estimators.prediction.predict_udf import predict_udf, shipped
 
         predicted = predict_udf(shipped(dataset.sparkSession, self._predictor), outputs)(*inputs)
         if len(outputs.columns) == 1:

@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor, Transformed
+from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
 from spark_elastic.estimators.saving import upgraded
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def test_a_model_of_a_newer_release_is_refused() -> None:
 
 def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:
     program = (
-        "import sys, spark_elastic.estimators.fitted_model, spark_elastic.estimators.predict_udf\n"
+        "import sys, spark_elastic.estimators.fitted_model, spark_elastic.estimators.prediction.predict_udf\n"
         "print([m for m in sys.modules if m.startswith(('elastic_collectives', 'spark_elastic.torch'))])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

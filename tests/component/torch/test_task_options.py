@@ -246,7 +246,8 @@ def test_the_lightning_module_of_the_documentation_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pyspark")
-    from spark_elastic.estimators import objects, torch_estimator, validation
+    from spark_elastic.estimators import torch_estimator
+    from spark_elastic.estimators.checks import objects, validation
 
     asked: list[Any] = []
     fits = torch_estimator.ElasticTorchEstimator

@@ -17,9 +17,9 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import objects
-from spark_elastic.estimators.objects import brought
-from spark_elastic.estimators.validation import Request, checked
+from spark_elastic.estimators.checks import objects
+from spark_elastic.estimators.checks.objects import brought
+from spark_elastic.estimators.checks.validation import Request, checked
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from tests.unit.estimators.requests import net, values
 

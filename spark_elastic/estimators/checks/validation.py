@@ -17,7 +17,7 @@ from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.wording import kind
+from spark_elastic.estimators.checks.wording import kind
 from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.state import attempts
 from spark_elastic.training.transformation import reshaping

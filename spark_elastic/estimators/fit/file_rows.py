@@ -15,9 +15,9 @@ from spark_elastic.data.foreign import describe, locate
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on, recorded
-from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.fit.fit_rows import forgotten_unless_it_goes_on, recorded
+from spark_elastic.estimators.fit.run_record import RunRecord
 from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.state.held_run import HeldRun
 

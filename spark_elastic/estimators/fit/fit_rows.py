@@ -16,8 +16,8 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.fit.run_record import RunRecord
 from spark_elastic.spark.dataframes.materialize import Split, Writing, materialize, materialize_split
 from spark_elastic.spark.dataframes.sameness import How, difference
 from spark_elastic.spark.dataframes.schema import check_columns

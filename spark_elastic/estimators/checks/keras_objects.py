@@ -12,8 +12,8 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.factory import DRAWING
-from spark_elastic.estimators.wording import kind
+from spark_elastic.estimators.checks.factory import DRAWING
+from spark_elastic.estimators.checks.wording import kind
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.objective import Objective
 from spark_elastic.keras.train.order import ordered_features, ordered_labels

@@ -28,8 +28,8 @@ from pyspark.sql.types import (
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import inputs
-from spark_elastic.estimators.inputs import model_input
+from spark_elastic.estimators.prediction import inputs
+from spark_elastic.estimators.prediction.inputs import model_input
 
 
 @pytest.fixture(autouse=True)

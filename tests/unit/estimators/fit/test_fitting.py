@@ -20,12 +20,12 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import fitting, torch_fit
-from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on
-from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
-from spark_elastic.estimators.run_record import RunResult
-from spark_elastic.estimators.torch_fit import TORCH
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.fit import fitting, torch_fit
+from spark_elastic.estimators.fit.fit_rows import forgotten_unless_it_goes_on
+from spark_elastic.estimators.fit.fitting import _agreed, _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.fit.run_record import RunResult
+from spark_elastic.estimators.fit.torch_fit import TORCH
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.held_run import HeldRun
 

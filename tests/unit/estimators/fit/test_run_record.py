@@ -14,12 +14,12 @@ pytest.importorskip("pyspark")
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators import fit_rows
+from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.elastic_estimator import check_runs
-from spark_elastic.estimators.fit_rows import TableRows, recorded
-from spark_elastic.estimators.fitting import _so_far
-from spark_elastic.estimators.run_record import RunRecord, RunResult
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.fit import fit_rows
+from spark_elastic.estimators.fit.fit_rows import TableRows, recorded
+from spark_elastic.estimators.fit.fitting import _so_far
+from spark_elastic.estimators.fit.run_record import RunRecord, RunResult
 from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.spark.dataframes.sameness import told_apart
 from spark_elastic.training.identity import WEIGHTS

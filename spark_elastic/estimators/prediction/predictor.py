@@ -17,9 +17,9 @@ import torch
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.devices import gpu_for
 from spark_elastic.estimators.persistence import Packed
-from spark_elastic.estimators.stacking import in_parts
+from spark_elastic.estimators.prediction.devices import gpu_for
+from spark_elastic.estimators.prediction.stacking import in_parts
 from spark_elastic.training.input_dtype import input_dtype
 from spark_elastic.training.transformation import Transformation, changed
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.factory import DRAWING
-from spark_elastic.estimators.travelling import check_travels
-from spark_elastic.estimators.wording import kind
+from spark_elastic.estimators.checks.factory import DRAWING
+from spark_elastic.estimators.checks.travelling import check_travels
+from spark_elastic.estimators.checks.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.optimizers import made
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning

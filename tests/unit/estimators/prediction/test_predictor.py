@@ -14,11 +14,11 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.objects import brought
+from spark_elastic.estimators.checks.objects import brought
+from spark_elastic.estimators.checks.validation import checked
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor, Transformed
-from spark_elastic.estimators.stacking import ROWS_AT_ONCE, stacked
-from spark_elastic.estimators.validation import checked
+from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
+from spark_elastic.estimators.prediction.stacking import ROWS_AT_ONCE, stacked
 from spark_elastic.torch.train.columns import Columns
 from tests.unit.estimators.requests import values
 

@@ -10,12 +10,12 @@ import copy
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import fitting
-from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.fit import fitting
+from spark_elastic.estimators.fit.fit_rows import RowSource
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.predictor import Predictor, Transformed
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
 from spark_elastic.torch.train.state_bytes import values_loads
 from spark_elastic.torch.train.task import TorchTrainTask
 

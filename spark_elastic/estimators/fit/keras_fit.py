@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import cloudpickle
 
-from spark_elastic.estimators import fitting
-from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.fit import fitting
+from spark_elastic.estimators.fit.fit_rows import RowSource
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.validation import Request
 from spark_elastic.keras.train.task import KerasTrainTask
 
 PACKAGES = ("tensorflow", "keras")
