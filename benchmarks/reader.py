@@ -26,7 +26,7 @@ from spark_elastic.data.foreign import describe
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.readers import open_reader
+from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 
 WIDTH, FILES, BATCH = 50, 4, 1024

@@ -57,7 +57,7 @@ FOREIGN = {
     "torch": ("torch", "keras", "estimators"),
     "tensorflow": ("tensorflow", "keras", "estimators"),
     "keras": ("keras", "estimators"),
-    "petastorm": ("data.petastorm_reader",),
+    "petastorm": ("data.reading.petastorm_reader",),
     "starlette": ("rendezvous", "observe"),
     "uvicorn": ("rendezvous",),
     "httpx": ("rendezvous",),
@@ -96,7 +96,7 @@ FOREIGN = {
 def _part(name: str) -> str:
     """The part of the table that a module belongs to: data.plan, protocol, errors ... ("" for the package itself)."""
     path = name.removeprefix("spark_elastic").removeprefix(".")
-    return path if path in PURE or path == "data.petastorm_reader" else path.split(".")[0]
+    return path if path in PURE or path == "data.reading.petastorm_reader" else path.split(".")[0]
 
 
 def _row(part: str) -> int:
@@ -126,7 +126,7 @@ def _edges() -> Iterator[tuple[Module, str, int]]:
 
 def test_every_part_has_a_place() -> None:
     assert {_part(module.name) for module in _ours()} <= {part for row in ROWS for part in row} | {
-        "data.petastorm_reader"
+        "data.reading.petastorm_reader"
     }
 
 
@@ -177,7 +177,7 @@ def test_what_a_hand_written_loop_imports_knows_no_learner_of_the_estimators() -
         ("data", "data.plan", True),
         ("data.plan", "data", False),
         ("torch", "torch.buckets", True),
-        ("data.petastorm_reader", "data", True),
+        ("data.reading.petastorm_reader", "data", True),
         ("errors", "clock", False),
     ],
 )

@@ -16,10 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.decoding import dtype_of, is_list, is_vector
-from spark_elastic.data.footers import partition_values, read_footer
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
-from spark_elastic.data.parquet import opened
+from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector
+from spark_elastic.data.reading.footers import partition_values, read_footer
+from spark_elastic.data.reading.parquet import opened
 from spark_elastic.data.store import Found, Store
 from spark_elastic.errors import InvalidInput, StoreError
 

@@ -17,10 +17,10 @@ from types import TracebackType
 
 import numpy as np
 
-from spark_elastic.data.decoding import nbytes
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, RankRows, together
-from spark_elastic.data.reader import Decoded, Reader
+from spark_elastic.data.reading.decoding import nbytes
+from spark_elastic.data.reading.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
 
 WIDE = 1024  # bytes of a row, from which on to put each in its place costs less than a second copy of all

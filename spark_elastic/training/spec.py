@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reader import Reader
-from spark_elastic.data.readers import open_reader
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.reading.reader import Reader
+from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.state.schedule import CheckpointPolicy
 

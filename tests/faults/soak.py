@@ -38,9 +38,9 @@ import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.manifest import Manifest  # noqa: E402
 from spark_elastic.data.plan import DataPlan  # noqa: E402
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402

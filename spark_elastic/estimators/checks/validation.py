@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.config import ElasticConfig, from_env, said
-from spark_elastic.data.readers import check_reader
+from spark_elastic.data.reading.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.wording import kind

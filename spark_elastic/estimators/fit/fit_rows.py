@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.checks.validation import Request

@@ -22,8 +22,8 @@ from typing import Any
 import cloudpickle
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.checks.validation import Request

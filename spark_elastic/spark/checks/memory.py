@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_elastic.data.host_memory import cgroup_limit
+from spark_elastic.data.reading.host_memory import cgroup_limit
 
 MEBIBYTE = 1 << 20
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

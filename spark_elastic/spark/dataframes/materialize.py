@@ -15,8 +15,8 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from spark_elastic.data.footers import read_footers
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.reading.footers import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.dataframes.fingerprint import fingerprint

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data import arrow_reader
-from spark_elastic.data.arrow_reader import ArrowReader
-from spark_elastic.data.footers import read_footers
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reading import arrow_reader
+from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.footers import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -64,7 +64,7 @@ def test_footers_give_row_groups_and_leave_empty_files_out(manifest: Manifest) -
 def test_a_long_footer_is_read_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     name = write(store, "a.parquet", 0, 50, 1)
     whole = read_footers(store, [name])
-    monkeypatch.setattr("spark_elastic.data.footers._FIRST_READ", 16)
+    monkeypatch.setattr("spark_elastic.data.reading.footers._FIRST_READ", 16)
     assert read_footers(store, [name]) == whole
 
 

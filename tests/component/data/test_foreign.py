@@ -17,7 +17,7 @@ from spark_elastic.data.foreign import describe, locate
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.readers import open_reader
+from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -191,7 +191,7 @@ def test_files_that_disagree_and_no_files(tmp_path: Path) -> None:
 )
 def test_a_reader_that_is_not_there(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "petastorm", None)
-    monkeypatch.delitem(sys.modules, "spark_elastic.data.petastorm_reader", raising=False)
+    monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.petastorm_reader", raising=False)
     manifest = Manifest((), (), (), "", "")
     with pytest.raises(InvalidInput, match=says):
         open_reader(name, Store.open("memory://x"), manifest)

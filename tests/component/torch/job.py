@@ -21,9 +21,9 @@ import torch
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.footers import read_footers
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.reading.footers import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch.job import LaunchResult, Site, supervise

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_elastic.data.arrow_reader import ArrowReader
 from spark_elastic.data.foreign import describe
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.readers import open_reader
+from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.held_run import HeldRun

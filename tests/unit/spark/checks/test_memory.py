@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.host_memory import cgroup_limit
+from spark_elastic.data.reading.host_memory import cgroup_limit
 from spark_elastic.spark.checks.memory import Room, judge, parse, room_of
 
 G = 1 << 30

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reader import Decoded
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
+from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.data.store import Store
 
 T = TypeVar("T", bound="GroupReader")

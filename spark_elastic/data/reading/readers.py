@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spark_elastic.data.arrow_reader import ArrowReader
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reader import Reader
+from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.reading.reader import Reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 
@@ -20,7 +20,7 @@ def check_reader(name: str) -> None:
         raise InvalidInput(f"There is no reader {name!r}: choose one of {', '.join(READERS)}.")
     if name == "petastorm":
         try:
-            import spark_elastic.data.petastorm_reader  # noqa: F401 - only for those who ask for it
+            import spark_elastic.data.reading.petastorm_reader  # noqa: F401 - only for those who ask for it
         except Exception as error:  # an old library over a new one fails in many ways
             raise InvalidInput(
                 f"petastorm cannot be imported ({type(error).__name__}: {error}): it needs pyarrow 14 or older and "
@@ -41,7 +41,7 @@ def open_reader(
     """
     check_reader(name)
     if name == "petastorm":
-        from spark_elastic.data.petastorm_reader import PetastormReader
+        from spark_elastic.data.reading.petastorm_reader import PetastormReader
 
         return PetastormReader(store, manifest, columns, cache_bytes)
     return ArrowReader(store, manifest, columns, cache_bytes)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.reader import Decoded
+from spark_elastic.data.reading.reader import Decoded
 
 Array = npt.NDArray[np.generic]
 # Spark's ML vector, as Spark writes it: type 0 is sparse, 1 dense.

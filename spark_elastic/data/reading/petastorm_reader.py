@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from petastorm import make_batch_reader
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.footers import partition_values, read_footer
-from spark_elastic.data.group_reader import GroupReader
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reader import Decoded
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.reading.footers import partition_values, read_footer
+from spark_elastic.data.reading.group_reader import GroupReader
+from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 

@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.decoding import decoded
-from spark_elastic.data.footers import partition_values
-from spark_elastic.data.group_reader import GroupReader
 from spark_elastic.data.manifest import Manifest, RowGroup
-from spark_elastic.data.parquet import opened
-from spark_elastic.data.pieces import CutGroups, Pieces
-from spark_elastic.data.reader import Decoded
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.reading.decoding import decoded
+from spark_elastic.data.reading.footers import partition_values
+from spark_elastic.data.reading.group_reader import GroupReader
+from spark_elastic.data.reading.parquet import opened
+from spark_elastic.data.reading.pieces import CutGroups, Pieces
+from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 

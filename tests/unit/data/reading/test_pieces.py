@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.arrow_reader import ArrowReader
 from spark_elastic.data.foreign import describe
+from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 

@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from spark_elastic.data.decoding import nbytes
-from spark_elastic.data.host_memory import left
-from spark_elastic.data.reader import Decoded
+from spark_elastic.data.reading.decoding import nbytes
+from spark_elastic.data.reading.host_memory import left
+from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.errors import StoreError
 
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
