@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from spark_elastic.local.order import SlotSettings
 from spark_elastic.local.places import Hosts, foreign
 from spark_elastic.observe.line_limit import LineLimit
 from spark_elastic.observe.output import Output
+from spark_elastic.observe.teller import closing_in_time
 from spark_elastic.observe.told_log import log_shown
 from spark_elastic.running.call import prepare
 
@@ -160,7 +160,7 @@ def _play(wanted: Wanted) -> None:
     shown = Output(
         sys.stdout, clock, wanted.prefix_output_with_timestamp, wanted.verbose, config.show_logs, limit
     )
-    with closing(Narration(shown, folder)) as narration:
+    with closing_in_time(Narration(shown, folder)) as narration:
         discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
         supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
 

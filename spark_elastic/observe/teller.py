@@ -9,15 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 log = logging.getLogger("spark_elastic")
 
 MOST_WAITING = 10_000
 CLOSE_SECONDS = 2.0
 Words: TypeAlias = Callable[[], object]
+
+
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closeable)
 
 
 class Teller:
@@ -89,3 +97,13 @@ class Teller:
         if dropped:
             log.warning("%d sentences were dropped: they came faster than they were read", dropped)
         return words
+
+
+@contextmanager
+def closing_in_time(narrator: C) -> Iterator[C]:
+    """`contextlib.closing` of who tells people: its last words may block, or fail, as all others; the block ends."""
+    try:
+        yield narrator
+    finally:
+        with Teller() as teller:
+            teller.tell(narrator.close)

@@ -11,7 +11,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -25,6 +25,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult, Site, bounds, supervise
 from spark_elastic.observe.line_limit import LineLimit
 from spark_elastic.observe.output import Output
+from spark_elastic.observe.teller import closing_in_time
 from spark_elastic.observe.told_log import log_told
 from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
@@ -169,7 +170,7 @@ class Call:
             lines=chosen.config.show_logs,
             limit=LineLimit() if chosen.stdout is None else None,
         )
-        with closing(narrator), log_told(narrator.tell, chosen.verbose > 1):
+        with closing_in_time(narrator), log_told(narrator.tell, chosen.verbose > 1):
             yield narrator
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from spark_elastic.launch.audience import WorldSpan
 from spark_elastic.launch.job import LaunchResult, bounds
 from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.teller import closing_in_time
 from spark_elastic.observe.told_log import log_told
 from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
@@ -270,7 +271,7 @@ def _train(
         quiet=request.verbose == 0,
         lines=request.config.show_logs,
     )
-    with closing(shown) as progress, log_told(progress.tell, request.verbose > 1):
+    with closing_in_time(shown) as progress, log_told(progress.tell, request.verbose > 1):
         if request.num_workers > 1 and not request.scale_lr:
             shown.tell(UNSCALED)
         limits = _limits(request, spec.plan.global_batch)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import IO
 
 import pytest
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.observe import teller as module
-from spark_elastic.observe.teller import Teller
+from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.output import Output
+from spark_elastic.observe.progress import Progress
+from spark_elastic.observe.teller import Teller, closing_in_time
 
 
 def test_sentences_come_in_order_and_the_end_tells_the_rest() -> None:
@@ -72,3 +79,57 @@ def test_the_end_waits_for_nobody_who_blocks(monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - before < 10
     free.set()
     teller._thread.join(20)
+
+
+class Terminal(io.StringIO):
+    """Nobody reads it while `goes_on` is cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.held = threading.Event()
+
+    def write(self, text: str) -> int:
+        if not self.goes_on.is_set():
+            self.held.set()
+            self.goes_on.wait(20)
+        return super().write(text)
+
+
+def output(stream: IO[str]) -> Output:
+    return Output(stream, SystemClock(), timestamps=False, worlds=True, lines=True, limit=LineLimit())
+
+
+def progress(stream: IO[str]) -> Progress:
+    return Progress(1, stream=stream, live=False)
+
+
+@pytest.mark.parametrize("narrator", [output, progress])
+@pytest.mark.parametrize("in_the_middle", [True, False], ids=["a line is held up", "the last words are"])
+def test_a_terminal_that_nobody_reads_holds_up_no_end(
+    narrator: Callable[[IO[str]], Output | Progress], in_the_middle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
+    terminal = Terminal()
+    before = time.monotonic()
+    with closing_in_time(narrator(terminal)) as shown:
+        for number in range(600):  # more than are shown of a worker at once
+            shown.log(0, str(number))
+        terminal.goes_on.clear()
+        if in_the_middle:
+            threading.Thread(target=shown.tell, args=("a loss",), daemon=True).start()
+            assert terminal.held.wait(20)
+    assert time.monotonic() - before < 10
+    assert terminal.held.wait(20)
+    terminal.goes_on.set()
+
+
+def test_last_words_that_fail_are_not_the_jobs_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Closed:
+        def close(self) -> None:
+            raise ValueError("I/O operation on closed file")
+
+    with closing_in_time(Closed()):
+        pass
+    assert "closed file" in caplog.text
