@@ -16,7 +16,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.durable import connection_changed
-from spark_elastic.protocol.evidence import judge, mark_hiccup, notice_sleep, scan
+from spark_elastic.protocol.evidence import hear, judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.forming import end, settle
 from spark_elastic.protocol.registry import JobRecord
 from spark_elastic.protocol.types import Checkpoint, Limits
@@ -70,10 +70,11 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
     mark_hiccup(turn)
     connection_changed(turn, event.slot, event.worker, stands=True)
     slot = state.slots.get(event.slot)
-    if event.worker is not None:
-        state.cut = state.cut.drop(event.worker)
-    elif slot is not None:
-        turn.put_slot(replace(slot, cut=None))
+    worker = state.workers.get(event.worker) if event.worker is not None else None
+    if worker is not None:
+        hear(turn, worker)
+    elif event.worker is None and slot is not None:
+        turn.put_slot(replace(slot, cut=None, heard=turn.now))
 
 
 # ---- orders from outside

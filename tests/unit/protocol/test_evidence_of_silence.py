@@ -124,3 +124,14 @@ def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
     bench = _running()
     bench.wait(5.5, beating=(1, 2, 3))
     assert set(bench.state.workers) == {name(1), name(2), name(3)}
+
+
+def test_a_slot_whose_connection_is_back_was_heard() -> None:
+    """Its watch comes back before its next beat."""
+    bench = _running()
+    bench.on(on.ConnectionLost(0, "1-0"))
+    bench.wait(4.5, beating=(2, 3, 4))
+    bench.on(on.ConnectionBack(0, "1-0"))
+    bench.on(on.ConnectionBack(0, "1-0", name(1)))
+    bench.wait(1.5, beating=(2, 3, 4))
+    assert not bench.all(Abort)
