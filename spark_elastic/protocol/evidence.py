@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol.commands import Abort, StopWorker
 from spark_elastic.protocol.driver_state import Stage, Turn
-from spark_elastic.protocol.durable import given_up, slot_is_gone
+from spark_elastic.protocol.durable import MARGIN, given_up, slot_is_gone
 from spark_elastic.protocol.registry import Gone, SlotEnd, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
@@ -162,6 +162,18 @@ def scan(turn: Turn) -> None:
             lose(turn, worker, f"its slot was silent for {turn.now - slot.heard:.1f} s", kill=True)
         elif turn.now - max(worker.heard, state.deaf) > patience:
             lose(turn, worker, f"its process has not run for {turn.now - worker.heard:.1f} s", kill=True)
+    _bury_silent_slots(turn)
+
+
+def _bury_silent_slots(turn: Turn) -> None:
+    """Those that have surely ended for want of the driver (R12). Where Spark has started their task anew their job goes
+    on, so nothing else tells of their end."""
+    state = turn.state
+    patience = state.limits.driver_timeout + MARGIN
+    for slot in tuple(state.slots.values()):
+        silence = turn.now - max(slot.heard, state.deaf)
+        if slot.worker is None and silence > patience:
+            lose_slot(turn, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.SEEN)
 
 
 def _driver_is_deaf(turn: Turn) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, End, Outcome
+from spark_elastic.protocol.commands import Abort, End, Outcome, ReleaseSlot
 from spark_elastic.protocol.types import Limits
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -124,6 +124,29 @@ def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
     bench = _running()
     bench.wait(5.5, beating=(1, 2, 3))
     assert set(bench.state.workers) == {name(1), name(2), name(3)}
+
+
+@pytest.mark.parametrize(
+    "order", [on.HostsListed(0, (("h1", 1), ("h2", 1))), on.DrainRequested(0, "it goes", host="h9")]
+)
+def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until_it_has_surely_ended(
+    order: on.DriverEvent,
+) -> None:
+    """Spark retries a task whose process was killed, and tells nobody."""
+    bench = Bench(Limits(2, 2, 2, driver_timeout=10.0))
+    bench.start(1, 2)
+    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(order)
+    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.join("1-1.1")
+    for _ in range(14):
+        bench.wait(1.0, beating=[2])
+        bench.on(on.SlotBeat(0, "1-1", "1-1.1", "S"))
+    assert not bench.all(ReleaseSlot)
+    bench.wait(2.0, beating=[2])
+    assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
+    bench.on(on.SlotBeat(0, "1-0", "", ""))
+    assert bench.all(ReleaseSlot)[-1].slot == "1-0"
 
 
 def test_a_slot_whose_connection_is_back_was_heard() -> None:
