@@ -78,7 +78,8 @@ class ElasticConfig:
         evaluation, a compilation); then they go on without it. Ten times as long where nobody else holds the state.
     driver_timeout: a worker that cannot reach the driver for so long ends itself.
     failure_budget: failures of workers within failure_window that the job bears (lost hosts do not count).
-    reset_limit: most new worlds after the first; None for no limit.
+    reset_limit: most new worlds after the first, planned ones included; then nobody is let in or drained any more and a
+        loss ends the job. None for no limit.
     cooldown_range: for how long a slot whose worker failed is not used, at first and, twice as long each time, at
         most; so is a host once more than one of its slots failed. (math.inf, math.inf): never again in this job.
     idle_slot_timeout: a slot that the world has no room for gives its core back after so long.

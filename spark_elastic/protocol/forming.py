@@ -102,7 +102,7 @@ def _announce(turn: Turn, over_time: str) -> None:
     state = turn.state
     if state.results or (state.announced and not (over_time and not is_told(turn))):
         return
-    if not over_time and not _change_possible(state):
+    if not over_time and (_resets_used_up(state) or not _change_possible(state)):
         state.change_since = None
         return
     if state.change_since is None:
@@ -289,12 +289,19 @@ def _shortage(turn: Turn, count: int) -> str:
     return "; ".join(parts)
 
 
+def _resets_used_up(state: DriverState) -> bool:
+    """What would need another world ends the job, so no change is planned any more."""
+    limit = state.limits.reset_limit
+    return limit is not None and state.generation > limit
+
+
 def _publish(turn: Turn, chosen: list[WorkerRecord]) -> None:
     state = turn.state
-    limit = state.limits.reset_limit
-    if limit is not None and state.generation > limit:
-        reason = f"a new world is needed and {state.generation - 1} were formed after the first (reset_limit {limit})"
-        end(turn, Outcome.RESET_LIMIT, f"{reason}: {state.because}")
+    if _resets_used_up(state):
+        formed = (
+            f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
+        )
+        end(turn, Outcome.RESET_LIMIT, f"a new world is needed and {formed}: {state.because}")
         return
     picked = {worker.worker for worker in chosen}
     dropped = [worker for worker in turn.survivors() if worker.worker not in picked]

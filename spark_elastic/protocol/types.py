@@ -142,7 +142,8 @@ class Limits:
     regroup_timeout: how long survivors wait for a member that runs but does not come.
     debounce: how long a planned change waits for others to join it, where some may.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).
-    reset_limit: plain count of new worlds after the first, as Horovod counts; None: unlimited.
+    reset_limit: plain count of new worlds after the first, as Horovod counts, behind which no change is planned; None:
+    unlimited.
     cooldown_range: for how long a slot or host is not used after its first failure, and at most after many.
     idle_slot_timeout: after so long a slot that no world needs gives its core back.
     max_global_batch: world size never exceeds it (R8).

@@ -205,6 +205,23 @@ def test_reset_limit_counts_new_worlds() -> None:
     assert len(bench.all(Publish)) == 2
 
 
+@pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
+def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
+    bench = Bench(replace(FOUR, reset_limit=1))
+    bench.start(1, 2)
+    bench.warm(3)
+    bench.stop_planned(1, name(1), name(2))
+    bench.form()
+    bench.warm(4)
+    if order is not None:
+        bench.on(order)
+    bench.wait(1.0, beating=(1, 2, 3, 4))
+    assert len(bench.all(Announce)) == 1
+    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.regroup(3, name(1), name(2))
+    assert bench.end.outcome is Outcome.RESET_LIMIT
+
+
 # ---- planned changes
 
 
