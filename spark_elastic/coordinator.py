@@ -29,7 +29,7 @@ from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.launch.narrators import Narrator
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.teller import Teller
-from spark_elastic.observe.told_log import Passed, log_again, log_passed_on
+from spark_elastic.observe.told_log import Passed, log_again, log_aside, log_passed_on
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.held_run import HeldRun
@@ -157,7 +157,7 @@ class Client:
             `launch.supervise`.
         """
         self._attempt = attempt
-        with self._teller:
+        with log_aside(), self._teller:
             self._follow(carry, config)
         if self._end is None:
             why = self._gone[0] if self._gone else "it is silent"

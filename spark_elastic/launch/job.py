@@ -28,6 +28,7 @@ from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.observe.log_files import LogFiles
 from spark_elastic.observe.report import JobReport
 from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.told_log import log_aside
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End
 from spark_elastic.protocol.events import CancelRequested
@@ -109,6 +110,7 @@ def supervise(
     make_room(limits.max_workers)
     # Last in, first out; an interrupt while one closes does not spare the others.
     with ExitStack() as closing:
+        closing.enter_context(log_aside())
         closing.enter_context(audience.teller)
         if run is not None:
             closing.callback(run.close)

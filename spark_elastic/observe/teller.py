@@ -49,6 +49,10 @@ class Teller:
     ) -> None:
         self.close()
 
+    def is_alive(self) -> bool:
+        """Somebody tells what `tell` takes."""
+        return self._thread.is_alive()
+
     def tell(self, words: Words) -> None:
         """Call it once all before it are over, or drop it."""
         with self._changed:

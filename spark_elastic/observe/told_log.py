@@ -1,5 +1,5 @@
 """The log of spark_elastic where a job is watched: shown there for `verbose=2`, and passed on by a driver that runs
-elsewhere. The root logger is left as it is.
+elsewhere; and who waits for the handlers of its users. The root logger is left as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ Passed: TypeAlias = tuple[
     int, str, str, bool
 ]  # level, logger, text, and whether those who watch are told anyway
 TOLD = {"told": True}  # `extra` of records that those who watch are told anyway
+OF_JOBS = (
+    "spark_elastic",
+    "uvicorn",
+    "asyncio",
+    "py4j",
+)  # loggers to which a job's threads log, here and below
 
 
 class _Taker(logging.Handler):
@@ -86,6 +92,44 @@ def log_passed_on(post: Callable[[Passed], None]) -> Iterator[None]:
 def log_again(level: int, name: str, text: str, told: bool) -> None:
     """Log here what was logged elsewhere."""
     logging.getLogger(name).log(level, "%s", text, extra=TOLD if told else None)
+
+
+@contextmanager
+def log_aside() -> Iterator[None]:
+    """Inside the block a handler that blocks or fails holds up neither the driver nor its server: whatever a job's
+    threads log is handed to handlers by a thread of its own."""
+    with Teller() as teller:
+        aside = _Aside(teller)
+        known = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] in OF_JOBS]
+        loggers = [logging.getLogger(name) for name in known]
+        for logger in loggers:
+            logger.addFilter(aside)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(aside)
+
+
+class _Aside(logging.Filter):
+    """A logger's last filter: lets no record through, and has it handled elsewhere."""
+
+    def __init__(self, teller: Teller) -> None:
+        super().__init__()
+        self._teller = teller
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self._teller.is_alive():  # in a fork of this process
+            return True
+        self._teller.tell(lambda: _handle(record))
+        return False
+
+
+def _handle(record: logging.LogRecord) -> None:
+    try:
+        logging.getLogger(record.name).callHandlers(record)
+    except Exception:  # to log that would end here again
+        logging.Handler().handleError(record)
 
 
 class _Lowered:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.local.launcher import LocalLauncher
@@ -34,11 +37,17 @@ class Chatty(Held):
         return super().run(*arguments)
 
 
-def train(program: Held, narrator: Narrator) -> LaunchResult:
+CONFIG = ElasticConfig(driver_timeout=TIMEOUT, lease=TIMEOUT, status_page=False)
+L = TypeVar("L", bound=LocalLauncher)
+
+
+def local(program: Held, kind: type[L]) -> L:
+    return kind(program, NumberedHosts(2, 1), SystemClock(), settings=SlotSettings.of(CONFIG))
+
+
+def train(cluster: LocalLauncher, narrator: Narrator) -> LaunchResult:
     limits = Limits(2, 1, 2, lease=TIMEOUT, driver_timeout=TIMEOUT)
-    config = ElasticConfig(driver_timeout=TIMEOUT, lease=TIMEOUT, status_page=False)
-    cluster = LocalLauncher(program, NumberedHosts(2, 1), SystemClock(), settings=SlotSettings.of(config))
-    return supervise(cluster, Together(), Site(), limits, config, "test", narrator)
+    return supervise(cluster, Together(), Site(), limits, CONFIG, "test", narrator)
 
 
 class Blocking(Silent):
@@ -88,7 +97,7 @@ def test_a_listener_that_blocks_costs_no_world() -> None:
     program, began, read = Held(steps=20), threading.Event(), threading.Event()
     narrator = Blocking(began, read)
     later = release_later(program, began, read)
-    result = train(program, narrator)
+    result = train(local(program, LocalLauncher), narrator)
     later.join()
     assert [world.size for world in result.worlds] == [2]
     assert narrator.newest["step"] >= 19, "the newest is heard in the end"
@@ -111,9 +120,57 @@ def test_a_terminal_that_nobody_reads_costs_no_world() -> None:
     with os.fdopen(ends[1], "w") as stream:
         output = Unread(stream, SystemClock(), timestamps=False, worlds=True, lines=True)
         output.began = began
-        result = train(program, output)
+        result = train(local(program, LocalLauncher), output)
         output.close()
     for thread in (later, reader):
         thread.join()
     assert [world.size for world in result.worlds] == [2]
     assert any(line.startswith("world of 2: started") for line in lines)
+
+
+class Reached(LocalLauncher):
+    """Says where the driver listens."""
+
+    def start(self, contact: Contact, post: Post) -> None:
+        self.address = contact.address
+        super().start(contact, post)
+
+
+class Collector(logging.Handler):
+    """A user's own handler, whose collector does not answer between `began` and `read`."""
+
+    def __init__(self, began: threading.Event, read: threading.Event) -> None:
+        super().__init__()
+        self._began, self._read = began, read
+        self.held_up: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._began.is_set():
+            self._read.wait(60)
+            self.held_up.append(record.getMessage())
+
+
+def test_a_log_handler_that_blocks_costs_no_world() -> None:
+    """A stranger has the server say something meanwhile."""
+    program, began, read = Held(steps=20), threading.Event(), threading.Event()
+    cluster = local(program, Reached)
+    collector, root = Collector(began, read), logging.getLogger()
+
+    def strange() -> None:
+        began.wait(60)
+        host, port = cluster.address.split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"garbage\r\n\r\n")
+
+    stranger = threading.Thread(target=strange)
+    later = release_later(program, began, read)
+    stranger.start()
+    root.addHandler(collector)
+    try:
+        result = train(cluster, Blocking(began, read))
+    finally:
+        root.removeHandler(collector)
+    for thread in (stranger, later):
+        thread.join()
+    assert [world.size for world in result.worlds] == [2]
+    assert collector.held_up == ["Invalid HTTP request received."]

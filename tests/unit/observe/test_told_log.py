@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from spark_elastic.observe.told_log import TOLD, Passed, log_again, log_passed_on, log_shown, log_told
+from spark_elastic.observe.told_log import (
+    OF_JOBS,
+    TOLD,
+    Passed,
+    log_again,
+    log_aside,
+    log_passed_on,
+    log_shown,
+    log_told,
+)
 
 
 def test_the_log_is_told_inside_the_block_alone() -> None:
@@ -101,3 +113,79 @@ def test_what_a_driver_elsewhere_logs_is_logged_again(caplog: pytest.LogCaptureF
     assert told[0] == "warning: rank 1 keeps others waiting"
     assert len(told) == 2
     assert "ValueError: why" in told[1]
+
+
+class Handler(logging.Handler):
+    """A user's own, on the root logger."""
+
+    def __init__(self, act: Callable[[str], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._act(record.getMessage())
+
+
+@contextmanager
+def handled(act: Callable[[str], object]) -> Iterator[None]:
+    root, handler = logging.getLogger(), Handler(act)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+
+
+@pytest.mark.parametrize("name", ["spark_elastic.driver", "asyncio"])
+def test_a_handler_that_blocks_does_not_hold_up_who_logs(name: str) -> None:
+    seen: list[str] = []
+    read = threading.Event()
+    own = logging.getLogger(name)
+
+    def blocks(text: str) -> None:
+        assert read.wait(20)
+        seen.append(text)
+
+    with handled(blocks):
+        with log_aside():
+            own.warning("a %s", "worry")
+            own.warning("another")
+            assert seen == []
+            read.set()
+        assert seen == ["a worry", "another"]
+        own.warning("after")
+        assert seen == ["a worry", "another", "after"], "whoever logs waits for handlers as ever"
+    assert not any(logging.getLogger(each).filters for each in (*OF_JOBS, name))
+
+
+def test_a_handler_that_raises_does_not_fail_who_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(text: str) -> None:
+        raise ConnectionError("no collector of logs")
+
+    with handled(fails), log_aside():
+        logging.getLogger("spark_elastic.driver").warning("a worry")
+    assert capsys.readouterr().err.count("--- Logging error ---") == 1
+
+
+def test_of_two_jobs_in_a_process_the_end_of_one_leaves_the_other_s_log() -> None:
+    seen: list[str] = []
+    with handled(seen.append):
+        first, second = log_aside(), log_aside()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        logging.getLogger("spark_elastic").warning("goes on")
+        second.__exit__(None, None, None)
+    assert seen == ["goes on"]
+
+
+def test_a_fork_of_the_driver_has_its_log_handled_there() -> None:
+    reader, writer = os.pipe()
+    with handled(lambda text: os.write(writer, text.encode())), log_aside():
+        if (child := os.fork()) == 0:
+            logging.getLogger("spark_elastic").warning("from the child")
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+    with os.fdopen(reader) as text:
+        assert text.read() == "from the child"
