@@ -84,7 +84,8 @@ class ObjectState(State):
         """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
         if self._seat is None:
             return
-        self._commits.take(self._number, self._capture)
+        if self._seat.group.rank == self.source_rank:  # elsewhere it would pass for the state that is to come
+            self._commits.take(self._number, self._capture)
         arrived = hand_over(self._seat.group, self._commits, self.source_rank)
         if arrived is not None:
             self._commits.adopt(arrived)

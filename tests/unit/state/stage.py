@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -192,14 +192,17 @@ class Seat:
                 self._group.allreduce(array, op)
                 raise CollectiveError((), "it broke here, and nowhere else")
             if self._fuse <= 0:
-                self.doomed = True
-                self.hang_up()
-                raise Dead
+                self.die()
         self._group.allreduce(array, op)
 
     def light(self, nth: int, slips: bool) -> None:
         if self._fuse is None:
             self._fuse, self._slips = nth, slips
+
+    def die(self) -> NoReturn:
+        self.doomed = True
+        self.hang_up()
+        raise Dead
 
     def hang_up(self) -> None:
         self._group.close()

@@ -150,6 +150,36 @@ def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind()
     assert stage.sizes == [2, 2]
 
 
+@pytest.mark.parametrize("joins", [True, False], ids=["a newcomer", "one who is behind"])
+def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(joins: bool) -> None:
+    """The source dies while it hands over; of those who are left one has that state and one has not."""
+
+    class Handed(WeightsState):
+        def sync(self) -> None:
+            assert self._seat is not None
+            if self._seat.world.fence.generation == 2 and self._seat.group.rank == 0:
+                self._seat.die()  # type: ignore[attr-defined]
+            super().sync()
+
+    def work(seat: Seat) -> tuple[float, int]:
+        def loop(state: Any) -> tuple[float, int]:
+            while state.step < STEPS:
+                stage.reached(state.step)
+                seat.allreduce(np.ones(1))
+                state._commits.wait()
+                state.weights.add(1.0)
+                state.step += 1
+                state.commit()
+            return float(state.weights.numbers[0]), state.step
+
+        return elastic(loop, lambda: seat)(Handed(weights=Weights(), step=0))
+
+    event = Event(5) if joins else Event(5, rank=2, after=1, slips=True)
+    stage = Stage(2 if joins else 3, (event,))
+    assert stage.play(work) == [(STEPS, STEPS)] * 2
+    assert len(stage.sizes) == 3
+
+
 def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state() -> None:
     called: list[int] = []
 
