@@ -5,7 +5,6 @@ Loss objects are those that the model was compiled with; their reduction is take
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +99,9 @@ def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str) -> 
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
         raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
-    summed = copy.copy(loss)  # the model's own goes on as the user compiled it
-    summed.reduction = "none"
+    # The model's own goes on as the user compiled it. Keras's `copy` would look for a user's function by its name.
+    summed = object.__new__(type(loss))
+    vars(summed).update(vars(loss), reduction="none")
     return _Part(path, summed, 1.0 if weight is None else float(weight), name, chosen)
 
 
