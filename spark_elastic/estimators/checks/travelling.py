@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -10,9 +16,9 @@ from spark_elastic.errors import InvalidInput
 
 
 def check_travels(model: torch.nn.Module) -> None:
-    """Raises InvalidInput with the first layer that torch can neither copy nor pickle, and what to do instead."""
+    """Raises InvalidInput with the first layer that cannot be copied and pickled, and what to do instead."""
     for name, part in model.named_modules():
-        layer = f"layer {name!r} of the model" if name else "the model"
+        layer = _called(name)
         if isinstance(part, torch.jit.ScriptModule):
             raise InvalidInput(f"{layer} is a ScriptModule: pass the module that it was made from.")
         if is_parametrized(part):
@@ -33,3 +39,37 @@ def check_travels(model: torch.nn.Module) -> None:
                 f"{layer} holds {computed[0]}, a tensor computed from parameters (as weight_norm's hook does), which "
                 "cannot be copied for the workers: compute it in forward."
             )
+    _check_held(model)
+
+
+def _check_held(model: torch.nn.Module) -> None:
+    """What torch knows nothing of: locks, open files, clients, generators."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    if (failed := _failure(model, tensors)) is None:
+        return
+    parts = reversed(list(model.named_modules()))  # a layer behind its own, so that the innermost is found
+    name, part = next(each for each in parts if _failure(each[1], tensors) is not None)
+    keys = [key for key, held in vars(part).items() if _failure(held, tensors) is not None]
+    holds = f"{_called(name)} holds {keys[0]!r}, which" if keys else _called(name)
+    raise InvalidInput(
+        f"{holds} cannot be copied or pickled for the workers ({failed}): make it in forward, when it is first used."
+    ) from failed
+
+
+def _called(name: str) -> str:
+    return f"layer {name!r} of the model" if name else "the model"
+
+
+def _failure(thing: Any, tensors: Mapping[int, torch.Tensor]) -> Exception | None:
+    """What its copying or pickling raises. Tensors stay where they are: both can be done to them, and cost memory."""
+    try:
+        copy.deepcopy(thing, dict(tensors))
+        _WithoutTensors(io.BytesIO()).dump(thing)
+    except Exception as error:  # objects raise anything when they are asked for their state
+        return error
+    return None
+
+
+class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
+    def persistent_id(self, thing: Any) -> str | None:
+        return "tensor" if isinstance(thing, torch.Tensor) else None

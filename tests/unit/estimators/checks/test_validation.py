@@ -212,6 +212,12 @@ class Computed(torch.nn.Linear):
         self.scaled = self.weight * 2
 
 
+class Locks(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.lock = threading.Lock()
+
+
 class Lit(torch.nn.Linear):
     """What a LightningModule has."""
 
@@ -246,6 +252,7 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
         ),
         (lambda: torch.jit.script(torch.nn.Linear(3, 1)), "layer '0' of the model is a ScriptModule"),
         (Computed, "layer '0' of the model holds scaled, a tensor computed"),
+        (Locks, "layer '0' of the model holds 'lock', which cannot be copied or pickled for the workers"),
     ],
 )
 @pytest.mark.parametrize("made", [False, True])
