@@ -104,7 +104,7 @@ class _Watching(Callback):
         return self.monitor
 
     def improved(self, logs: Logs) -> bool:
-        """Raises KeyError, with what there is, where the number is not logged."""
+        """Raises InvalidInput, with what there is, where the number is not logged."""
         value = float(watched(logs, self.monitor))
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
@@ -213,5 +213,8 @@ class LearningRateSchedule(Callback):
 def watched(logs: Logs, name: str) -> Any:
     """A number of an epoch's logs."""
     if name not in logs:
-        raise KeyError(f"no {name!r} among the epoch's numbers, which are: {', '.join(sorted(logs))}")
+        there = ", ".join(sorted(logs))
+        raise InvalidInput(
+            f"a callback watches {name!r}, which the epoch has not: set its monitor to one of {there}."
+        )
     return logs[name]

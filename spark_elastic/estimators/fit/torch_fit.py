@@ -9,7 +9,6 @@ import copy
 
 import torch
 
-from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.fit import fitting
 from spark_elastic.estimators.fit.fit_rows import RowSource
@@ -18,6 +17,7 @@ from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
 from spark_elastic.torch.train.state_bytes import values_loads
 from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.watching import check_watched
 
 # The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
 PRELOAD = ("torch", "torch._dynamo")
@@ -26,12 +26,7 @@ TORCH = fitting.Framework(("torch",), PRELOAD, ".pt", TorchTrainTask)
 
 def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
     """Train on `rows`."""
-    for name in request.brought.watched:
-        if name.startswith("val_") and not rows.validates(request):
-            raise InvalidInput(
-                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
-                "fit_on_parquet), or the callback's monitor='loss'."
-            )
+    check_watched(request.brought, request.label_cols, rows.validates(request))
     fitted = fitting.fit(rows, request, TORCH)
     module, change = trained(request, fitted.weights), request.brought.transformation
     packed = pack(module) if change is None else pack(Transformed(module, change), module)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("pyspark")
 
@@ -28,6 +29,7 @@ from spark_elastic.estimators.fit.run_record import RunResult
 from spark_elastic.estimators.fit.torch_fit import TORCH
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.held_run import HeldRun
+from spark_elastic.torch.train.spec import Brought
 
 
 def request(**values: Any) -> Request:
@@ -228,5 +230,9 @@ def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixtu
 
 def test_what_a_callback_watches_must_come_about() -> None:
     rows: Any = SimpleNamespace(validates=lambda request: False)
+    module = torch.nn.Linear(1, 1)
+    wanted = request(
+        label_cols=("y",), brought=Brought(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss"))
+    )
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
-        torch_fit.fit(rows, request(brought=SimpleNamespace(watched=("loss", "val_loss"))))
+        torch_fit.fit(rows, wanted)

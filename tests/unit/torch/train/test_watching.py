@@ -1,0 +1,75 @@
+"""A number that no epoch will have is named before the first job, with those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule, watched
+from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.watching import check_watched
+
+
+def far(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().mean()
+
+
+class Curve:
+    """A metric object, whose `compute` may give a dict."""
+
+    def update(self, *arguments: Any) -> None: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
+class Adds(Callback):
+    def on_epoch_end(self, training: Any, logs: Any) -> None:
+        logs["gap"] = 1.0
+
+
+def bring(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) -> Brought:
+    model = torch.nn.Linear(1, 1)
+    found = tuple(EarlyStopping(name) for name in names)
+    mse: tuple[Callable[..., torch.Tensor], ...] = (torch.nn.MSELoss(),) * losses
+    metrics = {"far": far, "curve": Curve()}
+    return Brought(model, None, mse, metrics=metrics, callbacks=(*found, *callbacks), watched=names)
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "far", "val_loss", "val_far", "curve", "val_curve_auc", "learning_rate"]
+)
+def test_what_an_epoch_has_may_be_watched(name: str) -> None:
+    check_watched(bring(name), ["y"], validates=True)
+
+
+def test_several_outputs_have_numbers_of_their_own() -> None:
+    check_watched(bring("loss_b", "val_far_a", losses=2), ["a", "b"], validates=True)
+    with pytest.raises(InvalidInput, match="'loss_b', which no epoch will have"):
+        check_watched(bring("loss_b"), ["b"], validates=True)
+
+
+def test_a_misspelled_number_is_named_with_those_that_there_are() -> None:
+    says = "watches 'val_los', which no epoch will have: set its monitor to one of loss, .* curve, val_loss, val_far,"
+    with pytest.raises(InvalidInput, match=says):
+        check_watched(bring("val_los", callbacks=(BestWeights(), LearningRateSchedule(far))), ["y"], True)
+    with pytest.raises(InvalidInput, match=r"'los', which .* one of loss, .* curve\.$"):
+        check_watched(bring("los"), ["y"], validates=False)
+
+
+def test_what_a_callback_of_the_users_may_add_is_looked_for_at_the_epochs_end() -> None:
+    check_watched(bring("gap", callbacks=(Adds(),)), ["y"], validates=False)
+    with pytest.raises(
+        InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, loss"
+    ):
+        watched({"loss": 1.0, "far": 2.0}, "gap")
+
+
+def test_what_validation_gives_needs_validation() -> None:
+    with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
+        check_watched(bring("loss", "val_loss"), ["y"], validates=False)
