@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 
@@ -93,7 +93,9 @@ def main() -> int:
         return 0
     worker = json.loads(activation)["worker"]
     me = Identity(worker, header.slot, header.bind, header.port_range, header.resources)
-    threading.Thread(target=_end_with, args=(channel,), name="spark-elastic-parent", daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(_taken_stdin(),), name="spark-elastic-parent", daemon=True
+    ).start()
     key = bytes.fromhex(header.key)
     with RendezvousClient(
         header.address, key, header.attempt, clock, header.driver_timeout, header.certificate
@@ -163,8 +165,21 @@ def why_not_encrypted() -> str | None:
     return None
 
 
-def _end_with(channel: IO[bytes]) -> None:
-    while channel.readline():
+def _taken_stdin() -> int:
+    """The descriptor that tells of the slot; standard input is empty from now on.
+
+    A process that `multiprocessing` forks closes its `sys.stdin` first, such as a DataLoader's worker: it would wait
+    without end for the lock that a thread holds which reads from there.
+    """
+    taken = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return taken
+
+
+def _end_with(descriptor: int) -> None:
+    while os.read(descriptor, 1024):
         pass
     os._exit(1)
 
@@ -188,6 +203,5 @@ def _run() -> int:
 
 
 if __name__ == "__main__":
-    # Threads of user code or of a framework must not keep a finished worker alive; nor would the interpreter's own end
-    # come past the thread that reads standard input.
+    # Threads of user code or of a framework must not keep a finished worker alive.
     os._exit(_run())

@@ -10,7 +10,6 @@ from spark_elastic.worker.entry import Header
 
 
 def test_what_escapes_everything_is_an_exit_code_and_a_traceback() -> None:
-    """The interpreter's own end would meet the thread that reads standard input, and abort."""
     lines: list[str] = []
     ends: queue.Queue[int] = queue.Queue()
 

@@ -6,6 +6,7 @@ The program's result is known in closed form, so that every lost, doubled or tor
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -28,7 +29,9 @@ from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Outcome, Session
+from spark_elastic.worker.results import decode
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
 from tests.patience import until
@@ -78,6 +81,22 @@ def test_results_come_in_rank_order() -> None:
     result = run(launcher(program), 3, Watcher())
     assert [json.loads(text)["rank"] for text in result.results] == [0, 1, 2]
     assert_exact(result, program)
+
+
+def fork() -> int | None:
+    """Exit code of a process as a DataLoader begins its workers; None: it hangs."""
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(10.0)
+    if child.exitcode is None:
+        child.kill()
+        return None
+    return child.exitcode
+
+
+def test_a_function_forks_processes() -> None:
+    result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, Watcher())
+    assert [decode(text) for text in result.results] == [0]
 
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
