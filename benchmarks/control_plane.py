@@ -65,7 +65,7 @@ class NoLauncher:
     def start(self, contact: Contact, post: Post) -> None:
         """Nothing."""
 
-    def launch(self, job: int, delay: float) -> None:
+    def launch(self, job: int) -> None:
         """Nothing."""
 
     def close(self, timeout: float) -> list[str]:

@@ -213,8 +213,8 @@ class Client:
                 log.info("the coordinator of %s runs in a task, at %s", self._name, address)
                 contact = Contact(address, self._box.key, self._attempt, self._name, certificate)
                 self._launcher.start(contact, self._forward)
-            case {"launch": int(job), "delay": delay}:
-                self._launcher.launch(job, float(delay))
+            case {"launch": int(job)}:
+                self._launcher.launch(job)
             case {"log": str(line), "rank": rank}:
                 self._teller.tell(partial(self._narrate.log, rank, line))
             case {"progress": dict(numbers)}:

@@ -34,10 +34,10 @@ class MailLauncher:
         self.mail.start()
         self._watch.start()
 
-    def launch(self, job: int, delay: float) -> None:
+    def launch(self, job: int) -> None:
         with self._change:
             self._open.add(job)
-        self.mail.post({"launch": job, "delay": delay})
+        self.mail.post({"launch": job})
 
     def close(self, timeout: float) -> list[str]:
         """Wait for slots that were released by message; the client ends what still runs, once it hears of the end."""

@@ -39,8 +39,8 @@ class Effects:
     def carry_out(self, command: do.DriverCommand) -> None:
         """Execute without blocking."""
         match command:
-            case do.LaunchSlot(_, job, delay):
-                self._launcher.launch(job, delay)
+            case do.LaunchSlot(_, job):
+                self._launcher.launch(job)
             case do.Publish(_, world):
                 self._server.publish(world)
                 self._audience.world(world)

@@ -29,7 +29,7 @@ log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 KEPT = 10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
 
 

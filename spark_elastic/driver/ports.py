@@ -32,11 +32,8 @@ class Launcher(Protocol):
         """Get ready; `post` takes events from any thread."""
         ...
 
-    def launch(self, job: int, delay: float) -> None:
-        """Start the slot job of that number after `delay` seconds, without blocking.
-
-        Its end is posted as `SlotJobEnded`.
-        """
+    def launch(self, job: int) -> None:
+        """Start the slot job of that number, without blocking; its end is posted as `SlotJobEnded`."""
         ...
 
     def close(self, timeout: float) -> list[str]:

@@ -45,8 +45,8 @@ class LocalLauncher:
     def start(self, contact: Contact, post: Post) -> None:
         self._contact, self._post = contact, post
 
-    def launch(self, job: int, delay: float) -> None:
-        thread = threading.Thread(target=self._carry, args=(job, delay), name=f"slot job {job}", daemon=True)
+    def launch(self, job: int) -> None:
+        thread = threading.Thread(target=self._carry, args=(job,), name=f"slot job {job}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -71,9 +71,7 @@ class LocalLauncher:
             thread.join(max(0.0, deadline - self._clock.now()))
         return [thread.name for thread in self._threads if thread.is_alive()]
 
-    def _carry(self, job: int, delay: float) -> None:
-        if self._closing.wait(delay):
-            return
+    def _carry(self, job: int) -> None:
         host = self._places.take(job)
         if host is None:
             return

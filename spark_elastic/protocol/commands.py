@@ -19,11 +19,9 @@ class Command:
 
 @dataclass(frozen=True)
 class LaunchSlot(Command):
-    """Start one single-task Spark job that carries a slot; `job` is its number, never used twice. `delay`: seconds
-    to wait before (back-off)."""
+    """Start one single-task Spark job that carries a slot; `job` is its number, never used twice."""
 
     job: int
-    delay: float = 0.0
 
 
 @dataclass(frozen=True)

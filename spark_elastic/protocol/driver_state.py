@@ -14,7 +14,7 @@ from typing import TypeVar
 from spark_elastic.protocol.blacklist import Blacklist
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.protocol.registry import Gone, JobRecord, SlotRecord, Unsure, WorkerRecord
+from spark_elastic.protocol.registry import Gone, JobRecord, PutOff, SlotRecord, Unsure, WorkerRecord
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
     Checkpoint,
@@ -71,6 +71,7 @@ class DriverState:
     kills: by slot, how many of its workers in a row were killed before they took
     part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
     barred: slots that may not take part and are not sent back before the other attempts of their jobs (R14), and why.
+    put_off: those of `jobs` that are not launched yet.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
     short_since: since when there are too few workers. done_since: when the job's result was there.
@@ -81,6 +82,7 @@ class DriverState:
     stage: Stage = Stage.GATHERING
     next_job: int = 1
     jobs: Table[int, JobRecord] = field(default_factory=Table)
+    put_off: Table[int, PutOff] = field(default_factory=Table)
     slots: Table[SlotId, SlotRecord] = field(default_factory=Table)
     workers: Table[WorkerId, WorkerRecord] = field(default_factory=Table)
     gone_slots: Table[SlotId, str] = field(default_factory=Table)

@@ -13,7 +13,14 @@ from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.durable import old_members_may_live
 from spark_elastic.protocol.evidence import break_world, lose, retire
 from spark_elastic.protocol.failures import in_vain, whence
-from spark_elastic.protocol.jobs import all_blacklisted, give_back, recall, release_barred, release_idle
+from spark_elastic.protocol.jobs import (
+    all_blacklisted,
+    give_back,
+    launch_due,
+    recall,
+    release_barred,
+    release_idle,
+)
 from spark_elastic.protocol.membership import capacity, compose, names, newest_position, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
 from spark_elastic.protocol.time_limit import GRACE, is_told, may_end, time_is_up
@@ -35,6 +42,8 @@ def settle(turn: Turn) -> None:
         release_barred(turn)
     if state.recall:
         recall(turn)
+    if state.put_off:
+        launch_due(turn)
     over_time = time_is_up(turn)
     if state.stage is Stage.RUNNING:
         _mind_running(turn, over_time)

@@ -8,10 +8,15 @@ from spark_elastic.protocol.commands import LaunchSlot, ReleaseSlot
 from spark_elastic.protocol.driver_state import Turn
 from spark_elastic.protocol.evidence import lose_slot
 from spark_elastic.protocol.membership import capacity
-from spark_elastic.protocol.registry import JobRecord, SlotEnd, SlotRecord
+from spark_elastic.protocol.registry import JobRecord, PutOff, SlotEnd, SlotRecord
 from spark_elastic.protocol.types import HostId, SlotId
 
-BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before a slot job is launched, by fruitless predecessors
+# Seconds before a slot job is launched, by fruitless predecessors. A host that may not be used and has room would be
+# found again and again; the last is how long another one that comes up meanwhile is not noticed.
+BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+YIELDED = (
+    BACK_OFF.index(4.0) - 1
+)  # as many predecessors: what was left to another job is asked for again after that
 # Seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back.
 PARKED_FOR = 5.0
 
@@ -21,7 +26,27 @@ def launch(turn: Turn, job: JobRecord, reason: str) -> None:
     state.jobs = state.jobs.put(job.job, job)
     state.next_job = job.job + 1
     delay = max(BACK_OFF[min(job.fruitless, len(BACK_OFF) - 1)], _until_a_host_returns(turn))
-    turn.say(LaunchSlot(reason, job.job, delay))
+    if delay:
+        state.put_off = state.put_off.put(job.job, PutOff(turn.now + delay, reason))
+    else:
+        turn.say(LaunchSlot(reason, job.job))
+
+
+def launch_due(turn: Turn) -> None:
+    """Slot jobs that were put off for long enough."""
+    state = turn.state
+    for job, put_off in tuple(state.put_off.items()):
+        if put_off.until <= turn.now:
+            state.put_off = state.put_off.drop(job)
+            turn.say(LaunchSlot(put_off.reason, job))
+
+
+def hasten(turn: Turn) -> None:
+    """Other hosts may be used than before: no slot job waits for the fruitless ones before it."""
+    state = turn.state
+    until = turn.now + _until_a_host_returns(turn)
+    for job, put_off in tuple(state.put_off.items()):
+        state.put_off = state.put_off.put(job, replace(put_off, until=min(until, put_off.until)))
 
 
 def follow(turn: Turn, ended: JobRecord, why: str) -> None:
@@ -105,7 +130,7 @@ def yield_slots(turn: Turn, reason: str) -> None:
     for slot in tuple(state.slots.values()):
         job = state.jobs.get(slot.job)
         if job is not None:
-            state.jobs = state.jobs.put(job.job, replace(job, warmed=False, fruitless=len(BACK_OFF)))
+            state.jobs = state.jobs.put(job.job, replace(job, warmed=False, fruitless=YIELDED))
         give_back(turn, slot, reason)
 
 

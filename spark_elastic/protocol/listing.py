@@ -8,7 +8,7 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Remark
 from spark_elastic.protocol.driver_state import Turn
-from spark_elastic.protocol.jobs import PARKED_FOR, give_back
+from spark_elastic.protocol.jobs import PARKED_FOR, give_back, hasten
 from spark_elastic.protocol.registry import Leave, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import SlotId
 
@@ -40,6 +40,7 @@ def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
     """A planned change at most: who is not listed any more drains, and stays if listed again in time."""
     state = turn.state
     state.listed = event.hosts
+    hasten(turn)
     allowed = _allowed(turn)
     for slot in tuple(state.slots.values()):
         worker = state.workers.get(slot.worker) if slot.worker is not None else None

@@ -31,6 +31,14 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
+class PutOff:
+    """A slot job that is launched later. reason: why it is launched at all."""
+
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class SlotRecord:
     """A slot task that is alive. extra: the job had another one alive when it came (R14). heard: its last beat.
     cut: since when its control connection is broken. node: its machine's name."""

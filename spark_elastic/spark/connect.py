@@ -180,13 +180,13 @@ class ConnectLauncher:
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"
         self._closing = threading.Event()
         self._carriers: list[threading.Thread] = []
-        self._carry: Callable[[int, float], None] | None = None
+        self._carry: Callable[[int], None] | None = None
 
     def start(self, contact: Contact, post: Post) -> None:
         task = self._make_task(contact)
 
-        def carry(job: int, delay: float) -> None:
-            if self._closing.wait(delay):
+        def carry(job: int) -> None:
+            if self._closing.is_set():
                 return
             end = self._run(task, job)
             if not self._closing.is_set():
@@ -194,9 +194,9 @@ class ConnectLauncher:
 
         self._carry = carry
 
-    def launch(self, job: int, delay: float) -> None:
+    def launch(self, job: int) -> None:
         assert self._carry is not None
-        carrier = threading.Thread(target=self._carry, args=(job, delay), name=f"slot job {job}", daemon=True)
+        carrier = threading.Thread(target=self._carry, args=(job,), name=f"slot job {job}", daemon=True)
         self._carriers.append(carrier)
         carrier.start()
 

@@ -50,7 +50,7 @@ class SparkLauncher:
         self._clock = clock
         self._tag = ""
         self._name = ""
-        self._orders: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._carriers: list[InheritableThread] = []
         self._dispatcher: InheritableThread | None = None
@@ -63,8 +63,8 @@ class SparkLauncher:
         self._dispatcher = InheritableThread(target=self._dispatch, args=(task, post), daemon=True)
         self._dispatcher.start()
 
-    def launch(self, job: int, delay: float) -> None:
-        self._orders.put((job, delay))
+    def launch(self, job: int) -> None:
+        self._orders.put(job)
 
     def close(self, timeout: float) -> list[str]:
         """Slots were released by message before; what still runs is cancelled at Spark."""
@@ -91,16 +91,15 @@ class SparkLauncher:
             log.debug("nothing left to cancel: %s", error)  # the SparkContext is gone, and its jobs with it
 
     def _dispatch(self, task: SlotTask, post: Post) -> None:
-        while (order := self._orders.get()) is not None:
-            job, delay = order
+        while (job := self._orders.get()) is not None:
             carrier = InheritableThread(
-                target=self._carry, args=(task, job, delay, post), name=f"slot job {job}", daemon=True
+                target=self._carry, args=(task, job, post), name=f"slot job {job}", daemon=True
             )
             self._carriers.append(carrier)
             carrier.start()
 
-    def _carry(self, task: SlotTask, job: int, delay: float, post: Post) -> None:
-        if self._closing.wait(delay):
+    def _carry(self, task: SlotTask, job: int, post: Post) -> None:
+        if self._closing.is_set():
             return
         end = self._run(task, job)
         if not self._closing.is_set():

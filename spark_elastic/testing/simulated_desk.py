@@ -79,8 +79,8 @@ class SimDesk:
     def _carry_out(self, commands: tuple[do.DriverCommand, ...]) -> None:
         for command in commands:
             match command:
-                case do.LaunchSlot(_, job, delay):
-                    self.sim.launch(self, job, delay)
+                case do.LaunchSlot(_, job):
+                    self.sim.launch(self, job)
                 case do.Publish(_, world):
                     self._publish(world)
                 case do.Abort(reason, fence):

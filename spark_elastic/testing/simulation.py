@@ -143,8 +143,8 @@ class Simulation:
         self.offer(host)
         self.at(0.01, self._schedule)
 
-    def launch(self, desk: SimDesk, job: int, delay: float) -> None:
-        self.at(delay + 0.02, lambda: self._queue_job(desk, job))
+    def launch(self, desk: SimDesk, job: int) -> None:
+        self.at(0.02, lambda: self._queue_job(desk, job))
 
     def _queue_job(self, desk: SimDesk, job: int) -> None:
         self._jobs.append((desk, job))

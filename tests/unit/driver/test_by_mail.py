@@ -20,7 +20,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     client = Mail(Box(store, "m", b"key", "client", "task"), orders.append, clock)
     launcher = MailLauncher(Box(store, "m", b"key", "task", "client"), clock, 60.0)
     launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), events.append)
-    launcher.launch(3, 0.5)
+    launcher.launch(3)
     for letter in (
         {"ended": 3, "reason": "lost", "cancelled": False, "host_lost": True},
         {"wanted": "others"},
@@ -31,7 +31,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     assert launcher.close(20.0) == []  # returns once job 3 has ended
     launcher.mail.close(10.0)
     client.turn()
-    assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3, "delay": 0.5}]
+    assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3}]
     assert events == [
         SlotJobEnded(clock.now(), 3, "lost", False, True),
         SlotsWanted(clock.now(), "others"),

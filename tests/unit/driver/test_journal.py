@@ -32,7 +32,7 @@ def test_the_story_leaves_out_what_changed_nothing() -> None:
     journal = Journal()
     journal.record(Tick(10.0), ())
     journal.record(SlotBeat(10.5, "1-0", "1-0.1", "R"), ())
-    journal.record(Tick(11.0), (LaunchSlot("a worker is missing", 4, 0.5),))
+    journal.record(Tick(11.0), (LaunchSlot("a worker is missing", 4),))
     story = journal.story()
     assert [line.split()[:3] for line in story] == [
         ["1.000", "event", "Tick"],

@@ -26,7 +26,7 @@ def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.
     launcher = LocalLauncher(None, hosts, SystemClock())
     launcher.start(Contact("127.0.0.1:1", b"k" * 32, 1, "job", None), posted.put)
     for job in (1, 2):
-        launcher.launch(job, 0.0)
+        launcher.launch(job)
         ended = posted.get(timeout=10.0)
         assert isinstance(ended, SlotJobEnded)
         assert ended.job == job

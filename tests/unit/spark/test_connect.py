@@ -110,7 +110,7 @@ def test_a_slot_job_that_is_left_is_interrupted_at_the_end() -> None:
     ended: list[Any] = []
     launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
     launcher.start(None, ended.append)  # type: ignore[arg-type]
-    launcher.launch(0, 0.0)
+    launcher.launch(0)
     while not session.tags:
         threading.Event().wait(0.001)
     assert launcher.close(3.0) == []
