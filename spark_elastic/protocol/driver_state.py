@@ -70,7 +70,7 @@ class DriverState:
     listed: discovery's newest answer. hosts: all that ever had a slot. early: orders that wait for the first world.
     kills: by slot, how many of its workers in a row were killed before they took
     part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
-    barred: slots that may not take part and are not sent back before the other attempts of their jobs (R14), and why.
+    barred: slots that may not take part and are not sent back before the other attempts of their jobs (R14).
     put_off: those of `jobs` that are not launched yet.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.
     vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
@@ -99,7 +99,7 @@ class DriverState:
     kills: Table[SlotId, int] = field(default_factory=Table)
     killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)
     yielded: str = ""
-    barred: Table[SlotId, str] = field(default_factory=Table)
+    barred: Table[SlotId, None] = field(default_factory=Table)
     withheld: int = 0
     recall: bool = False
     early: tuple[DrainRequested, ...] = ()

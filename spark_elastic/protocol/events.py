@@ -28,12 +28,14 @@ class Tick(Event):
 @dataclass(frozen=True)
 class SlotRegistered(Event):
     """A slot task came up on a host. `job` is the number of the slot job that carries it (R14: a job may have
-    several attempts alive)."""
+    several attempts alive). node: the machine's name, by which a listing may call it. unfit: why what the host runs
+    cannot take part, "" if it can."""
 
     slot: SlotId
     host: HostId
     job: int
-    node: str = ""  # the machine's name, by which a listing may call it
+    node: str = ""
+    unfit: str = ""
 
 
 @dataclass(frozen=True)

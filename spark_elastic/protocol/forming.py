@@ -18,9 +18,9 @@ from spark_elastic.protocol.jobs import (
     give_back,
     launch_due,
     recall,
-    release_barred,
     release_idle,
 )
+from spark_elastic.protocol.listing import look_at_barred
 from spark_elastic.protocol.membership import capacity, compose, names, newest_position, wanted_at_start
 from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
 from spark_elastic.protocol.time_limit import GRACE, is_told, may_end, time_is_up
@@ -39,7 +39,7 @@ def settle(turn: Turn) -> None:
         _finish(turn)
         return
     if state.barred:
-        release_barred(turn)
+        look_at_barred(turn)
     if state.recall:
         recall(turn)
     if state.put_off:

@@ -72,17 +72,14 @@ def give_back(turn: Turn, slot: SlotRecord, reason: str, withhold: bool = False)
     if job is not None and withhold:
         state.jobs = state.jobs.put(slot.job, replace(job, withheld=True))
     if any(other.slot != slot.slot and other.slot not in state.barred for other in turn.slots_of(slot.job)):
-        state.barred = state.barred.put(slot.slot, reason)
+        state.barred = state.barred.put(slot.slot, None)
         return
+    _release(turn, slot, reason)
+
+
+def _release(turn: Turn, slot: SlotRecord, reason: str) -> None:
     lose_slot(turn, slot, reason, SlotEnd.TOLD)
     turn.say(ReleaseSlot(reason, slot.slot))
-
-
-def release_barred(turn: Turn) -> None:
-    """Those beside which no attempt is left that may take part."""
-    state = turn.state
-    for name, reason in tuple(state.barred.items()):
-        give_back(turn, state.slots[name], reason)
 
 
 def refuse(turn: Turn, slot: SlotId, reason: str) -> None:
@@ -122,7 +119,7 @@ def release_idle(turn: Turn) -> None:
 
 
 def yield_slots(turn: Turn, reason: str) -> None:
-    """R17: short of a first world, leave the slots to another job and ask again later."""
+    """R17: short of a first world, leave the slots to another job, all attempts of them, and ask again later."""
     state = turn.state
     if state.generation:
         return
@@ -131,7 +128,7 @@ def yield_slots(turn: Turn, reason: str) -> None:
         job = state.jobs.get(slot.job)
         if job is not None:
             state.jobs = state.jobs.put(job.job, replace(job, warmed=False, fruitless=YIELDED))
-        give_back(turn, slot, reason)
+        _release(turn, slot, reason)
 
 
 def strike(turn: Turn, slot: SlotId, host: HostId) -> None:

@@ -13,27 +13,41 @@ from spark_elastic.protocol.registry import Leave, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import SlotId
 
 
-def refusal(turn: Turn, event: on.SlotRegistered) -> str:
-    """Why a slot that comes up cannot take part, "" if it can."""
+def refusal(turn: Turn, slot: SlotRecord) -> str:
+    """Why a slot that comes up, or is barred, cannot take part, "" if it can."""
     state = turn.state
-    drains = state.draining_hosts.get(event.host) or state.draining_hosts.get(event.node)
-    if drains:
-        return f"host {event.host} drains: {drains}"
-    until = state.blacklist.host_until(event.host, turn.now)
+    if slot.unfit:
+        return slot.unfit
+    order = _ordered_away(turn, slot)
+    if order:
+        return order
+    until = state.blacklist.host_until(slot.host, turn.now)
     if until is not None and until - turn.now > PARKED_FOR:
-        return f"host {event.host} is blacklisted for another {until - turn.now:.1f} s"
+        return f"host {slot.host} is blacklisted for another {until - turn.now:.1f} s"
     if state.listed is None:
         return ""
     room = dict(state.listed)
-    name = _listed_as(event.host, event.node, room)
+    name = _listed_as(slot.host, slot.node, room)
     if name is None:
-        return f"host {event.host} is not among those that discovery lists"
-    taken = sum(_listed_as(slot.host, slot.node, room) == name for slot in _unbarred(turn))
+        return f"host {slot.host} is not among those that discovery lists"
+    taken = sum(_listed_as(other.host, other.node, room) == name for other in _unbarred(turn))
     return (
         ""
         if taken < room[name]
         else f"discovery lists {room[name]} slots for host {name}, and they are taken"
     )
+
+
+def look_at_barred(turn: Turn) -> None:
+    """A barred slot is let in once nothing speaks against it, and sent back once no attempt beside it is let in."""
+    state = turn.state
+    for name in tuple(state.barred):
+        slot = state.slots[name]
+        why = refusal(turn, slot)
+        if why:
+            give_back(turn, slot, why)
+        else:
+            state.barred = state.barred.drop(name)
 
 
 def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
@@ -56,14 +70,22 @@ def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
 def unwanted(turn: Turn, slot: SlotRecord) -> str:
     """Why a new worker of a slot shall not begin, "" if it shall: its member was about to leave, and was lost first."""
     state = turn.state
+    order = _ordered_away(turn, slot)
+    if order:
+        return order
+    if state.listed is not None and slot.slot not in _allowed(turn):
+        return f"discovery does not list host {slot.host} with slot {slot.slot}"
+    return ""
+
+
+def _ordered_away(turn: Turn, slot: SlotRecord) -> str:
+    state = turn.state
     drains = state.draining_hosts.get(slot.host) or state.draining_hosts.get(slot.node)
     if drains:
         return f"host {slot.host} drains: {drains}"
     job = state.jobs.get(slot.job)
     if job is not None and job.withheld:
         return f"slot {slot.slot} was asked to leave"
-    if state.listed is not None and slot.slot not in _allowed(turn):
-        return f"discovery does not list host {slot.host} with slot {slot.slot}"
     return ""
 
 

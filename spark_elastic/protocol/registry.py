@@ -41,7 +41,8 @@ class PutOff:
 @dataclass(frozen=True)
 class SlotRecord:
     """A slot task that is alive. extra: the job had another one alive when it came (R14). heard: its last beat.
-    cut: since when its control connection is broken. node: its machine's name."""
+    cut: since when its control connection is broken. node: its machine's name. unfit: why what its host runs cannot
+    take part, "" if it can."""
 
     slot: SlotId
     job: int
@@ -51,6 +52,7 @@ class SlotRecord:
     worker: WorkerId | None = None
     cut: float | None = None
     node: str = ""
+    unfit: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from spark_elastic.protocol.evidence import STOPPED, lose_slot
 from spark_elastic.protocol.forming import end
 from spark_elastic.protocol.jobs import follow, give_back, refuse
 from spark_elastic.protocol.listing import refusal
-from spark_elastic.protocol.registry import SlotEnd, SlotRecord
+from spark_elastic.protocol.registry import JobRecord, SlotEnd, SlotRecord
 from spark_elastic.protocol.worker_events import adopt
 
 
@@ -26,17 +26,26 @@ def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:
         turn.say(ReleaseSlot(f"slot {event.slot} was given up: {state.gone_slots[event.slot]}", event.slot))
     elif job is None:
         refuse(turn, event.slot, f"slot {event.slot} belongs to slot job {event.job}, which is over")
-    elif (why := refusal(turn, event)) and not turn.slots_of(event.job):
-        refuse(turn, event.slot, why)
     else:
-        state.jobs = state.jobs.put(event.job, replace(job, slots=job.slots + 1))
-        if event.host not in state.hosts:
-            state.hosts |= {event.host}
         extra = job.slots > 0
-        slot = SlotRecord(event.slot, event.job, event.host, turn.now, extra, node=event.node)
-        turn.put_slot(slot)
-        if why:
-            give_back(turn, slot, why)
+        slot = SlotRecord(
+            event.slot, event.job, event.host, turn.now, extra, node=event.node, unfit=event.unfit
+        )
+        _receive(turn, slot, job)
+
+
+def _receive(turn: Turn, slot: SlotRecord, job: JobRecord) -> None:
+    state = turn.state
+    why = refusal(turn, slot)
+    if why and not slot.extra:
+        refuse(turn, slot.slot, why)
+        return
+    state.jobs = state.jobs.put(slot.job, replace(job, slots=job.slots + 1))
+    if slot.host not in state.hosts:
+        state.hosts |= {slot.host}
+    turn.put_slot(slot)
+    if why:
+        give_back(turn, slot, why)
 
 
 def slot_beat(turn: Turn, event: on.SlotBeat) -> None:

@@ -38,7 +38,8 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a slot may carry a worker. reason: the refusing sentence, "" when accepted. beat_every: seconds."""
+    """Whether a slot may carry a worker. reason: the refusing sentence, "" when accepted; it waits for the order to end
+    then (R14). beat_every: seconds."""
 
     accepted: bool
     reason: str = ""

@@ -74,13 +74,14 @@ class Routes:
     # ---- slots
 
     def _register(self, request: m.RegisterSlot) -> m.Admission:
-        refusal = self._board.ended or self._admit(request.facts)
-        if refusal is not None:
-            return m.Admission(False, refusal)
+        unfit = self._admit(request.facts) or ""
         self._presence.heard((request.slot, None))
         node = str(request.facts.get("host", ""))
-        self._post(events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job, node))
-        return m.Admission(True, beat_every=self._beat_every(self._presence.slots))
+        self._post(
+            events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job, node, unfit)
+        )
+        refusal = self._board.ended or unfit
+        return m.Admission(not refusal, refusal, beat_every=self._beat_every(self._presence.slots))
 
     def _beat(self, request: m.Beat) -> m.Pace:
         self._presence.heard((request.slot, None))

@@ -16,7 +16,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
 from spark_elastic.protocol.evidence import STOPPED
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import OWN_WORDS, SlotOrders
+from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.out_of_memory import MemoryKills
@@ -77,14 +77,13 @@ class SlotAgent:
             DriverUnreachable: the driver did not answer the registration.
         """
         answer = self._driver.register(self._plan.host, self._plan.job, dict(self._plan.facts))
-        if not answer.accepted:
-            return answer.reason
         self._beat_every = answer.beat_every
         for thread in (self._shipper, *self._threads):
             thread.start()
         try:
-            self._promote()
-            while True:
+            if answer.accepted:
+                self._promote()
+            while True:  # one that is not wanted waits as well: what returns first ends the task's other attempts (R14)
                 reason = self._events.get()()
                 if reason is not None:
                     return reason
@@ -219,18 +218,21 @@ class SlotAgent:
     def _beat(self) -> None:
         while not self._closing.wait(self._beat_every):
             child = self._active
-            if child is None or child.worker is None:
-                continue
-            state = child.state()
-            stopped = state in STOPPED
-            seen = child.look(self._clock.now(), stopped)
-            told = seen.stack if stopped or (not seen.waits and seen.seconds > STACK_AFTER) else ""
             try:
-                pace = self._driver.beat(child.worker, state, seen.waits, seen.seconds, told)
-                self._beat_every = pace.beat_every
-                child.tell_heard(self._client.heard_at())
+                self._beat_every = (
+                    self._driver.beat() if child is None else self._beat_for(child)
+                ).beat_every
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
+
+    def _beat_for(self, child: Child) -> Pace:
+        state = child.state()
+        stopped = state in STOPPED
+        seen = child.look(self._clock.now(), stopped)
+        told = seen.stack if stopped or (not seen.waits and seen.seconds > STACK_AFTER) else ""
+        pace = self._driver.beat(child.worker or "", state, seen.waits, seen.seconds, told)
+        child.tell_heard(self._client.heard_at())
+        return pace
 
     def _ship_lines(self) -> None:
         while not self._no_more_lines.wait(SHIP_EVERY):

@@ -28,14 +28,15 @@ def test_each_message_becomes_its_event(driver: Driver) -> None:
     assert registered.now <= started.now <= beat.now <= exited.now
 
 
-def test_a_slot_with_wrong_facts_is_refused_and_never_an_event() -> None:
+def test_r14_a_slot_with_wrong_facts_is_refused_and_the_driver_hears_why() -> None:
     sentence = "host-b runs torch 1.0 and the driver 2.0: install one version."
     driver = start_driver(admit=lambda facts: sentence if facts["torch"] == "1.0" else None)
     try:
         slot = driver.client().slot("1-0")
-        assert slot.register("host-b", 1, {"torch": "1.0"}) == Admission(False, sentence)
-        assert driver.events.empty()
+        assert slot.register("host-b", 1, {"torch": "1.0"}) == Admission(False, sentence, BEAT_EVERY)
+        assert driver.heard(events.SlotRegistered).unfit == sentence
         assert slot.register("host-b", 1, {"torch": "2.0"}).accepted
+        assert driver.heard(events.SlotRegistered).unfit == ""
     finally:
         driver.close()
 
@@ -77,7 +78,7 @@ def test_after_the_end_everyone_is_told_to_stop(driver: Driver) -> None:
     assert waiting.result(PATIENCE).release == "the job is done"
     assert slot.watch(0).release == "the job is done"
     assert slot.beat().stop == "the job is done"
-    assert slot.register("host-a", 1, {}) == Admission(False, "the job is done")
+    assert slot.register("host-a", 1, {}) == Admission(False, "the job is done", BEAT_EVERY)
 
 
 def test_r18_what_the_driver_surely_heard_is_the_question_not_its_late_answer(driver: Driver) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.protocol.events import SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
+from spark_elastic.protocol.events import SlotBeat, SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
@@ -196,7 +196,23 @@ def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
 def test_a_refused_slot_starts_nothing(driver: Driver) -> None:
     driver.server.end("the job is over")
     assert serve(driver, CountingProgram(1), lambda: None) == "the job is over"
+    driver.heard(SlotRegistered)
     assert driver.events.empty()
+
+
+def test_r14_a_slot_whose_host_is_unfit_starts_nothing_and_waits_to_be_sent_back() -> None:
+    driver = start_driver(admit=lambda facts: "host-4 has no torch")
+
+    def play() -> None:
+        driver.heard(SlotRegistered)
+        assert driver.heard(SlotBeat).worker == ""  # else it would be taken for ended
+        driver.server.release_slot(SLOT, "the first attempt is gone")
+
+    try:
+        assert serve(driver, CountingProgram(1), play) == "the first attempt is gone"
+        assert all(isinstance(event, SlotBeat) for event in driver.events.queue)
+    finally:
+        driver.close()
 
 
 def test_a_slot_whose_driver_is_gone_ends_with_its_address(driver: Driver) -> None:

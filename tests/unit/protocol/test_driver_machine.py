@@ -34,27 +34,6 @@ def test_a_job_begins_with_a_launch_per_slot() -> None:
     assert [launch.job for launch in Bench().all(LaunchSlot)] == [1, 2, 3, 4]
 
 
-def test_a_slot_job_that_ended_is_launched_again_later_and_later() -> None:
-    bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
-    delays = []
-    for job in range(1, 12):
-        bench.on(on.SlotJobEnded(0, job, "no room"))
-        ended = bench.now
-        while bench.all(LaunchSlot)[-1].job == job:
-            bench.wait(0.05)
-        delays.append(bench.now - ended)
-    assert [launch.job for launch in bench.all(LaunchSlot)] == list(range(1, 13))
-    assert delays == pytest.approx([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0], abs=0.06)
-
-
-def test_a_slot_job_that_had_worked_is_launched_again_at_once() -> None:
-    bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
-    for job in range(1, 5):
-        bench.warm(job)
-        bench.on(on.SlotJobEnded(0, job, "executor lost"))
-    assert [launch.job for launch in bench.all(LaunchSlot)] == [1, 2, 3, 4, 5]
-
-
 def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
