@@ -254,7 +254,8 @@ class WorkerLoop:
     def _abort_group(self, command: do.AbortGroup) -> None:
         with self._lock:
             self._aborted = command.fence
-            group = self._group
+            meant = self._world is not None and self._world.fence == command.fence
+            group = self._group if meant else None  # the main thread may have gone on to the next
         if group is not None:
             group.abort(command.reason)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import events as on
 from spark_elastic.protocol.assignment import Place, assign
-from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.types import Fence, World
 from spark_elastic.worker.loop import Identity, WorkerLoop
 from spark_elastic.worker.program import Completed
@@ -16,13 +16,48 @@ from spark_elastic.worker.program import Completed
 NOTHING: Any = None
 
 
+def _loop(program: Any = NOTHING) -> WorkerLoop:
+    driver: Any = SimpleNamespace(wrote_checkpoint=None)
+    return WorkerLoop(Identity("1-0.1", "1-0"), program, driver, NOTHING, SystemClock(), 5.0)
+
+
+def _world(generation: int) -> World:
+    return World(Fence(1, generation), assign([Place("1-0.1", "1-0", "h", None)]), None, "start")
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        self.abort = self.aborted.append
+
+
+def test_r10_an_abort_that_the_control_thread_carries_out_late_spares_the_next_world() -> None:
+    """Between its word and its deed the main thread has gone on."""
+    loop, groups = _loop(), [_Group(), _Group()]
+
+    def go_on(generation: int) -> None:
+        loop._group, loop._world = groups[generation - 1], _world(generation)  # type: ignore[assignment]
+
+    for event in (on.Warm(0), on.GotWorld(0, _world(1)), on.Formed(0, Fence(1, 1))):
+        loop._post(event)
+    go_on(1)
+    post = loop._post
+
+    def held_up(event: on.WorkerEvent) -> tuple[do.WorkerCommand, ...]:
+        commands = post(event)
+        go_on(2)
+        return commands
+
+    loop._post = held_up  # type: ignore[method-assign]
+    loop.hear(on.AbortHeard(0, Fence(1, 1), "world 1 is over"))
+    assert groups[1].aborted == []
+
+
 def test_a_result_that_no_message_takes_ends_the_job_with_a_sentence() -> None:
     """Refused by the server, it would end the process in the middle of its last word."""
     program: Any = SimpleNamespace(run=lambda *world: Completed("x" * 9_000_000))
-    driver: Any = SimpleNamespace(wrote_checkpoint=None)
-    loop = WorkerLoop(Identity("1-0.1", "1-0"), program, driver, NOTHING, SystemClock(), 5.0)
-    world = World(Fence(1, 1), assign([Place("1-0.1", "1-0", "h", None)]), None, "start")
+    loop, world = _loop(program), _world(1)
     loop._group, loop._world = SimpleNamespace(), world  # type: ignore[assignment]
     event = loop._guarded(do.Run("", world, None))
-    assert isinstance(event, UserRaised)
+    assert isinstance(event, on.UserRaised)
     assert "InvalidInput: what training returned takes 8.6 MiB" in event.traceback
