@@ -72,13 +72,17 @@ class RowLoss:
     """Wraps the user's loss, which is never changed. weighted: rows carry sample weights."""
 
     def __init__(
-        self, loss: Callable[..., torch.Tensor], weighted: bool = False, label: str = "label"
+        self,
+        loss: Callable[..., torch.Tensor],
+        weighted: bool = False,
+        label: str = "label",
+        ahead: bool = False,
     ) -> None:
-        """label: the name of its first label's column."""
+        """label: the name of its first label's column. ahead: `denominator` is asked before there is an output."""
         loss = module_of(loss)
         held = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", held.get("reduction"))
-        self._weighted, self._label = weighted, label
+        self._weighted, self._label, self._ahead = weighted, label, ahead
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
@@ -92,14 +96,15 @@ class RowLoss:
     ) -> LossSum:
         """labels: one tensor per label column, (n, ...). weights: (n,) or None. A loss of torch's that compares number
         by number takes labels (n,) against an output (n, 1), as Horovod's estimator and Keras do, and labels of any
-        kind of number; one of classes takes their numbers as floats, too, as Spark's StringIndexer gives them.
+        kind of number; one of classes takes their numbers as floats, too, as Spark's StringIndexer gives them, and
+        those of a sequence's tokens, (n, t), against an output (n, C, t).
 
         Raises:
             InvalidInput: sample weights are given, and the loss returns no number per row; a class that is no whole
                 number.
         """
         rows = len(labels[0])
-        labels = self._classes(labels)
+        labels = self._classes(labels, output)
         value = self._loss(output, *self._fitting(output, labels))
         self._check(value, output, labels)
         if value.ndim == 0:
@@ -126,13 +131,20 @@ class RowLoss:
             divisors = self._class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
         return float((divisors if weights is None else divisors * weights).sum())
 
-    def _classes(self, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Numbers of classes as torch wants them. What it takes for shares of classes has a dimension more."""
+    def _classes(self, labels: tuple[torch.Tensor, ...], output: Any = None) -> tuple[torch.Tensor, ...]:
+        """Numbers of classes as torch wants them; shares of classes as they are, which have as many dimensions as the
+        output. Without the output arrays of floats are taken for shares."""
         label = labels[0]
-        if not isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss) or (
-            label.is_floating_point() and label.ndim > 1
-        ):
+        if not isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss):
             return labels
+        if isinstance(self._loss, nn.CrossEntropyLoss) and label.is_floating_point() and label.ndim > 1:
+            if not isinstance(output, torch.Tensor) or output.ndim == label.ndim:
+                return labels
+            if self._ahead:
+                raise InvalidInput(
+                    f"column {self._label!r} has arrays of classes as {str(label.dtype).removeprefix('torch.')}, which "
+                    "with several losses must be whole numbers: cast it to array<int>."
+                )
         whole = label.to(torch.int64)
         if label.is_floating_point() and not torch.equal(whole.to(label.dtype), label):
             wrong = float(label[whole.to(label.dtype) != label][0])

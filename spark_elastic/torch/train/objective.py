@@ -88,7 +88,7 @@ class ModelLosses:
     ) -> None:
         """losses: by label column, with their weights."""
         self._names = [f"loss_{label}" for label in losses]
-        self._losses = [RowLoss(loss, weighted, label) for label, (loss, _) in losses.items()]
+        self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision)
         self._factors: list[float] = []

@@ -146,6 +146,24 @@ def test_classes_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
     assert RowLoss(loss).denominator((label.to(kind),), None) == found.denominator
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_classes_of_tokens_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
+    """As a vector or an array of doubles gives them."""
+    output, label = torch.rand(3, 2, 4), torch.tensor([[0, 1, 1, 1], [0, 0, -100, 1], [-100, 1, 0, 0]])
+    found = RowLoss(loss)(output, (label.to(kind),), None)
+    assert found.total / found.denominator == pytest.approx(float(loss(output, label)))
+
+
+def test_classes_of_tokens_must_be_whole_where_the_divisor_comes_first() -> None:
+    """It is agreed on before the forward pass, when they cannot be told from shares of classes."""
+    loss = RowLoss(nn.CrossEntropyLoss(), label="words", ahead=True)
+    says = r"column 'words' has arrays of classes as float64, .* cast it to array<int>"
+    with pytest.raises(InvalidInput, match=says):
+        loss(torch.rand(3, 2, 4), (torch.ones(3, 4, dtype=torch.float64),), None)
+    assert loss(torch.rand(3, 2, 4), (torch.full((3, 2, 4), 0.5),), None).denominator == 3
+
+
 @pytest.mark.parametrize("wrong", [0.5, float("nan")])
 def test_a_class_that_is_no_whole_number_is_named_with_its_column(wrong: float) -> None:
     label = torch.tensor([0.0, wrong])
