@@ -24,7 +24,7 @@ from spark_elastic.estimators.fit.keras_fit import fit
 from spark_elastic.estimators.horovod_names import KERAS_REFUSED, with_horovod_names
 from spark_elastic.estimators.keras_model import ElasticKerasModel
 from spark_elastic.estimators.params import KerasParams
-from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.archive import Archive, leaves, own_of
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
 
@@ -120,13 +120,15 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
         objects, parts = dict(objects), {}
-        if isinstance(objects.get("model"), keras.Model):
-            archive = Archive.of(objects.pop("model"), objects.get("custom_objects"))
-            parts = {"model.keras": archive.content, "floatx": archive.floatx.encode()}
-            if cloudpickle.loads(archive.custom):
-                parts["custom"] = archive.custom
         configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
+        custom = {**own_of(leaves(configured)), **(objects.get("custom_objects") or {})}
+        if isinstance(objects.get("model"), keras.Model):
+            archive = Archive.of(objects.pop("model"), custom)
+            parts = {"model.keras": archive.content, "floatx": archive.floatx.encode()}
+            custom = cloudpickle.loads(archive.custom)
+        if custom:
+            parts["custom"] = cloudpickle.dumps(custom)
         return {
             **parts,
             "configured": json.dumps(plain).encode(),
@@ -139,8 +141,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
             cloudpickle.loads(parts["custom"]) if "custom" in parts else found.get("custom_objects") or {}
         )
         if "model.keras" in parts:
-            archive = Archive(parts["model.keras"], cloudpickle.dumps(custom), parts["floatx"].decode(), True)
-            found["model"] = archive.load()
+            content, floatx, safe = parts["model.keras"], parts["floatx"].decode(), "custom" not in parts
+            found["model"] = Archive(content, cloudpickle.dumps(custom), floatx, safe).load()
         plain = json.loads(parts["configured"])
         found.update(
             {name: keras.saving.deserialize_keras_object(value, custom) for name, value in plain.items()}

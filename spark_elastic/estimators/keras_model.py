@@ -26,7 +26,7 @@ from spark_elastic.keras.train.order import ordered_labels
 from spark_elastic.keras.train.share import Inputs
 from spark_elastic.training.transformation import changed
 
-PART, TRANSFORMATION = "model.keras", "transformation"
+PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ class KerasPredictor:
         return self.archive.load()
 
     def parts(self) -> dict[str, bytes]:
-        added = {} if self.transformation is None else {TRANSFORMATION: self.transformation}
+        inner = self.archive.inner()
+        added = {CUSTOM: cloudpickle.dumps(inner)} if inner else {}
+        if self.transformation is not None:
+            added[TRANSFORMATION] = self.transformation
         return {PART: self.archive.content, **added}
 
     @property
@@ -114,8 +117,8 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     The estimator's transformation_fn is applied here, too; it is given the feature columns alone.
 
     `save` keeps a `.keras` file, which loads without running code from the path. Classes and functions of the user's
-    are imported by name from where they are defined. Only a transformation_fn goes through cloudpickle: such a model
-    must be loaded from paths alone that are trusted.
+    are imported by name from where they are defined. Only a transformation_fn, lambdas and what is defined inside of a
+    function go through cloudpickle: such a model must be loaded from paths alone that are trusted.
     """
 
     @classmethod
@@ -124,17 +127,17 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
 
     def _extra(self) -> dict[str, Any]:
         archive = self._predictor.archive  # type: ignore[attr-defined]
-        custom = cloudpickle.loads(archive.custom)
-        named = {name: [thing.__module__, thing.__qualname__] for name, thing in custom.items()}
         labels = self._predictor.labels  # type: ignore[attr-defined]
-        return {"floatx": archive.floatx, "custom_objects": named, "labels": list(labels)}
+        return {"floatx": archive.floatx, "custom_objects": archive.places(), "labels": list(labels)}
 
     @classmethod
     def _restored(
         cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
     ) -> KerasPredictor:
         custom = {name: imported(*place) for name, place in extra["custom_objects"].items()}
-        archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=True)
+        if CUSTOM in parts:
+            custom.update(cloudpickle.loads(parts[CUSTOM]))
+        archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=CUSTOM not in parts)
         labels = tuple(extra.get("labels", ()))  # none: saved before they were kept
         return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
 

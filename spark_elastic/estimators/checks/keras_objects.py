@@ -5,6 +5,7 @@ Nothing of the user's is changed: what is compiled anew is a copy. Knows Keras, 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ import keras
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.factory import DRAWING
 from spark_elastic.estimators.checks.wording import kind
-from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.archive import Archive, things_of
 from spark_elastic.keras.train.objective import Objective
 from spark_elastic.keras.train.order import ordered_features, ordered_labels
 from spark_elastic.keras.train.spec import KerasBrought
@@ -40,8 +41,9 @@ def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
     transformation = values["transformation_fn"]
     if transformation is not None and not callable(transformation):
         raise InvalidInput(f"transformation_fn must be a function; got {kind(transformation)}.")
+    _check_lambdas(model)
     archive = Archive.of(model, values["custom_objects"])
-    _check_losses(archive.load())
+    _check_losses(_read_back(archive))
     return KerasBrought(
         model=archive,
         callbacks=_callbacks(values["callbacks"]),
@@ -144,6 +146,28 @@ def _check_steps(model: Any) -> None:
         raise InvalidInput(
             "gradient_accumulation_steps: use backward_passes_per_step of the estimator instead."
         )
+
+
+def _check_lambdas(model: Any) -> None:
+    """Keras saves their code, and nothing that it goes by."""
+    for function in filter(inspect.isfunction, things_of(model)):
+        used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
+        if used:
+            raise InvalidInput(
+                f"a lambda of the model, its loss or its metrics uses {', '.join(used)}, which Keras does not save "
+                "with it: make it a function with a name (def)."
+            )
+
+
+def _read_back(archive: Archive) -> Any:
+    """The model as the workers will have it."""
+    try:
+        return archive.load()
+    except (TypeError, ValueError) as error:
+        last = str(error).strip().rpartition("\n")[2]
+        raise InvalidInput(
+            f"the model cannot be read from its .keras file, as the workers do: {last}"
+        ) from error
 
 
 def _is_keras(owner: type, name: str) -> bool:

@@ -14,7 +14,7 @@ import re
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,8 @@ _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
 _COUNTED = re.compile(
     r'(?<=[a-z])_\d+"'
 )  # "dense_1": another name in a process that made another model before
+# What a layer is given besides functions.
+_PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.constraints.Constraint)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,15 @@ class Archive:
         with zipfile.ZipFile(io.BytesIO(self.content)) as file:
             found = file.read("config.json").decode()
         return _COUNTED.sub('"', _SHARED.sub("", found)) + text(cloudpickle.loads(self.custom))
+
+    def places(self) -> dict[str, list[str]]:
+        """Module and name of each class and function that others can import."""
+        custom = cloudpickle.loads(self.custom)
+        return {k: [own.__module__, own.__qualname__] for k, own in custom.items() if not _is_inner(own)}
+
+    def inner(self) -> dict[str, Any]:
+        """Those that nobody can: lambdas, and what was defined inside of a function."""
+        return {name: own for name, own in cloudpickle.loads(self.custom).items() if _is_inner(own)}
 
     def load(self) -> Any:
         """The model, compiled as it was saved."""
@@ -112,21 +123,39 @@ def saved(model: Any) -> bytes:
 
 def custom_of(model: Any) -> dict[str, Any]:
     """Classes and functions of the user's in a model, by the names under which Keras looks for them."""
+    return own_of(things_of(model))
+
+
+def own_of(things: Iterable[Any]) -> dict[str, Any]:
+    """The same of objects, functions and classes."""
     found: dict[str, Any] = {}
-    for thing in _things(model):
+    for thing in things:
         known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
         if not str(known.__module__).startswith(("keras.", "builtins")):
             found[keras.saving.get_registered_name(known)] = known
     return found
 
 
-def _things(model: Any) -> Iterator[Any]:
-    yield from model._flatten_layers()
+def things_of(model: Any) -> Iterator[Any]:
+    """Everything in a model that may be of the user's making."""
+    for layer in model._flatten_layers():
+        yield layer
+        yield from (
+            part for part in vars(layer).values() if inspect.isfunction(part) or isinstance(part, _PARTS)
+        )
     optimizer = getattr(model, "optimizer", None)  # there is no such attribute before compile()
     if optimizer is not None:
         yield optimizer
         yield optimizer._learning_rate
-    for value in getattr(getattr(model, "_compile_config", None), "config", {}).values():
-        for leaf in keras.tree.flatten(value):
-            if leaf is not None and not isinstance(leaf, str | float | int | bool):
-                yield leaf
+    yield from leaves(getattr(getattr(model, "_compile_config", None), "config", {}))
+
+
+def _is_inner(own: Any) -> bool:
+    return "<" in own.__qualname__
+
+
+def leaves(configured: Any) -> Iterator[Any]:
+    """Objects and functions among what a model is compiled with, at any depth."""
+    for leaf in keras.tree.flatten(configured):
+        if leaf is not None and not isinstance(leaf, str | float | int | bool):
+            yield leaf

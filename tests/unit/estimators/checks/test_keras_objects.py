@@ -207,6 +207,73 @@ def test_a_transformation_makes_the_inputs() -> None:
     assert predictor.parts()["transformation"] == change
 
 
+FACTOR = 2.0
+
+
+class Unsaid(keras.layers.Dense):
+    """Its configuration does not say what it was made with."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__(units)
+
+
+def made_of_own_functions(factor: float) -> Any:
+    """Its activation, its loss and its metric are no other module's."""
+
+    def scaled(x: Any) -> Any:
+        return keras.ops.abs(x) * factor
+
+    def squared(label: Any, output: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(label - output), axis=-1)
+
+    layers = [keras.layers.Lambda(lambda x: x * 2), keras.layers.Dense(1, activation=scaled)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile("sgd", squared, metrics=[squared])
+    return model
+
+
+def test_functions_of_the_users_travel_and_are_saved_with_the_model() -> None:
+    model, x = made_of_own_functions(3.0), np.array([[1.0, 2.0], [0.5, -1.0]])
+    archive = keras_brought(values(model=model)).model
+    predictor = KerasPredictor(archive, (Column("x", "float64", (2,)),))
+    extra = ElasticKerasModel(predictor, None)._extra()
+    restored = ElasticKerasModel._restored(predictor.parts(), predictor.columns, extra)
+    np.testing.assert_allclose(restored.predict([x])[0], model.predict(x, verbose=0), rtol=1e-5)
+    assert restored.model().evaluate(x, x[:, 0], verbose=0) == pytest.approx(
+        model.evaluate(x, x[:, 0], verbose=0)
+    )
+
+
+def test_an_estimator_is_saved_with_the_functions_that_it_was_given() -> None:
+    def far(label: Any, output: Any) -> Any:
+        return keras.ops.abs(label - output)
+
+    model = made_of_own_functions(3.0)
+    given = {"model": model, "loss": far, "metrics": ["mae", far]}
+    estimator = ElasticKerasEstimator()
+    found = estimator._unpacked(estimator._packed(given))
+    assert float(found["loss"](1.0, 3.0)) == float(found["metrics"][1](1.0, 3.0)) == 2.0
+    x = np.array([[1.0, 2.0]])
+    np.testing.assert_allclose(found["model"].predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (
+            lambda: keras.layers.Lambda(lambda x: x * FACTOR),
+            "a lambda of the model, .* uses FACTOR, which Keras",
+        ),
+        (lambda: Unsaid(2), "cannot be read from its .keras file, .*unexpected keyword argument"),
+    ],
+)
+def test_a_model_that_would_not_arrive_is_refused(layer: Any, sentence: str) -> None:
+    model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(InvalidInput, match=sentence):
+        keras_brought(values(model=model))
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
