@@ -22,8 +22,8 @@ namespace elastic {
 
 struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
-  size_t bcubeLimit = size_t{1} << 20;         // bytes up to which allreduce takes bcube, above it the ring
-  std::function<void()> checkSignals = [] {};  // what it throws ends a wait
+  size_t bcubeLimit = size_t{1} << 20;  // bytes up to which allreduce takes bcube, above it the ring
+  Mesh::OnWait onWait = [](std::chrono::milliseconds, const std::vector<int>&) {};
   // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks
   // alike): none does.
   std::vector<int> local;
@@ -57,6 +57,8 @@ class Group {
   // reduced without a copy. It lives as long as it is held. The first call is a collective unless there was one before.
   std::shared_ptr<Memory> memory(size_t bytes);
 
+  // How long a wait may last from now on, one that is under way as if it began now; zero: without end. Any thread.
+  void limit(std::chrono::milliseconds timeout) { mesh_->limit(timeout); }
   void abort(const std::string& reason);
   void close();
   void check();  // throws the failure, if there is one

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <numeric>
 
@@ -31,9 +32,36 @@ void tell(const std::string& text) {
   teller()(text);
 }
 
-void checkSignals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+// A callable of Python's that may be set, called and let go of by any thread.
+class Watcher {
+ public:
+  ~Watcher() {
+    py::gil_scoped_acquire gil;
+    called_ = py::object();
+  }
+  void set(py::object called) { called_ = std::move(called); }
+  void onWait(std::chrono::milliseconds waited, const std::vector<int>& ranks) const {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    const py::object called = called_;  // it may be replaced meanwhile
+    if (!called.is_none() && !ranks.empty()) called(std::chrono::duration<double>(waited).count(), ranks);
+  }
+
+ private:
+  py::object called_ = py::none();  // guarded by the interpreter's lock
+};
+
+// The group that Python has, and who watches its waits.
+struct WatchedGroup : Group {
+  WatchedGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
+               const GroupOptions& options, std::shared_ptr<Watcher> watcher)
+      : Group(std::move(endpoint), rank, peers, fence, options), watcher(std::move(watcher)) {}
+
+  const std::shared_ptr<Watcher> watcher;
+};
+
+std::chrono::milliseconds millisecondsOf(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 void translate(std::exception_ptr error) {
@@ -72,17 +100,19 @@ void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, b
   (portably ? narrowPortably : narrow)(half, from, to, count);
 }
 
-std::unique_ptr<Group> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers,
-                                 std::array<uint64_t, 3> fence, double timeout, size_t bcubeLimit,
-                                 const std::vector<int>& local) {
+std::unique_ptr<WatchedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank,
+                                        const std::vector<std::string>& peers, std::array<uint64_t, 3> fence,
+                                        double timeout, size_t bcubeLimit, const std::vector<int>& local) {
+  auto watcher = std::make_shared<Watcher>();
   GroupOptions options;
-  options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
+  options.timeout = millisecondsOf(timeout);
   options.bcubeLimit = bcubeLimit;
-  options.checkSignals = checkSignals;
+  options.onWait = [watcher](auto waited, const auto& ranks) { watcher->onWait(waited, ranks); };
   options.warn = tell;
   options.local = local;
   py::gil_scoped_release released;
-  return std::make_unique<Group>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options);
+  return std::make_unique<WatchedGroup>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options,
+                                        std::move(watcher));
 }
 
 }  // namespace
@@ -131,16 +161,16 @@ PYBIND11_MODULE(_engine, module) {
     return py::buffer_info(memory.data(), static_cast<ssize_t>(memory.bytes()));
   });
 
-  py::class_<Group>(module, "Group")
+  py::class_<WatchedGroup>(module, "Group")
       .def(py::init(&makeGroup))
       .def("allreduce",
-           [](Group& group, const py::buffer& data, const Reduction& reduction) {
+           [](WatchedGroup& group, const py::buffer& data, const Reduction& reduction) {
              const py::buffer_info info = data.request(true);
              py::gil_scoped_release released;
              group.allreduce(info.ptr, bytesOf(info) / widthOf(reduction.type), reduction);
            })
       .def("reducescatter",
-           [](Group& group, const py::buffer& data, const std::vector<size_t>& counts, const py::buffer& out,
+           [](WatchedGroup& group, const py::buffer& data, const std::vector<size_t>& counts, const py::buffer& out,
               const Reduction& reduction) {
              const size_t width = widthOf(reduction.type);
              void* from = sized(data, total(counts) * width, reduction.before != 1.0);
@@ -149,13 +179,13 @@ PYBIND11_MODULE(_engine, module) {
              group.reducescatter(from, counts, to, reduction);
            })
       .def("broadcast",
-           [](Group& group, const py::buffer& data, int root, uint32_t signature) {
+           [](WatchedGroup& group, const py::buffer& data, int root, uint32_t signature) {
              const py::buffer_info info = data.request(true);
              py::gil_scoped_release released;
              group.broadcast(info.ptr, bytesOf(info), root, signature);
            })
       .def("allgather",
-           [](Group& group, const py::buffer& in, const py::buffer& out, const std::vector<size_t>& sizes,
+           [](WatchedGroup& group, const py::buffer& in, const py::buffer& out, const std::vector<size_t>& sizes,
               uint32_t signature) {
              const void* from = sized(in, sizes.at(static_cast<size_t>(group.rank())), false);
              void* to = sized(out, total(sizes), true);
@@ -163,7 +193,7 @@ PYBIND11_MODULE(_engine, module) {
              group.allgather(from, to, sizes, signature);
            })
       .def("alltoall",
-           [](Group& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
+           [](WatchedGroup& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
               const std::vector<size_t>& outSizes, uint32_t signature) {
              const void* from = sized(in, total(inSizes), false);
              void* to = sized(out, total(outSizes), true);
@@ -172,6 +202,8 @@ PYBIND11_MODULE(_engine, module) {
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("memory", &Group::memory, py::call_guard<py::gil_scoped_release>())
+      .def("limit", [](WatchedGroup& group, double seconds) { group.limit(millisecondsOf(seconds)); })
+      .def("watch", [](WatchedGroup& group, py::object called) { group.watcher->set(std::move(called)); })
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def("check", &Group::check, py::call_guard<py::gil_scoped_release>());

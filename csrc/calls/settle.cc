@@ -147,8 +147,7 @@ std::unique_ptr<Hosts> Hosts::settle(const std::shared_ptr<Mesh>& mesh, const st
   std::unique_ptr<LocalGroup> group;
   if (level.hosts[level.mine].size() > 1) {
     if (share.giver) share.lifelines = share.giver->takeOwn();
-    group = std::make_unique<LocalGroup>(share.segment, std::move(share.lifelines), host, level.member, *mesh,
-                                         mesh->getTimeout());
+    group = std::make_unique<LocalGroup>(share.segment, std::move(share.lifelines), host, level.member, *mesh);
   }
   return std::unique_ptr<Hosts>(new Hosts(mesh, std::move(level), std::move(group)));
 }

@@ -5,13 +5,13 @@
 namespace elastic {
 
 LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, Lifelines lifelines, std::vector<int> ranks, int self,
-                       Mesh& mesh, std::chrono::milliseconds timeout)
+                       Mesh& mesh)
     : segment_(std::move(segment)),
       ranks_(std::move(ranks)),
       self_(self),
       members_(static_cast<int>(ranks_.size())),
       mesh_(mesh),
-      gate_(segment_, ranks_, self, mesh, timeout),
+      gate_(segment_, ranks_, self, mesh),
       memories_(segment_, self),
       lifelines_(std::move(lifelines)),
       scratch_(new char[kBlock]) {

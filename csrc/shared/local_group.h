@@ -18,8 +18,7 @@ namespace elastic {
 
 class LocalGroup {
  public:
-  LocalGroup(std::shared_ptr<Segment> segment, Lifelines lifelines, std::vector<int> ranks, int self, Mesh& mesh,
-             std::chrono::milliseconds timeout);
+  LocalGroup(std::shared_ptr<Segment> segment, Lifelines lifelines, std::vector<int> ranks, int self, Mesh& mesh);
   ~LocalGroup();
 
   // `call` is what all members must have called. toAll: every member has the result, else the first one alone; the

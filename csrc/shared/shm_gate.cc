@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -50,23 +51,19 @@ int spinsFor(size_t members) {
 
 }  // namespace
 
-// One wait: since when, until when, and what was last seen of those who are away.
+// One wait: since when, when to see to what, and what was last seen of those who are away.
 struct Gate::Watch {
-  explicit Watch(std::chrono::milliseconds timeout)
-      : idle(Clock::now() + kIdle), lateFrom(Clock::now() + timeout / 2), deadline(Clock::now() + timeout) {}
-
-  Clock::time_point idle, lateFrom, deadline;
+  const Clock::time_point begin = Clock::now();
+  Clock::time_point idle = begin + kIdle, again = begin;
   bool late = false;
   std::vector<uint32_t> pulses;
 };
 
-Gate::Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh,
-           std::chrono::milliseconds timeout)
+Gate::Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh)
     : segment_(std::move(segment)),
       ranks_(std::move(ranks)),
       self_(self),
       mesh_(mesh),
-      timeout_(timeout),
       spins_(spinsFor(ranks_.size())),
       gone_(ranks_.size()) {}
 
@@ -98,7 +95,7 @@ void Gate::spin() const {
 void Gate::sleep() {
   SegmentHeader& header = segment_->header();
   const timespec slice{0, std::chrono::nanoseconds(kSlice).count()};
-  Watch watch(timeout_);
+  Watch watch;
   struct Sleeper {
     std::atomic<uint32_t>& count;
     explicit Sleeper(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1, std::memory_order_seq_cst); }
@@ -110,11 +107,13 @@ void Gate::sleep() {
     futex(header.phase, FUTEX_WAIT, phase, &slice);
     if (open()) return;
     const auto now = Clock::now();
-    const bool idle = now >= watch.idle;
-    if (idle) watch.idle = now + kIdle;
-    mesh_.attend(idle, now >= watch.lateFrom);
+    mesh_.attend();
+    if (now >= watch.idle) {
+      mesh_.attendToWait(watch.begin, toTell());
+      watch.idle = now + kIdle;
+    }
     blameTheDead();
-    if (now >= watch.deadline) blameTheLate(watch);
+    if (now >= std::max(watch.again, mesh_.deadlineOf(watch.begin))) blameTheLate(watch);
   }
 }
 
@@ -124,6 +123,19 @@ std::vector<int> Gate::missing() const {
     if (segment_->line(m).arrived.load(std::memory_order_acquire) != turn_) members.push_back(m);
   }
   return members;
+}
+
+// Ranks that are missing and not away: known to all who have come, told by the first of them.
+std::vector<int> Gate::toTell() const {
+  std::vector<int> ranks;
+  const std::vector<int> members = missing();
+  for (int m = 0; m < self_; m++) {
+    if (std::find(members.begin(), members.end(), m) == members.end()) return ranks;
+  }
+  for (int m : members) {
+    if (segment_->line(m).away.load(std::memory_order_relaxed) == 0) ranks.push_back(ranks_[static_cast<size_t>(m)]);
+  }
+  return ranks;
 }
 
 void Gate::blameTheDead() {
@@ -163,13 +175,13 @@ void Gate::blameTheLate(Watch& watch) {
   if (ranks.empty() && !open()) {
     watch.pulses = std::move(pulses);
     watch.late = true;
-    watch.deadline = Clock::now() + kSilent;
+    watch.again = Clock::now() + kSilent;
     return;
   }
   if (open()) return;
   mesh_.abort(Cause::kTimeout, ranks,
               "rank " + std::to_string(mesh_.rank) + ": shared memory timed out after " +
-                  std::to_string(timeout_.count()) + " ms, waiting for rank(s) " + names);
+                  std::to_string(mesh_.limit().count()) + " ms, waiting for rank(s) " + names);
   mesh_.check();
 }
 

@@ -18,8 +18,7 @@ namespace elastic {
 class Gate {
  public:
   // ranks: of the members, in their order; `self` is the index of this one.
-  Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh,
-       std::chrono::milliseconds timeout);
+  Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh);
 
   // Returns once all members have come as often as this one; what they wrote before can be read from then on. Throws
   // the failure that ends the group.
@@ -46,12 +45,12 @@ class Gate {
   void blameTheLate(Watch& watch);
   [[noreturn]] void raise();
   std::vector<int> missing() const;
+  std::vector<int> toTell() const;
 
   const std::shared_ptr<Segment> segment_;
   const std::vector<int> ranks_;
   const int self_;
   Mesh& mesh_;
-  const std::chrono::milliseconds timeout_;
   const int spins_;
   uint32_t turn_ = 0;  // passes begun
   std::vector<std::atomic<bool>> gone_;

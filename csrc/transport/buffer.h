@@ -27,7 +27,7 @@ class Buffer : public gloo::transport::UnboundBuffer {
  private:
   friend class Pair;
 
-  bool wait(std::deque<int>& done, bool& aborted, int* rank, std::chrono::milliseconds timeout, const char* what);
+  bool wait(std::deque<int>& done, bool& aborted, int* rank, const char* what);
   size_t checkedSize(size_t offset, size_t nbytes) const;
 
   // All under the mesh's mutex.

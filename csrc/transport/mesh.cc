@@ -18,20 +18,19 @@ namespace elastic {
 namespace {
 
 constexpr std::chrono::seconds kHandshakeWithin{10};
-constexpr std::chrono::milliseconds kSlice{200};  // how often a waiter looks for Ctrl-C and expired strangers
-constexpr std::chrono::seconds kSilent{1};        // a peer that has waited for long says so far more often than this
-constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
+constexpr std::chrono::milliseconds kSlice{200};  // how often one who closes looks whether the last waiter has gone
 constexpr std::chrono::milliseconds kAcceptRest{100};
 constexpr size_t kMostIncoming = 64;  // handshakes under way at a time, or twice as many as there are ranks
 
 }  // namespace
 
 Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-           std::chrono::milliseconds timeout, std::function<void()> checkSignals)
+           std::chrono::milliseconds timeout, OnWait onWait)
     : gloo::transport::Context(rank, static_cast<int>(peers.size())),
       endpoint_(std::move(endpoint)),
       fence_(fence),
-      checkSignals_(std::move(checkSignals)) {
+      onWait_(std::move(onWait)),
+      limit_(timeout.count()) {
   timeout_ = timeout;
   for (const auto& peer : peers) addresses_.push_back(parseAddress(peer));
   for (int r = 0; r < size; r++) {
@@ -135,49 +134,6 @@ void Mesh::wake() {
   if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // full: the leader wakes all the same
 }
 
-void Mesh::wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what) {
-  if (timeout == gloo::transport::kUnsetTimeout) timeout = timeout_;
-  const auto begin = Clock::now();
-  const auto deadline = timeout.count() == 0 ? Clock::time_point::max() : begin + timeout;
-  while (!done()) {
-    checkLocked();
-    const auto now = Clock::now();
-    if (now >= deadline) timeOut(timeout, what, now - deadline >= kGrace);
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
-    const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
-    if (polling_) {
-      if (news_.wait_for(lock, slice) == std::cv_status::timeout) askForSignals(lock);
-    } else {
-      lead(lock, slice, timeout.count() != 0 && now - begin >= timeout / 2);
-    }
-  }
-  passOn();
-}
-
-// Ends the group naming the peers that keep us waiting and are silent. One that waits itself, for somebody else, says
-// so now and then: the culprit is known to others, who are given a moment to tell.
-void Mesh::timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll) {
-  const auto since = Clock::now() - kSilent;
-  std::vector<int> ranks;
-  std::string names;
-  for (int r = 0; r < size; r++) {
-    if (r == rank || !pair(r).busy() || !(suspectAll || pair(r).silentSince(since))) continue;
-    ranks.push_back(r);
-    names += (names.empty() ? "" : ", ") + std::to_string(r);
-  }
-  if (ranks.empty() && !suspectAll) return;
-  abortLocked(Cause::kTimeout, ranks,
-              me() + ": " + what + " timed out after " + std::to_string(timeout.count()) + " ms, waiting for rank(s) " +
-                  (names.empty() ? "unknown" : names));
-  checkLocked();
-}
-
-void Mesh::lead(Lock& lock, std::chrono::milliseconds timeout, bool late) {
-  if (turn(lock, timeout) > 0) return;
-  if (!failure_) whenIdle(late);
-  askForSignals(lock);
-}
-
 // Waits for events and deals with them; returns how many there were.
 int Mesh::turn(Lock& lock, std::chrono::milliseconds timeout) {
   epoll_event events[64];
@@ -191,31 +147,6 @@ int Mesh::turn(Lock& lock, std::chrono::milliseconds timeout) {
   if (!failure_) acceptAgain();
   for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
   return ready;
-}
-
-void Mesh::askForSignals(Lock& lock) {
-  lock.unlock();
-  try {
-    checkSignals_();
-  } catch (...) {
-    abort(Cause::kAborted, {rank}, me() + ": interrupted");
-    throw;
-  }
-  lock.lock();
-}
-
-void Mesh::whenIdle(bool late) {
-  dropExpired();
-  adoptLeftOver();
-  for (int r = 0; r < size && !failure_; r++) {
-    if (r != rank) pair(r).lookBehind();
-    if (r < rank && !failure_) pair(r).seek();
-  }
-  // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
-  if (!late || failure_) return;
-  for (int r = 0; r < size; r++) {
-    if (r != rank) pair(r).sayHere();
-  }
 }
 
 void Mesh::dispatch(int fd, uint32_t events) {

@@ -33,10 +33,13 @@ class Mesh : public gloo::transport::Context {
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
 
-  // peers[r] is the address that rank r listens on. checkSignals: called now and then while waiting; what it throws
-  // ends the wait and the group.
+  // Called now and then while waiting: for how long so far and, after two seconds, for which ranks, as far as it is
+  // known here. What it throws ends the wait and the group.
+  using OnWait = std::function<void(std::chrono::milliseconds waited, const std::vector<int>& ranks)>;
+
+  // peers[r] is the address that rank r listens on.
   Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-       std::chrono::milliseconds timeout, std::function<void()> checkSignals);
+       std::chrono::milliseconds timeout, OnWait onWait);
   ~Mesh() override;
 
   std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }
@@ -50,6 +53,10 @@ class Mesh : public gloo::transport::Context {
   void check();
   // What the frames that follow belong to.
   void enter(const Call& call);
+  // How long a wait may last from now on, one that is under way as if it began now; zero: without end. From any thread.
+  void limit(std::chrono::milliseconds timeout);
+  std::chrono::milliseconds limit() const { return std::chrono::milliseconds(limit_.load()); }
+  Clock::time_point deadlineOf(Clock::time_point begin) const;  // of a wait that began then
 
   // For those who wait elsewhere too, in shared memory (mesh_guests.cc). Guests are descriptors in the same event loop;
   // onEvents runs with the mutex held, and a failure that it returns ends the mesh.
@@ -59,9 +66,10 @@ class Mesh : public gloo::transport::Context {
   void detach(int fd);                     // likewise
   // Called with the failure, the mutex held; at once if there is one already. `pulse` grows while somebody waits here.
   void watchedBy(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse);
-  // One turn of the event loop without waiting. Throws the failure, if there is one. idle: now and then, to look for
-  // Ctrl-C among others; late: the caller has waited for so long that peers ought to know that it lives.
-  void attend(bool idle, bool late);
+  // One turn of the event loop without waiting. Throws the failure, if there is one.
+  void attend();
+  // What is to be done now and then besides, in a wait for `ranks` that has lasted since `begin`.
+  void attendToWait(Clock::time_point begin, const std::vector<int>& ranks);
   // Runs the event loop until done(), or until the time is up: whether it was done.
   bool await(const std::function<bool()>& done, Clock::time_point until);
 
@@ -74,13 +82,14 @@ class Mesh : public gloo::transport::Context {
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
   void sayGoodbye();
   void closeSockets();
-  // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error.
-  void wait(Lock& lock, const std::function<bool()>& done, std::chrono::milliseconds timeout, const char* what);
-  void timeOut(std::chrono::milliseconds timeout, const char* what, bool suspectAll);
-  void lead(Lock& lock, std::chrono::milliseconds timeout, bool late);
+  // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error (mesh_waits.cc).
+  void wait(Lock& lock, const std::function<bool()>& done, const char* what);
+  std::vector<int> awaited(bool silentOnes);
+  void timeOut(const char* what, bool suspectAll);
+  void lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
   int turn(Lock& lock, std::chrono::milliseconds timeout);
-  void askForSignals(Lock& lock);
-  void whenIdle(bool late);
+  void tellOfWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);
+  void whenIdle(Clock::time_point begin);
   void dispatch(int fd, uint32_t events);
   void acceptAll();
   Incoming& take(Incoming incoming);
@@ -102,7 +111,9 @@ class Mesh : public gloo::transport::Context {
 
   const std::shared_ptr<Endpoint> endpoint_;
   const Fence fence_;
-  const std::function<void()> checkSignals_;
+  const OnWait onWait_;
+  std::atomic<std::chrono::milliseconds::rep> limit_;
+  std::atomic<Clock::rep> limitedAt_{0};
   std::vector<SocketAddress> addresses_;
   std::mutex mu_;
   std::condition_variable news_;

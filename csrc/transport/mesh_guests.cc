@@ -28,20 +28,25 @@ void Mesh::watchedBy(std::function<void(const Failure&)> onFailure, std::atomic<
   if (failure_ && onFailure_) onFailure_(*failure_);
 }
 
-void Mesh::attend(bool idle, bool late) {
+void Mesh::attend() {
   Lock lock(mu_);
   checkLocked();
   if (!polling_) turn(lock, std::chrono::milliseconds(0));  // else somebody else is at it
-  if (idle) {
-    if (!failure_) whenIdle(late);
-    askForSignals(lock);
-  }
+  checkLocked();
+  passOn();
+}
+
+void Mesh::attendToWait(Clock::time_point begin, const std::vector<int>& ranks) {
+  Lock lock(mu_);
+  if (!failure_) whenIdle(begin);
+  tellOfWait(lock, begin, ranks);
   checkLocked();
   passOn();
 }
 
 bool Mesh::await(const std::function<bool()>& done, Clock::time_point until) {
   Lock lock(mu_);
+  const auto begin = Clock::now();
   while (!done()) {
     checkLocked();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
@@ -49,7 +54,7 @@ bool Mesh::await(const std::function<bool()>& done, Clock::time_point until) {
     if (polling_) {
       news_.wait_for(lock, std::min(kSlice, left));
     } else {
-      lead(lock, std::min(kSlice, left), false);
+      lead(lock, std::min(kSlice, left), begin);
     }
   }
   passOn();

@@ -14,7 +14,7 @@ import numpy as np
 from elastic_collectives import _engine
 from elastic_collectives.closing import Closing
 from elastic_collectives.errors import raise_by_cause
-from elastic_collectives.group import Array, Group
+from elastic_collectives.group import Array, Group, Watch
 from elastic_collectives.operands import (
     Reduction,
     as_array,
@@ -35,6 +35,8 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 # Bytes up to which allreduce takes bcube, above it the ring. Fixed: on one machine the ring won from 0.5 MB on with two
 # ranks and from 4 MB on with four, mostly by a quarter or less, and ranks that searched would have to agree on it.
 BCUBE_LIMIT = 1 << 20
+
+SHORTEST, LONGEST = 0.001, 1e9  # seconds that a wait may be given
 
 log = logging.getLogger("elastic_collectives")
 
@@ -115,8 +117,8 @@ def connect(
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}); got {rank}.")
-    if not 0.001 <= timeout <= 1e9:
-        raise ValueError(f"timeout must be seconds within 0.001 and 1e9; got {timeout}.")
+    if not SHORTEST <= timeout <= LONGEST:
+        raise ValueError(f"timeout must be seconds within {SHORTEST} and {LONGEST:g}; got {timeout}.")
     local = sorted(local_ranks or ())
     if local and (rank not in local or len(set(local)) < len(local) or not 0 <= local[0] <= local[-1] < size):
         raise ValueError(f"local_ranks must be ranks in [0, {size}), {rank} among them; got {local_ranks}.")
@@ -258,6 +260,14 @@ class EngineGroup(ReducingGroup):
         for group in self._end(f"rank {self.rank}: the group is closed"):
             group.close()
         self._native.close()
+
+    def limit(self, seconds: float | None) -> None:
+        if seconds is not None and not SHORTEST <= seconds <= LONGEST:
+            raise ValueError(f"a limit must be seconds within {SHORTEST} and {LONGEST:g}; got {seconds}.")
+        self._native.limit(seconds or 0.0)
+
+    def watch(self, called: Watch | None) -> None:
+        self._native.watch(called)
 
     def _end(self, reason: str) -> list[EngineGroup]:
         with self._lock:

@@ -9,6 +9,7 @@ One condition guards everything; any thread may call anything.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,11 @@ from elastic_collectives.errors import (
     PeerLost,
 )
 from elastic_collectives.gathering import GatheringGroup
-from elastic_collectives.group import Array
+from elastic_collectives.group import Array, Watch
 from elastic_collectives.operands import checked_members
+
+TICK = 0.05  # seconds between two looks at who is missing
+WATCHED_FROM = 2.0  # seconds
 
 
 @dataclass
@@ -46,6 +50,8 @@ class FakeFabric:
         self._meetings: list[_Meeting] = []
         self._failure: CollectiveError | None = None
         self._gone: dict[int, CollectiveError] = {}  # closed or killed ranks; what their own calls raise
+        self._limits: dict[int, tuple[float | None, float]] = {}  # by rank: seconds, and from when they count
+        self._watches: dict[int, Watch | None] = {}
         self._planned: dict[tuple[int, int], Callable[[], None]] = {}
         self._beside: dict[int, tuple[list[int], FakeFabric]] = {}
         self._groups = [FakeGroup(self, rank) for rank in range(size)]
@@ -113,13 +119,30 @@ class FakeFabric:
             meeting = self._meetings[nth - 1]
             meeting.calls[rank], meeting.parts[rank] = call, part.copy()
             self._news.notify_all()
-            if not self._news.wait_for(lambda: self._settled(rank, meeting), self.timeout):
-                missing = self._missing(meeting)
-                reason = f"rank {rank}: timed out after {self.timeout} s, waiting for rank(s) {missing}"
-                self.fail(CollectiveTimeout(missing, reason))
+            self._await(rank, meeting)
             if len(meeting.parts) < self.size:
                 self._check(rank)
             return self._result(meeting)
+
+    def limit(self, rank: int, seconds: float | None) -> None:
+        with self._news:
+            self._limits[rank] = seconds, time.monotonic()
+
+    def watch(self, rank: int, called: Watch | None) -> None:
+        with self._news:
+            self._watches[rank] = called
+
+    def _await(self, rank: int, meeting: _Meeting) -> None:
+        begin = time.monotonic()
+        while not self._news.wait_for(lambda: self._settled(rank, meeting), TICK):
+            now, missing = time.monotonic(), self._missing(meeting)
+            watch = self._watches.get(rank)
+            if watch is not None and now - begin >= WATCHED_FROM and rank == min(meeting.parts):
+                watch(now - begin, missing)
+            limit, since = self._limits.get(rank, (self.timeout, begin))
+            if limit is not None and now - max(begin, since) >= limit:
+                reason = f"rank {rank}: timed out after {limit} s, waiting for rank(s) {missing}"
+                self.fail(CollectiveTimeout(missing, reason))
 
     def _missing(self, meeting: _Meeting) -> list[int]:
         return [rank for rank in range(self.size) if rank not in meeting.parts]
@@ -169,6 +192,12 @@ class FakeGroup(GatheringGroup):
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> FakeGroup:
         members = checked_members(channel, ranks, self.rank, self.size)
         return self._fabric.beside(channel, members).group(members.index(self.rank))
+
+    def limit(self, seconds: float | None) -> None:
+        self._fabric.limit(self.rank, seconds)
+
+    def watch(self, called: Watch | None) -> None:
+        self._fabric.watch(self.rank, called)
 
     def abort(self, reason: str) -> None:
         self._fabric.fail(GroupAborted((), reason))

@@ -7,13 +7,15 @@ a backend implements `Group` and is returned by a function of `connect`'s kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Watch = Callable[[float, Sequence[int]], None]
+"""Hears for how many seconds a rank has been waiting, and for which ranks."""
 
 
 class Group(Protocol):
@@ -116,7 +118,23 @@ class Group(Protocol):
 
     @property
     def timeout(self) -> float:
-        """Seconds that one wait for a peer may last."""
+        """Seconds that one wait for a peer may last, unless `limit` says otherwise."""
+        ...
+
+    def limit(self, seconds: float | None) -> None:
+        """One wait for a peer may last so long from now on, and one that is under way as if it had begun now.
+
+        None: without end, but for abort, a peer's death and the end of the group. Of this rank alone, in collectives of
+        this group alone. Any thread.
+        """
+        ...
+
+    def watch(self, called: Watch | None) -> None:
+        """Who is called, a few times a second, while a collective of this rank has to wait for more than two seconds.
+
+        By the thread that waits; what it raises ends the group. Ranks that wait for others themselves are not among
+        those that it is told, and of several ranks on a host one alone is told. Any thread.
+        """
         ...
 
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> Group:

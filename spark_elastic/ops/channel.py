@@ -67,6 +67,7 @@ class Channel:
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()  # by its thread
         self._helpers = 0  # threads that wait for an operation, and drive the rounds meanwhile
+        self._idle = False  # the round under way, or the next one: nobody here has asked for anything
         self._driven = False  # by one thread at a time, and what follows is changed by that one
         self._met = desk.clock.now()
         self._quiet_since = desk.clock.now()
@@ -135,11 +136,19 @@ class Channel:
 
     def _add(self, operation: Operation, awaited: bool) -> None:
         self._new.append(operation)
+        self._set_idle(False)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
             self._thread.start()
         if not awaited:
             self._wanted.set()
+
+    def _set_idle(self, idle: bool) -> None:
+        """Nobody waits for an idle round: a rank that cannot come to it, in a long call that holds the interpreter's
+        lock, breaks nothing. With what is asked for meanwhile, the group's timeout begins."""
+        if idle is not self._idle:
+            self._idle = idle
+            self.group.limit(None if idle else self.group.timeout)
 
     # ---- whoever drives
 
@@ -227,6 +236,7 @@ class Channel:
             if (self._live or self._join) and self._negotiation.everybody_waits:
                 self._news.wait_for(lambda: self._new or self._error, self._back_off)
             new, self._new = self._new, []
+            self._set_idle(not (new or self._live or self._join))
         if new:
             self._quiet_since = self._clock.now()
         words = [Word(None if o.request is JOIN else o.request, joined=self._steps) for o in new]

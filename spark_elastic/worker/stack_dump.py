@@ -150,7 +150,7 @@ class WatchedAsks:
 class _WatchedGroup:
     """A group whose every collective is marked as waiting."""
 
-    _SILENT = frozenset({"rank", "size", "fence", "abort", "close", "subgroup"})
+    _SILENT = frozenset({"rank", "size", "fence", "abort", "close", "subgroup", "limit", "watch"})
 
     def __init__(self, group: Group, sampler: Sampler) -> None:
         self._group = group

@@ -24,7 +24,7 @@ from elastic_collectives.errors import (
     PeerLost,
 )
 from elastic_collectives.gathering import GatheringGroup
-from elastic_collectives.group import Array
+from elastic_collectives.group import Array, Watch
 from elastic_collectives.operands import Reduction, signature
 
 TIMEOUT = 30.0  # seconds, Gloo's; its setter takes no number that Python could hand over
@@ -106,6 +106,12 @@ class PyglooGroup(GatheringGroup):
 
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> PyglooGroup:
         raise ValueError("pygloo has no groups beside a group: connect another one, or use the engine's.")
+
+    def limit(self, seconds: float | None) -> None:
+        """Gloo's own stays."""
+
+    def watch(self, called: Watch | None) -> None:
+        """Nobody could be called while a call holds the interpreter's lock."""
 
     def abort(self, reason: str) -> None:
         self._fail(GroupAborted((self.rank,), reason))

@@ -285,3 +285,22 @@ def _held() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "bytes": pages * os.sysconf("SC_PAGESIZE"),
     }
+
+
+def reduce_late(member: Member, delay: float, limit: float | None) -> list[tuple[float, list[int]]]:
+    """A sum that this rank comes to after so long; what it was told while it waited for others."""
+    told: list[tuple[float, list[int]]] = []
+    member.live.barrier()
+    member.live.limit(limit)
+    member.live.watch(lambda seconds, ranks: told.append((seconds, list(ranks))))
+    time.sleep(delay)
+    member.live.allreduce(np.ones(100_000))
+    return told
+
+
+def reduce_once_limited(member: Member, limit: float) -> None:
+    """A sum whose limit is set by another thread, once it has begun."""
+    member.live.barrier()
+    member.live.limit(None)
+    threading.Timer(0.3, member.live.limit, (limit,)).start()
+    member.live.allreduce(np.ones(100_000))

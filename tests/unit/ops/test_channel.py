@@ -6,14 +6,14 @@ import faulthandler
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
+from elastic_collectives import CollectiveError, CollectiveTimeout, Group, MismatchError
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
@@ -254,3 +254,55 @@ def test_closing_fails_what_is_under_way_and_names_are_forgotten_once_done() -> 
     with pytest.raises(CollectiveError):
         waiting.wait()
     second.close()
+
+
+class _Busy:
+    """Keeps one rank's channel from its next rounds, as a call that holds the interpreter's lock does."""
+
+    def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._free = threading.Event()
+        self._free.set()
+        gather = group.allgather
+
+        def held(array: Any) -> Any:
+            assert self._free.wait(PATIENCE)
+            return gather(array)
+
+        monkeypatch.setattr(group, "allgather", held)
+
+    def __enter__(self) -> None:
+        self._free.clear()
+
+    def __exit__(self, *exception: object) -> None:
+        self._free.set()
+
+
+@pytest.fixture
+def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Channel, Channel, _Busy]]:
+    """Two channels that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
+    fabric = FakeFabric(2, timeout=0.5)
+    busy = _Busy(fabric.group(1), monkeypatch)
+    first, second = (Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups)
+    for handle in [summed(channel, "x", np.ones(1)) for channel in (first, second)]:
+        handle.wait()
+    yield first, second, busy
+    for channel in (first, second):
+        channel.close()
+
+
+def test_a_round_in_which_nobody_asks_for_anything_may_last(pair_of: tuple[Channel, Channel, _Busy]) -> None:
+    first, second, busy = pair_of
+    with busy:
+        CLOCK.sleep(2.0)  # longer than the first one's idle time and the group's timeout
+    handles = [summed(channel, "y", np.ones(1)) for channel in (first, second)]
+    assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
+
+
+def test_what_is_asked_for_in_an_idle_round_waits_as_long_as_any_other(
+    pair_of: tuple[Channel, Channel, _Busy],
+) -> None:
+    first, _, busy = pair_of
+    with busy:
+        CLOCK.sleep(1.2)  # the first one is in such a round
+        with pytest.raises(CollectiveTimeout, match=r"waiting for rank\(s\) \[1\]"):
+            summed(first, "y", np.ones(1)).wait()

@@ -1,0 +1,45 @@
+"""How long a wait may last, and who is told of it meanwhile: over sockets, one host and two."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.component.collectives import calls
+from tests.component.collectives.ranks import Pool, answers
+
+LAYOUTS = pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param((), id="sockets", marks=pytest.mark.faults),
+        pytest.param((3,), id="one host", marks=pytest.mark.faults),
+        pytest.param((2, 1), id="two hosts"),
+    ],
+)
+
+
+@LAYOUTS
+def test_a_wait_without_limit_outlasts_the_timeout_and_tells_who_is_missing(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks, timeout=1.0, hosts=hosts)
+    for number, rank in enumerate(ranks):
+        rank.call(calls.reduce_late, 3.0 if number == 1 else 0.0, None)
+    first, late, last = answers(ranks)
+    assert not late  # it waited for nobody
+    told = first + last
+    assert {missing for _, ranks in told for missing in ranks} == {1}
+    assert min(seconds for seconds, _ in told) >= 2.0
+    assert hosts != (3,) or not last  # of those on a host who see the same, the first is told
+
+
+@LAYOUTS
+def test_a_limit_that_is_set_meanwhile_counts_from_then(pool: Pool, hosts: tuple[int, ...]) -> None:
+    ranks = pool.take(3)
+    pool.world(ranks, timeout=60, hosts=hosts)
+    for number, rank in enumerate(ranks):
+        rank.call(*((calls.reduce_once_limited, 0.6) if number != 1 else (calls.reduce_late, 2.0, 60.0)))
+    first, late, last = answers(ranks)
+    assert {(end.kind, end.ranks) for end in (first, last)} == {("CollectiveTimeout", (1,))}
+    assert "timed out after 600 ms" in first.reason
+    assert late.kind == "CollectiveTimeout"
