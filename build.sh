@@ -155,7 +155,7 @@ verb_test() { # everything but the long fault plans and the benchmarks
 two_streams() {
     local log=$NATIVE/tests.log on_spark=0 others=0
     set -m # a process group for the one behind, in which Ctrl-C is not ignored
-    python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults >"$log" 2>&1 &
+    { python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@"; } >"$log" 2>&1 &
     trap "kill -INT -- -$! 2>/dev/null; exit 130" INT TERM
     python -m pytest "$@" tests/spark tests/faults || on_spark=$?
     wait $! || others=$?
@@ -205,6 +205,17 @@ own_venv() {
     fi
 }
 
+# build/NAME, packages that only some tests need; on PYTHONPATH they come before those of .venv: packages_beside NAME package ...
+packages_beside() {
+    local own=$PWD/build/$1
+    shift
+    if [ "$(cat "$own/.ready" 2>/dev/null)" = "$*" ]; then return; fi
+    say "setting up $own (a minute, once)"
+    rm -rf "$own"
+    python -m pip install -qq --disable-pip-version-check --target "$own" "$@"
+    echo "$*" >"$own/.ready"
+}
+
 verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of its own with old versions of pyarrow and numpy
     setup
     # petastorm wants an older setuptools than torch says it does; both work with it.
@@ -214,11 +225,10 @@ verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of i
         tests/spark/test_materialize.py tests/spark/test_readers.py "$@"
 }
 
-verb_s3() { # stores and a training on a real S3 API (moto's server), in an environment of its own
+verb_s3() { # stores and a training on a real S3 API (moto's server)
     setup
-    own_venv s3 "$(find_python)" "$TORCH" "s3fs moto[server] pyarrow>=14 numpy>=1.26 cloudpickle starlette uvicorn httpx click \
-        pytest pytest-timeout psutil hypothesis"
-    build/s3/bin/python -m pytest tests/component/s3 "$@"
+    packages_beside s3 s3fs "moto[s3]" flask flask-cors
+    PYTHONPATH=$PWD/build/s3${PYTHONPATH:+:$PYTHONPATH} python -m pytest tests/component/s3 "$@"
 }
 
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
