@@ -21,6 +21,7 @@ from spark_elastic.estimators.persistence import Packed
 from spark_elastic.estimators.prediction.devices import gpu_for
 from spark_elastic.estimators.prediction.stacking import in_parts
 from spark_elastic.training.input_dtype import input_dtype
+from spark_elastic.training.model_output import output_parts
 from spark_elastic.training.transformation import Transformation, changed
 
 
@@ -109,11 +110,12 @@ class Predictor:
         given = changed(inputs, self.columns, self._loaded[1])
         with torch.inference_mode():
             output = module(*(self._tensor(values).to(device) for values in given))
-        outputs = output if isinstance(output, tuple | list) else [output]
+        outputs = output_parts(output)
         for each in outputs:
             if not isinstance(each, torch.Tensor):
                 raise InvalidInput(
-                    f"transform needs a model that returns tensors; this one returns {type(each).__name__}."
+                    "transform needs a model that returns tensors, or a tuple, list or dict of them; this one returns "
+                    f"{type(each).__name__}."
                 )
             if not each.ndim or len(each) != len(inputs[0]):
                 raise InvalidInput(

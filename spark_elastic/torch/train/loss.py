@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.loss import CTCLoss, _Loss
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.training.model_output import output_parts
 
 # A function that returns a mean hides what it divided by; the module of the same name does not.
 _MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
@@ -174,14 +175,12 @@ class RowLoss:
             raise InvalidInput(
                 f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
             )
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        most = sum(part.numel() for part in outputs if isinstance(part, torch.Tensor))
+        outputs = [part for part in output_parts(output) if isinstance(part, torch.Tensor)]
+        most = sum(part.numel() for part in outputs)
         if not isinstance(self._loss, _Loss):
             most = max(most, *(label.numel() for label in labels))
         if value.ndim and value.numel() > max(most, rows):
-            shapes = " and ".join(
-                str(tuple(part.shape)) for part in outputs if isinstance(part, torch.Tensor)
-            )
+            shapes = " and ".join(str(tuple(part.shape)) for part in outputs)
             raise InvalidInput(
                 f"the loss made {tuple(value.shape)} out of the model's output {shapes} and labels "
                 f"{tuple(labels[0].shape)}: give output and label the same shape."

@@ -41,8 +41,8 @@ class Metrics:
         """A part of this rank's rows."""
         if self._given and not scored.outputs:
             raise InvalidInput(
-                "metrics need the model's outputs, which a training step of your own does not hand over: leave metrics "
-                "out."
+                "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
+                "dict of them, or leave metrics out."
             )
         rows = len(labels[0])
         logged = {name: value * rows for name, value in scored.logged.items()}

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.train.loss import RowLoss
+from spark_elastic.training.model_output import output_parts
 from spark_elastic.training.share import Share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,8 +69,7 @@ class ModelLoss:
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights)
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        return Scored(summed.total, summed.denominator, _detached(outputs))
+        return Scored(summed.total, summed.denominator, _detached(output_parts(output)))
 
 
 class ModelLosses:
@@ -168,11 +169,12 @@ def given_loss(value: Any, *labels: torch.Tensor) -> Any:
 
 
 def widened(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    if isinstance(output, tuple | list):
-        return tuple(widened(part) for part in output)
-    return output
+    """The same, in whatever structure, with no float of 16 bits."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    return tree_map_only(torch.Tensor, wide, output)
 
 
 def _detached(outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:

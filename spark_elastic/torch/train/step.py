@@ -24,6 +24,7 @@ from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, has_
 from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.training.apply_section import uninterrupted
 from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.model_output import output_parts
 from spark_elastic.training.share import Share
 from spark_elastic.training.spec import Clipping
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
@@ -140,9 +141,8 @@ class StepTaker:
                 )
             if not len(part):
                 output = self._state.model(*part.features)  # its layers meet those of the other ranks
-                sum(
-                    out.sum() for out in (output if isinstance(output, tuple | list) else (output,))
-                ).backward()
+                tensors = [out for out in output_parts(output) if isinstance(out, torch.Tensor)]
+                torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue
             scored = self._objective(self._state.model, part)
             self._scaling.backward(scored.total, part.planned)

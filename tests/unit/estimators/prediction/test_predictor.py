@@ -99,10 +99,11 @@ def test_a_null_among_whole_numbers_is_named() -> None:
         predictor.predict([np.array([1.0, np.nan])])
 
 
-def test_several_outputs_are_several_arrays() -> None:
+@pytest.mark.parametrize("structure", [tuple, list, lambda pair: dict(zip("ab", pair, strict=True))])
+def test_several_outputs_are_several_arrays(structure: Any) -> None:
     class Pair(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x.sum(1), x
+        def forward(self, x: torch.Tensor) -> Any:
+            return structure((x.sum(1), x))
 
     predictor = Predictor(pack(Pair()), (Column("x", "float32", (3,)),))
     assert predictor.widths() == [1, 3]
