@@ -35,9 +35,11 @@ class DurableCommits:
         self._schedule = Schedule(policy, clock)
         self._writer = CheckpointWriter(self._checkpoints, tell)
         self._handed = 0  # number of the newest commit that was
+        self._read: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def committed(self, fence: Fence, former: Snapshot | None) -> None:
         """Another commit is about to be made; `former` is the one before it. Rank 0 alone calls this."""
+        self._read = None  # the world that began from it stands
         if self._schedule.step():
             self._offer(fence, former)
 
@@ -47,14 +49,21 @@ class DurableCommits:
         self._writer.flush()
 
     def restore(self, candidates: Sequence[Checkpoint]) -> Snapshot:
-        """The first of the candidates that is whole.
+        """The first of the candidates that is whole; read once until a commit is made.
+
+        Those who wait may give this world up meanwhile: a checkpoint that takes longer than `collective_timeout` would
+        be read again in each world and never be gone on from.
 
         Raises:
             StoreError: none of them is.
         """
-        _, parts = self._checkpoints.read_newest(candidates)
-        number, picture = pickle.loads(parts[PICTURE])
-        return Snapshot(number, picture, np.frombuffer(parts[MEMORY], np.uint8).copy())
+        asked = tuple(candidates)
+        if self._read is None or self._read[0] != asked:
+            _, parts = self._checkpoints.read_newest(asked)
+            number, picture = pickle.loads(parts[PICTURE])
+            memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
+            self._read = asked, Snapshot(number, picture, memory)
+        return self._read[1]
 
     def close(self) -> None:
         self._writer.close()

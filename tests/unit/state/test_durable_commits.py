@@ -11,7 +11,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Checkpoint
+from spark_elastic.protocol.types import Checkpoint, Fence
 from spark_elastic.state.durable_commits import DurableCommits
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
@@ -67,6 +67,23 @@ def test_p7_due_commits_and_the_last_are_written_and_others_go_on_from_there() -
     assert second.trained == [[7, 8, 9]] * 3
     assert second.results == [10.0] * 3
     assert second.told[-1].position.step == 10
+
+
+def test_p7_what_was_read_for_a_world_that_broke_is_there_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = memory_store()
+    written = tuple(reversed(Played(store, size=1, until=7).told))
+    durable = DurableCommits(store, CheckpointPolicy("run"), SystemClock(), lambda checkpoint: None)
+    first = durable.restore(written)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "read_bytes", None)  # slow beyond all patience
+        assert durable.restore(list(written)) is first
+    assert durable.restore(written[1:]).version < first.version
+    again = durable.restore(written)
+    durable.committed(Fence(1, 1), None)
+    assert durable.restore(written) is not again, "it is kept for as long as the training takes"
+    durable.close()
 
 
 class Alone(StateHandler):
