@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
+from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 
@@ -90,8 +90,8 @@ def carried(spark: SparkSession, content: bytes) -> Carried | Attached:
     if len(content) <= MOST_CARRIED:
         return Carried(content)
     name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-        path = Path(folder, name)
+    with scratch_folder() as folder:
+        path = folder / name
         path.write_bytes(content)
         spark.addArtifacts(str(path), file=True)
     return Attached(name)

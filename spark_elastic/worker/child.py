@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import IO
 
+from spark_elastic.data.scratch import sweep
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
 
@@ -108,12 +109,13 @@ class Child:
         self._process.kill()
 
     def close(self) -> None:
-        """Kill and collect the process; its last lines have been handed over when this returns."""
+        """Kill and collect the process, and what it left; its last lines have been handed over when this returns."""
         self._process.kill()
         self._input.put(None)
         for thread in self._threads:
             thread.join(CLOSE_WAIT)
         self._window.close()
+        sweep()
 
     def _write(self) -> None:
         """A large program takes its time through a pipe; the slot's main thread must not wait for it."""

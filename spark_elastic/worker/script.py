@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.errors import InvalidInput
 
 
@@ -33,8 +33,8 @@ class Script:
 
     def __call__(self) -> None:
         """Run it. An exit code other than 0 is an error, as for the shell."""
-        with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-            path = self._here(Path(folder))
+        with scratch_folder() as folder:
+            path = self._here(folder)
             sys.argv = [str(path), *self.arguments]
             sys.path.insert(0, str(path.parent))
             try:

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import cloudpickle
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.checks.validation import Request
@@ -191,8 +191,8 @@ def _opened(request: Request, master: str) -> Iterator[Store]:
     if request.store is not None:
         yield Store.open(request.store, **request.storage_options)
     elif master.startswith("local"):
-        with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-            yield Store.open(folder)
+        with scratch_folder() as folder:
+            yield Store.open(str(folder))
     else:
         raise InvalidInput(
             f"store is missing: the executors of {master} may be on other machines, so give a path or url that "

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
-import os
 import re
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +20,7 @@ from typing import Any
 import cloudpickle
 import keras
 
+from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.errors import StoreError
 from spark_elastic.training.identity import text
 
@@ -105,8 +104,8 @@ class Archive:
 
 @contextmanager
 def _written(content: bytes) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-        path = os.path.join(folder, "model.keras")
+    with scratch_folder() as folder:
+        path = str(folder / "model.keras")
         with open(path, "wb") as file:
             file.write(content)
         yield path
@@ -114,8 +113,8 @@ def _written(content: bytes) -> Iterator[str]:
 
 def saved(model: Any) -> bytes:
     """A `.keras` file of weights, architecture, and what the model is compiled with."""
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-") as folder:
-        path = os.path.join(folder, "model.keras")
+    with scratch_folder() as folder:
+        path = str(folder / "model.keras")
         model.save(path)
         with open(path, "rb") as file:
             return file.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.protocol.events import SlotBeat, SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker import slot_agent
@@ -104,6 +106,33 @@ def test_every_crash_finds_a_warm_spare(driver: Driver) -> None:
 
     assert serve(driver, Announced(1), play) == "enough"
     assert len(set(spares)) == 3
+
+
+class Littering(CountingProgram):
+    """Has a temporary folder, which it names."""
+
+    def prepare(self) -> None:
+        self.folder = scratch_folder()
+        sys.stdout.write(f"{self.folder.__enter__()}\n")
+
+
+def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
+    folders: list[Path] = []
+
+    def play() -> None:
+        for number in (1, 2):
+            assert driver.heard(WorkerStarted).worker == f"{SLOT}.{number}"
+            (line,) = driver.logs.get(timeout=20.0).lines
+            folders.append(Path(line))
+            assert folders[-1].is_dir()
+            if number == 1:
+                await_children(1)[0].kill()
+                driver.heard(WorkerExited)
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, Littering(1), play, spare_after=1000.0) == "enough"
+    assert len(set(folders)) == 2
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_with_a_spare(

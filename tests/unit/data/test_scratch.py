@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.data import scratch
+from spark_elastic.data.scratch import scratch_folder, sweep
+
+HOLD = """
+import sys
+from spark_elastic.data.scratch import scratch_folder
+with scratch_folder() as folder:
+    (folder / "model.keras").write_bytes(b"weights")
+    sys.stdout.write(f"{folder}\\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_there_for_a_block() -> None:
+    with scratch_folder() as folder:
+        (folder / "file").touch()
+    assert not folder.exists()
+
+
+def test_what_a_killed_process_left_is_taken_away_and_nothing_else(place: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        (place / "spark_elastic-data").mkdir()
+        with scratch_folder() as mine:
+            sweep()
+            assert theirs.exists()
+            process.send_signal(signal.SIGKILL)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not collected yet
+            sweep()
+            assert not theirs.exists()
+            assert mine.exists()
+    assert [path.name for path in place.iterdir()] == ["spark_elastic-data"]
+
+
+def test_a_process_id_that_is_used_again_is_told_from_who_had_it(place: Path) -> None:
+    with scratch_folder() as mine:
+        boot, started, random = mine.name.rsplit("-", 2)
+        earlier = place / f"{boot}-{int(started) - 1}-{random}"
+        earlier.mkdir()
+        sweep()
+        assert mine.exists()
+        assert not earlier.exists()
+
+
+def test_folders_of_other_machines_boots_and_namespaces_are_left(place: Path) -> None:
+    with scratch_folder() as mine:
+        name = mine.name.replace(scratch._here(), "spark_elastic-01234567-1")
+    (place / name.replace(str(os.getpid()), "1")).mkdir()
+    sweep()
+    assert len(list(place.iterdir())) == 1
