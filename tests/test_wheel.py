@@ -1,4 +1,4 @@
-"""The wheel beside the oldest stack that it promises to leave alone: it installs, imports and moves no version."""
+"""The wheel beside the oldest stack that it promises to leave alone: it installs, runs and moves no version."""
 
 from __future__ import annotations
 
@@ -72,6 +72,9 @@ def test_wheel_moves_no_version_of_an_older_stack(wheel: Path, tmp_path: Path) -
     _run(
         python, "-W", "error", "-c", "import spark_elastic, elastic_collectives, elastic_collectives._engine"
     )
+    runner = tmp_path / "venv" / "bin" / "spark-elastic-run"
+    ranks = _run(runner, "-np", "2", "-H", "localhost:2", python, ROOT / "tests" / "sum_of_ranks.py")
+    assert ranks.count("sum 2000.0") == 2
 
 
 def _versions(python: Path) -> dict[str, str]:

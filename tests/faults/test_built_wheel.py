@@ -24,20 +24,6 @@ OF_THE_C_LIBRARY = {
     "libdl",
     "librt",
 }
-TWO_RANKS = """
-import numpy as np
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.object_state import ObjectState
-from spark_elastic.worker.context import current
-from spark_elastic.worker.seat import seat_of_process
-
-def loop(state):
-    numbers = np.ones(1000)
-    current().group.allreduce(numbers)
-    print("sum", numbers.sum(), flush=True)
-
-elastic(loop, seat_of_process)(ObjectState())
-"""
 
 
 def output_of(*command: str | Path, folder: str | Path = "/") -> str:
@@ -61,10 +47,8 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path: Path) -> None:
     where = "import elastic_collectives._engine as engine; print(engine.__file__)"
     needed = re.findall(r"(\S+?)\.so", output_of("ldd", output_of(python, "-c", where).strip()))
     assert {Path(name).name for name in needed} <= OF_THE_C_LIBRARY
-    script = tmp_path / "script.py"
-    script.write_text(TWO_RANKS)
     runner = tmp_path / "venv" / "bin" / "spark-elastic-run"
-    printed = output_of(runner, "-np", "2", "-H", "localhost:2", python, script)
+    printed = output_of(runner, "-np", "2", "-H", "localhost:2", python, ROOT / "tests" / "sum_of_ranks.py")
     assert printed.count("sum 2000.0") == 2
 
 
