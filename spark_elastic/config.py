@@ -238,12 +238,12 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
 class OperationConfig:
     """How named operations behave; read in the training process, since each process has its own. Times in seconds.
 
-    fusion_threshold: bytes of small reductions that travel as one. warn_after: until rank 0 says which ranks have not
-    asked for an operation. wait_at_most: until a handle gives up; None: the job's `collective_timeout`. stuck_after:
-    until ranks that all wait for different operations are told. timeline: a trace to begin with. timeline_mark_cycles:
-    rounds are marked in it. bucket_bytes: of gradients that are exchanged at once; 0: of each alone; None: 8, 25 or
-    64 MiB, whichever is the quickest in a world's first 15 steps. log_level: what of the process's own log is printed;
-    None: warnings.
+    fusion_threshold: bytes of small reductions that travel as one. warn_after: until the log says which ranks have not
+    asked for an operation, or not brought their gradients. wait_at_most: until a handle, or an exchange of gradients,
+    gives up; None: the job's `collective_timeout`. stuck_after: until ranks that all wait for different operations are
+    told. timeline: a trace to begin with. timeline_mark_cycles: rounds are marked in it. bucket_bytes: of gradients
+    that are exchanged at once; 0: of each alone; None: 8, 25 or 64 MiB, whichever is the quickest in a world's first 15
+    steps. log_level: what of the process's own log is printed; None: warnings.
     """
 
     bucket_bytes: int | None = None

@@ -9,8 +9,9 @@ one group, and change at a step's opening only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import numpy as np
@@ -27,6 +28,7 @@ from spark_elastic.torch.buckets import layout, layout_hash
 from spark_elastic.torch.fusion import Fusion
 from spark_elastic.torch.hooks import hook_gradients
 from spark_elastic.torch.own_compression import allreduce_as
+from spark_elastic.torch.stalls import inspected
 from spark_elastic.torch.terms import PLAIN, Terms
 from spark_elastic.torch.trainable import specs, trainable
 from spark_elastic.torch.tuning import Tuner
@@ -333,10 +335,11 @@ class GradientExchange:
         def reduce() -> None:
             fusion.ready(number)
             begin = self._clock.now()
-            if own is None:
-                group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
-            else:
-                allreduce_as(own, group, fusion.gradients(number), scale)
+            with self._inspected(group, [part.index for part in fusion.buckets[number].slices]):
+                if own is None:
+                    group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
+                else:
+                    allreduce_as(own, group, fusion.gradients(number), scale)
             if timeline is not None:
                 timeline.gradients(f"gradients {number}", array.nbytes, complete, begin, self._clock.now())
 
@@ -347,8 +350,12 @@ class GradientExchange:
 
     def _greet(self, group: Group) -> None:
         if group is not self._agreed:
-            self._submit(lambda: agree(group, self.layout_hash, self._specs, self._terms))
+            self._submit(lambda: self._agree_on_terms(group))
             self._agreed = group
+
+    def _agree_on_terms(self, group: Group) -> None:
+        with self._inspected(group, range(len(self._names))):
+            agree(group, self.layout_hash, self._specs, self._terms)
 
     def _send_sparse(self) -> dict[int, torch.Tensor]:
         """Gradients that lie in no bucket; filled by the engine's thread, in the order of the parameters."""
@@ -366,10 +373,17 @@ class GradientExchange:
             )
 
             def gather(index: int = index, own: torch.Tensor = own) -> None:
-                arrived[index] = sparse.summed(group, own, factor)
+                with self._inspected(group, [index]):
+                    arrived[index] = sparse.summed(group, own, factor)
 
             self._submit(gather)
         return arrived
+
+    def _inspected(self, group: Group, indices: Sequence[int]) -> AbstractContextManager[None]:
+        terms = self._terms
+        return inspected(
+            group, lambda: [self._names[i] for i in indices], terms.warn_after, terms.wait_at_most
+        )
 
     def _submit(self, work: Callable[[], None]) -> None:
         """To the engine's thread. What the step sent before has broken: raises that instead."""

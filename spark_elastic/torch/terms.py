@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ class Terms:
     size; predivide: by so much before the sum and by the rest behind it. wire: how float32 travels, None for as it is.
     compressor: a user's own, that surrounds the exchange of each gradient that has all its rows, on the host.
     sparse: gradients with rows missing are "refused", made "dense", or "kept", from a world's second step on.
+    warn_after, wait_at_most: see `stalls.inspected`.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -28,6 +30,8 @@ class Terms:
     wire: str | None = None
     compressor: type[Compressor] | None = None
     sparse: str = "refused"
+    warn_after: float = math.inf
+    wait_at_most: float | None = None
 
     def factors(self, size: int) -> tuple[float, float]:
         """(before, after) the sum."""
@@ -50,6 +54,12 @@ PLAIN = Terms()  # summed as they are
 
 
 def as_set(**others: Any) -> Terms:
-    """With the bucket size of this process's settings."""
-    size = operations_from_env().bucket_bytes
-    return Terms(bucket_bytes=size or BUCKET_BYTES, tuned=size is None, **others)
+    """With the bucket size and the stall check of this process's settings."""
+    limits = operations_from_env()
+    return Terms(
+        bucket_bytes=limits.bucket_bytes or BUCKET_BYTES,
+        tuned=limits.bucket_bytes is None,
+        warn_after=limits.warn_after,
+        wait_at_most=limits.wait_at_most,
+        **others,
+    )

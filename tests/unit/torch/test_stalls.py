@@ -1,0 +1,73 @@
+"""Whom gradients wait for: what the log says of it, and when they are given up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_collectives import CollectiveTimeout, Group
+from spark_elastic.clock import SystemClock
+from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.terms import Terms, as_set
+from tests.unit.torch.worlds import in_a_world
+
+CLOCK = SystemClock()
+
+
+def step(group: Group, terms: Terms, delays: tuple[float, ...] = (0.0, 0.0)) -> None:
+    """Steps of two layers; rank 1 comes so many seconds late to each of them."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    with GradientExchange(model.named_parameters(), terms) as exchange:
+        for delay in delays:
+            exchange.begin(group, 1)
+            model(torch.ones(1, 2)).sum().backward()
+            if group.rank == 1:
+                CLOCK.sleep(delay)
+            exchange.finish()
+
+
+def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "spark_elastic.torch.stalls"):
+        in_a_world(2, lambda group: step(group, Terms(warn_after=2.5), (0.0, 3.5)))
+    (line,) = caplog.messages
+    assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
+    assert line.endswith("for rank(s) 1, which have not brought theirs.")
+
+
+def test_they_are_given_up_after_wait_at_most_and_later_waits_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(group: Group) -> None:
+        step(group, Terms(wait_at_most=0.5))
+        if group.rank == 1:
+            CLOCK.sleep(1.0)
+        group.barrier()  # the group's timeout holds again
+        with pytest.raises(CollectiveTimeout) as raised:
+            step(group, Terms(wait_at_most=0.5), (0.0, 1.5))
+        assert raised.value.ranks == (1,)
+
+    in_a_world(2, work)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, (10.0, None)),
+        (
+            {"HOROVOD_STALL_CHECK_TIME_SECONDS": "30", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"},
+            (30.0, 90.0),
+        ),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, (float("inf"), None)),
+    ],
+)
+def test_horovods_settings_hold_for_gradients(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: tuple[float, float | None]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terms = as_set()
+    assert (terms.warn_after, terms.wait_at_most) == found
