@@ -27,7 +27,7 @@ _UNCALLED = (
         "configure_gradient_clipping",
         "lr_scheduler_step",
     ),
-    *("configure_model", "configure_sharded_model", "configure_callbacks"),
+    *("setup", "prepare_data", "configure_model", "configure_sharded_model", "configure_callbacks"),
     *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
     *("on_save_checkpoint", "on_load_checkpoint"),
     *(
@@ -38,6 +38,8 @@ _UNCALLED = (
     *(f"on_validation{what}_{when}" for what in ("", "_epoch", "_batch") for when in ("start", "end")),
     *("on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad"),
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    # Of Lightning 1.
+    *(f"{what}_{when}_end" for what in ("training", "validation") for when in ("step", "epoch")),
 )
 
 
@@ -99,7 +101,13 @@ class LightningLoss:
         step: Any = model.validation_step if evaluates else model.training_step
         with self._with_trainer(model), autocast(self._precision):
             value = step(batch, self._here.step)
-        value = value["loss"] if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            if "loss" not in value and not evaluates:
+                raise InvalidInput(
+                    f"training_step returned a dict of {', '.join(map(str, value))}: return the loss, or a dict with "
+                    "it as 'loss'."
+                )
+            value = value.get("loss")
         if value is None and evaluates:
             return Scored(torch.zeros(()), math.nan, logged=self._logged)
         summed = self._loss(widened(value), part.labels, part.weights)
@@ -121,17 +129,22 @@ class LightningLoss:
             del own["log"], own["log_dict"], own["_trainer"]
             own.update(before)
 
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
         if callable(getattr(value, "compute", None)):
             raise InvalidInput(
                 f"self.log({name!r}, ...) was given the metric {type(value).__name__}, which has seen the rows of one "
                 f"worker alone: log the number of this batch, that is what calling the metric returns."
             )
+        if reduce_fx not in ("mean", torch.mean):
+            raise InvalidInput(
+                f"self.log({name!r}, ...) was given reduce_fx={reduce_fx!r}, and what is logged is averaged over the "
+                "rows of all workers: log a mean, or leave it out."
+            )
         self._logged[name] = float(value)
 
     def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in values.items():
-            self._log(name, value)
+            self._log(name, value, *args, **kwargs)
 
 
 def is_lightning(model: Any) -> bool:
@@ -150,7 +163,8 @@ def check_lightning(model: torch.nn.Module) -> None:
     if hooks:
         raise InvalidInput(
             f"the LightningModule defines {', '.join(hooks)}, which nothing calls here: move the work to "
-            "training_step, validation_step or callbacks, and clipping to gradient_clip_norm or gradient_clip_value."
+            "__init__, training_step, validation_step or callbacks, and clipping to gradient_clip_norm or "
+            "gradient_clip_value."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,17 +65,40 @@ def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
         stepped(Logs(2, 1), Position(0, Phase.TRAIN, 0))
 
 
-def test_hooks_that_nothing_calls_are_named() -> None:
-    class Hooked(Duck):
-        def on_train_epoch_start(self) -> None: ...
+def test_what_is_logged_is_a_mean() -> None:
+    class Logs(Duck):
+        def training_step(self, batch: Any, number: int) -> Any:
+            self.log_dict({"far": 1.0}, reduce_fx=torch.mean)  # type: ignore[operator]
+            self.log("rows", 3, reduce_fx="sum")  # type: ignore[operator]
 
-        def optimizer_step(self, *args: Any) -> None: ...
+    with pytest.raises(InvalidInput, match=r"self.log\('rows', ...\) was given reduce_fx='sum'"):
+        stepped(Logs(2, 1), Position(0, Phase.TRAIN, 0))
 
+
+def test_a_step_may_return_a_dict_and_validation_one_without_a_loss() -> None:
+    class Returns(Duck):
+        def training_step(self, batch: Any, number: int) -> Any:
+            return {"far": torch.ones(())} if number else {"loss": self(batch[0]).mean(), "far": 1.0}
+
+        def validation_step(self, batch: Any, number: int) -> Any:
+            return {"far": torch.ones(())}
+
+    model = Returns(2, 1)
+    assert stepped(model, Position(0, Phase.TRAIN, 0)).denominator == len(SHARE)
+    with pytest.raises(InvalidInput, match="training_step returned a dict of far: return the loss"):
+        stepped(model, Position(0, Phase.TRAIN, 1))
+    assert math.isnan(stepped(model.eval(), Position(0, Phase.VALIDATE, 0)).denominator)
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [("optimizer_step", "on_train_epoch_start"), ("setup", "prepare_data"), ("validation_epoch_end",)],
+)
+def test_hooks_that_nothing_calls_are_named(hooks: tuple[str, ...]) -> None:
     check_lightning(Duck(2, 1))
-    with pytest.raises(
-        InvalidInput, match="defines optimizer_step, on_train_epoch_start, which nothing calls"
-    ):
-        check_lightning(Hooked(2, 1))
+    hooked = type("Hooked", (Duck,), {name: lambda self, *args: None for name in hooks})
+    with pytest.raises(InvalidInput, match=f"defines {', '.join(hooks)}, which nothing calls"):
+        check_lightning(hooked(2, 1))
 
 
 def test_the_real_package() -> None:
