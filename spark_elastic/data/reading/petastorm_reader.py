@@ -1,7 +1,8 @@
 """Row groups by petastorm 0.12 or 0.13: for jobs that must read as they did before. Rows are promised, not speed.
 
 Petastorm takes no list of row groups, but a shard of a file's n row groups out of n is exactly one of them. Each fetch
-therefore opens a reader of its own. Any thread may fetch; one reads at a time.
+therefore opens a reader of its own. Timestamps are read by Arrow, since petastorm makes nanoseconds of them, which wrap
+around outside of the years 1677 to 2262. Any thread may fetch; one reads at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from petastorm import make_batch_reader
 
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.reading.footers import partition_values, read_footer
 from spark_elastic.data.reading.group_reader import GroupReader
@@ -39,18 +41,23 @@ class PetastormReader(GroupReader):
                     f"petastorm reads no nested arrays such as column {column.name!r}: use the reader 'arrow'."
                 )
         self._sizes: dict[int, int] = {}
+        self._timestamps = [column.name for column in self.columns if column.dtype == "datetime64[us]"]
+        self._own = [column for column in self.columns if column.name not in self._timestamps]
+        self._arrow = ArrowReader(store, manifest, self._timestamps, cache_bytes=0)
 
     def _let_go(self) -> None:
         self._sizes.clear()
+        self._arrow.close()
 
     def _decode(self, group: int) -> Decoded:
         entry = self._manifest.row_groups[group]
         name = self._manifest.files[entry.file]
         try:
-            found = self._read(entry.file, entry.index, name)
+            found = self._read(entry.file, entry.index, name) if self._own else {}
             constants = partition_values(name)
             rows = entry.of or entry.rows
-            every = {column.name: _array(found, column, rows, constants) for column in self.columns}
+            every = {column.name: _array(found, column, rows, constants) for column in self._own}
+            timestamps = self._arrow.fetch(group) if self._timestamps else {}
         except (StoreError, InvalidInput):
             raise
         except Exception as error:  # petastorm's own, pyarrow's, pandas': whatever reading raises
@@ -58,13 +65,14 @@ class PetastormReader(GroupReader):
             raise StoreError(
                 f"petastorm cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
             ) from error
-        return {name: rows[entry.first : entry.first + entry.rows] for name, rows in every.items()}
+        own = {name: rows[entry.first : entry.first + entry.rows] for name, rows in every.items()}
+        return {**own, **timestamps}
 
     def _read(self, file: int, index: int, name: str) -> dict[str, Any]:
         if file not in self._sizes:
             self._sizes[file] = read_footer(self._store, name).num_row_groups
         constants = partition_values(name)
-        wanted = [f"^{re.escape(column.name)}$" for column in self.columns if column.name not in constants]
+        wanted = [f"^{re.escape(column.name)}$" for column in self._own if column.name not in constants]
         options = self._store.filesystem.storage_options
         with make_batch_reader(
             self._store.join(name),

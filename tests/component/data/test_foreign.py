@@ -123,14 +123,21 @@ def test_p1_a_step_takes_the_same_rows_by_any_reader(tmp_path: Path, reader: str
     assert sorted(seen) == list(range(90))
 
 
+@pytest.mark.parametrize("beside", [[], ["id"]])
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_timestamps_of_all_years_as_spark_writes_them(tmp_path: Path, piece_bytes: int) -> None:
+@pytest.mark.parametrize("reader", READERS)
+def test_timestamps_of_all_years_as_spark_writes_them(
+    tmp_path: Path, reader: str, piece_bytes: int, beside: list[str]
+) -> None:
     when = [datetime(1, 1, 1), datetime(1677, 1, 1), datetime(2024, 1, 1), datetime(9999, 12, 31)] * 10
-    columns = {"t": pa.array(when, pa.timestamp("us"))}
+    columns = {"t": pa.array(when, pa.timestamp("us")), "id": np.arange(40)}
     write(tmp_path, "a.parquet", columns, use_deprecated_int96_timestamps=True)
     store = Store.open(str(tmp_path))
-    found = everything(store, describe(store, ["t"], transformed=True, piece_bytes=piece_bytes))
+    found = everything(
+        store, describe(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes), reader
+    )
     np.testing.assert_array_equal(found["t"], np.array(when, "datetime64[us]"))
+    assert [found[name].tolist() for name in beside] == [list(range(40)) for _ in beside]
 
 
 def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
