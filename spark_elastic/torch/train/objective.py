@@ -92,7 +92,8 @@ class ModelLosses:
         self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision)
-        self._factors: list[float] = []
+        # By which a loss's sum over rows becomes its part in the step's mean, times the rows of the step.
+        self._scales: list[float] = []
 
     def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
         own = [
@@ -101,10 +102,7 @@ class ModelLosses:
         ]
         everywhere = group.allgather(np.array(own)).sum(axis=0).tolist()
         # A loss that its user wants summed has no denominator.
-        self._factors = [
-            weight * share.planned / (divisor or 1.0)
-            for weight, divisor in zip(self._loss_weights, everywhere, strict=True)
-        ]
+        self._scales = [share.planned / (divisor or 1.0) for divisor in everywhere]
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
         outputs = self._forward(model, part)
@@ -113,17 +111,14 @@ class ModelLosses:
             raise InvalidInput(
                 f"loss has {len(self._losses)} losses, but the model returned {found}: return one output for each."
             )
-        summed = [
-            loss(output, (label,), part.weights)
-            for loss, output, label in zip(self._losses, outputs, part.labels, strict=True)
+        each = [
+            loss(output, (label,), part.weights).total.to(torch.float64) * scale
+            for loss, output, label, scale in zip(
+                self._losses, outputs, part.labels, self._scales, strict=True
+            )
         ]
-        total = torch.stack(
-            [s.total.to(torch.float64) * f for s, f in zip(summed, self._factors, strict=True)]
-        ).sum()
-        logged = {
-            name: float(s.total.detach()) / (s.denominator or 1.0)
-            for name, s in zip(self._names, summed, strict=True)
-        }
+        total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
+        logged = {name: float(own.detach()) / len(part) for name, own in zip(self._names, each, strict=True)}
         return Scored(total, float(len(part)), _detached(outputs), logged)
 
 

@@ -1,4 +1,4 @@
-"""What a loss is given of a model's output, and what is kept of it for metrics."""
+"""What a loss is given of a model's output, what is kept of it for metrics, and how losses add up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.torch.train.objective import ModelLoss
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.protocol.types import START
+from spark_elastic.torch.train.objective import ModelLoss, ModelLosses
 from spark_elastic.training.share import Share
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -54,3 +56,25 @@ def test_a_loss_sees_the_structure_that_the_model_returns(
     assert seen[0].dtype is torch.float32
     assert torch.equal(scored.outputs[0], seen[0])
     assert torch.equal(scored.outputs[1], seen[0] / 2)
+
+
+@pytest.mark.parametrize("at_once", [6, 4, 1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_r08_the_loss_of_each_output_does_not_depend_on_how_the_rows_are_split(
+    at_once: int, reduction: str
+) -> None:
+    """Class weights and row weights: each row counts for something else."""
+    x, y = torch.arange(18.0).reshape(6, 3).sin(), torch.tensor([0, 0, 1, 2, 2, 1])
+    weights = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 5.0])
+    loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 0.5]), reduction=reduction)
+    share = Share(6, np.arange(6), (x,), (y, x[:, :1]), weights)
+    model: Any = lambda x: (x, x[:, :1])  # noqa: E731 - stands for a module
+    losses = ModelLosses({"y": (loss, 1.0), "w": (torch.nn.MSELoss(), 0.5)}, weighted=True)
+    losses.begin(FakeFabric(1).group(0), share, START)
+    parts = [(part, losses(model, part)) for part in share.micro_batches(at_once)]
+    told = sum(scored.logged["loss_y"] * len(part) for part, scored in parts) / len(share)
+
+    by_row = torch.nn.functional.cross_entropy(x, y, loss.weight, reduction="none") * weights
+    divisor = (loss.weight[y] * weights).sum() if reduction == "mean" else 1.0
+    assert told == pytest.approx(float(by_row.sum() / divisor), rel=1e-6)
+    assert sum(float(scored.total) for _, scored in parts) / len(share) == pytest.approx(told, rel=1e-6)
