@@ -105,19 +105,23 @@ class LocalLauncher:
             return f"the slot's process could not be started ({error})"
         self._processes[job] = process
         assert process.stdin is not None
+        assert process.stdout is not None
         try:
             with process.stdin as pipe:
                 pipe.write(order.to_json().encode() + b"\n" + self._payload)
         except BrokenPipeError:
             pass  # it was killed meanwhile; its exit code says how
+        with process.stdout as pipe:
+            reason = pipe.read().decode(errors="replace")
         code = process.wait()
-        return "the slot ended" if code == 0 else f"the slot process ended with {code}"
+        return reason if code == 0 else f"the slot process ended with {code}"
 
 
 def _process() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "spark_elastic.local.slot"],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # why it ended
         # As Spark does for its Python workers: several of them with a thread per core stand in each other's way.
         env={
             "OMP_NUM_THREADS": "1",

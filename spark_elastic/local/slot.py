@@ -1,6 +1,7 @@
 """A slot as a process of its own: `python -m spark_elastic.local.slot`, started by `LocalLauncher`.
 
-The order and the program come on standard input. Main thread: the slot's agent.
+The order and the program come on standard input; why the slot ended goes to standard output. Main thread: the slot's
+agent.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.errors import ElasticError
 from spark_elastic.local.order import SlotOrder
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.entry import die_with_parent
@@ -32,7 +34,11 @@ def main() -> None:
     )
     key = bytes.fromhex(order.key)
     with RendezvousClient(order.address, key, order.attempt, clock, certificate=order.certificate) as client:
-        SlotAgent(plan, client, clock).run()
+        try:
+            reason = SlotAgent(plan, client, clock).run()
+        except ElasticError as error:
+            reason = str(error)
+    sys.stdout.write(reason)
 
 
 if __name__ == "__main__":

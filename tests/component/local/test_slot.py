@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.ports import Contact
+from spark_elastic.local.launcher import LocalLauncher
+from spark_elastic.local.places import Hosts
+from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotRegistered
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
+
+
+@pytest.mark.parametrize("key", [KEY, bytes(32)], ids=["released", "refused"])
+def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
+    """The driver quotes it where workers are missing."""
+    driver = start_driver(admit=lambda facts: "localhost has no torch")
+    posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
+    launcher = LocalLauncher(None, Hosts({"localhost": 1}), SystemClock())
+    try:
+        launcher.start(Contact(driver.server.address, key, ATTEMPT, "job", None), posted.put)
+        launcher.launch(1)
+        if key == KEY:
+            slot = driver.heard(SlotRegistered).slot
+            driver.server.release_slot(slot, "localhost has no torch")
+        ended = posted.get(timeout=30.0)
+        assert isinstance(ended, SlotJobEnded)
+        assert ("localhost has no torch" if key == KEY else "key") in ended.reason
+    finally:
+        assert launcher.close(10.0) == []
+        driver.close()
