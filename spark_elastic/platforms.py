@@ -140,7 +140,8 @@ class Classic:
         profile = profile_of(settings, sc.emptyRDD().withResources)
         launcher = SparkLauncher(sc, tasks_of(shipped, order.preload, config, room), clock, profile)
         try:
-            with GatherTurn(application_of(sc), order.name, order.limits, clock) as turn:
+            turn = GatherTurn(application_of(sc), order.name, order.limits, clock)
+            with turn.lives, turn:
                 watch = Together(ExecutorWatch(sc, clock), turn)
                 site = self._site(order, settings, turn)
                 return supervise(launcher, watch, site, order.limits, config, order.name, narrate)
@@ -220,7 +221,8 @@ class Connect:
         make_task = tasks_of(program, order.preload, config, room)
         profile = profile_of(settings, lambda profile: profile.id)
         launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
-        with GatherTurn(application_of(self._spark), order.name, order.limits, clock) as turn:
+        turn = GatherTurn(application_of(self._spark), order.name, order.limits, clock)
+        with turn.lives, turn:
             if self._post_office is None:
                 site = self._site(order, settings, turn)
                 return supervise(launcher, turn, site, order.limits, config, order.name, narrate)

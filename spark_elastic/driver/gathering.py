@@ -34,7 +34,7 @@ class Application:
     def training(self) -> str | None:
         """The name of a job that has a world; None where there is none."""
         with self.change:
-            return next((job._name for job in self.jobs if job._trains), None)
+            return next((job._name for job in self.jobs if job._trains and job.lives.locked()), None)
 
 
 def application_of(owner: object) -> Application:
@@ -82,13 +82,19 @@ class Patience:
 
 
 class GatherTurn:
-    """One job's turn: from `with` to its first world it alone gathers. `driver.ports.Discovery` to the driver."""
+    """One job's turn: from `with turn.lives, turn` to its first world it alone gathers. `driver.ports.Discovery` to the
+    driver.
+
+    lives: held for as long as the job lasts. An interrupt may hit at any point of Python's own code, this class's
+    `__exit__` too; a lock is let go of all the same.
+    """
 
     def __init__(self, application: Application, name: str, limits: Limits, clock: Clock) -> None:
         self._application = application
         self._name = name
         self._limits = limits
         self._clock = clock
+        self.lives = threading.Lock()
         self._over = threading.Event()  # the first world is there, or the end
         self._trains = False
         self._thread: threading.Thread | None = None
@@ -116,10 +122,8 @@ class GatherTurn:
         here = self._application
         patience = Patience(here, self._limits.start_timeout, self._clock, f"job {self._name}")
         with here.change:
-            here.jobs.append(self)
-            # One that is no job any more was interrupted before it could say that it ended.
-            while (first := here.gathering) in here.jobs:
-                assert first is not None
+            here.jobs = [*(job for job in here.jobs if job.lives.locked()), self]
+            while (first := here.gathering) is not None and first.lives.locked():
                 if patience.over():
                     raise NotEnoughWorkers(
                         f"job {self._name} waited {self._limits.start_timeout:g} s (start_timeout) while job "

@@ -122,9 +122,9 @@ class Call:
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
         order = Order(self.program, limits, name, self.preload)
         what = "the function or its arguments"
-        platform.preflight(self.program.pickled, self.store(), order.needs, limits.num_workers, what)
         run_id, store = self.options.run_id, self.store()
         with self.watched() as narrator:
+            platform.preflight(self.program.pickled, store, order.needs, limits.num_workers, what)
             if run_id is None or store is None:
                 return results(platform.launch(order, narrator))
             return going_on(

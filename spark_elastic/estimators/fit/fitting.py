@@ -90,11 +90,12 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
         if result is None or record is None:
             ledger = _ledger(request, store, run_id)
             payload = cloudpickle.dumps(request.brought)
-            platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
-            training = _Training(platform, rows, request, framework, store, ledger)
-            record, result, worlds, report = going_on(
-                lambda: _trained(training, run_id), Checkpoints(store, run_id).published
-            )
+            with _watched(request) as shown:
+                platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
+                training = _Training(platform, rows, request, framework, store, ledger, shown)
+                record, result, worlds, report = going_on(
+                    lambda: _trained(training, run_id), Checkpoints(store, run_id).published
+                )
         weights = _weights(store, result)
         features = _inputs(request, record.rows())
     summary = FitSummary(
@@ -128,7 +129,7 @@ def _so_far(
 
 @dataclass(frozen=True)
 class _Training:
-    """What is trained, on what, and where."""
+    """What is trained, on what, where, and who is told."""
 
     platform: Platform
     rows: RowSource
@@ -136,6 +137,19 @@ class _Training:
     framework: Framework
     store: Store
     ledger: str | None
+    shown: Progress
+
+
+@contextmanager
+def _watched(request: Request) -> Iterator[Progress]:
+    shown = Progress(
+        request.epochs,
+        listener=request.on_progress,
+        quiet=request.verbose == 0,
+        lines=request.config.show_logs,
+    )
+    with closing_in_time(shown), log_told(shown.tell, request.verbose > 1):
+        yield shown
 
 
 def _trained(
@@ -153,7 +167,7 @@ def _trained(
         # An older driver that lost the run may still write its own.
         result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
         spec = _spec(request, store, data, record, run, result, training.ledger)
-        launched = _train(training.platform, request, framework, spec, run)
+        launched = _train(training, spec, run)
         trained = _agreed([json.loads(result) for result in launched.results])
         ended = RunResult(
             trained["model"],
@@ -260,22 +274,15 @@ def _spec(
     )
 
 
-def _train(
-    platform: Platform, request: Request, framework: Framework, spec: TrainSpec, run: HeldRun
-) -> LaunchResult:
+def _train(training: _Training, spec: TrainSpec, run: HeldRun) -> LaunchResult:
+    request, framework = training.request, training.framework
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = framework.task(spec, request.brought)
-    shown = Progress(
-        request.epochs,
-        listener=request.on_progress,
-        quiet=request.verbose == 0,
-        lines=request.config.show_logs,
-    )
-    with closing_in_time(shown) as progress, log_told(progress.tell, request.verbose > 1):
-        if request.num_workers > 1 and not request.scale_lr:
-            shown.tell(UNSCALED)
-        limits = _limits(request, spec.plan.global_batch)
-        return platform.launch(Order(task, limits, run.run_id, framework.preload, run), progress)
+    if request.num_workers > 1 and not request.scale_lr:
+        training.shown.tell(UNSCALED)
+    limits = _limits(request, spec.plan.global_batch)
+    order = Order(task, limits, run.run_id, framework.preload, run)
+    return training.platform.launch(order, training.shown)
 
 
 def _ledger(request: Request, store: Store, run_id: str) -> str | None:

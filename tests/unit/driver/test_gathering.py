@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Condition
@@ -19,8 +21,11 @@ LIMITS = Limits(2, 2, 2, gather_timeout=0.05, start_timeout=20.0)
 CLOCK = SystemClock()
 
 
-def _turn(application: Application, name: str, limits: Limits = LIMITS) -> GatherTurn:
-    return GatherTurn(application, name, limits, CLOCK)
+@contextmanager
+def _turn(application: Application, name: str, limits: Limits = LIMITS) -> Iterator[GatherTurn]:
+    turn = GatherTurn(application, name, limits, CLOCK)
+    with turn.lives, turn:
+        yield turn
 
 
 def test_r17_one_job_gathers_at_a_time() -> None:
@@ -51,16 +56,20 @@ def test_r17_a_job_that_fails_ends_its_turn() -> None:
     assert not application.jobs
 
 
-def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["__exit__", "_leave", "gathered"])
+def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     application = Application()
 
-    def interrupted(self: GatherTurn) -> None:
+    def interrupted(self: GatherTurn, *error: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(GatherTurn, "gathered", interrupted)
-        with pytest.raises(KeyboardInterrupt), _turn(application, "first"):
-            pass
+        patched.setattr(GatherTurn, where, interrupted)
+        with pytest.raises(KeyboardInterrupt), _turn(application, "first") as first:
+            first._trains = True
+    assert application.training() is None
     with _turn(application, "second", replace(LIMITS, start_timeout=0.1)):
         pass
 
@@ -73,10 +82,10 @@ def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
                 raise KeyboardInterrupt
 
     application = Application()
-    first = _turn(application, "first")
+    first = GatherTurn(application, "first", LIMITS, CLOCK)
     application.change = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        first.__enter__()
+    with pytest.raises(KeyboardInterrupt), first.lives, first:
+        pass
     with _turn(application, "second", replace(LIMITS, start_timeout=0.1)):
         pass
 
@@ -84,9 +93,10 @@ def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
 def test_r17_who_waits_too_long_is_told_for_whom() -> None:
     application = Application()
     with _turn(application, "first"):
-        late = _turn(application, "second", replace(LIMITS, start_timeout=0.1))
-        with pytest.raises(NotEnoughWorkers, match="while job first of the same application was gathering"):
-            late.__enter__()
+        late = GatherTurn(application, "second", replace(LIMITS, start_timeout=0.1), CLOCK)
+        told = "while job first of the same application was gathering"
+        with pytest.raises(NotEnoughWorkers, match=told), late.lives, late:
+            pass
         assert len(application.jobs) == 1
 
 
@@ -135,7 +145,7 @@ def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
     application = Application()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
     with _turn(application, "only") as turn:
-        application.jobs.append(_turn(application, "waits"))
+        application.jobs.append(GatherTurn(application, "waits", LIMITS, CLOCK))
         turn.start(posted.put)
         with pytest.raises(Empty):
             posted.get(timeout=0.3)

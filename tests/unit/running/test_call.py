@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_elastic.running import call as running
 from spark_elastic.running.call import prepare
 
 
@@ -9,3 +17,18 @@ def test_r15_a_call_needs_the_result_of_every_worker() -> None:
     call = prepare(print, (), {"num_workers": 3, "regroup_timeout": 45.0})
     limits = call.limits(2)
     assert (limits.num_workers, limits.all_results, limits.regroup_timeout) == (3, True, 45.0)
+
+
+def test_what_the_preflight_logs_is_told_as_what_the_job_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(what: str) -> Any:
+        return lambda *given: logging.getLogger("spark_elastic.spark").info(what)
+
+    platform = SimpleNamespace(
+        workers=lambda asked: 1, preflight=says("the preflight"), launch=says("the job")
+    )
+    monkeypatch.setattr(running, "platform_of", lambda *given: platform)
+    monkeypatch.setattr(running, "results", lambda launched: [])
+    told = io.StringIO()
+    prepare(print, (), {"num_workers": 1, "verbose": 2, "stdout": told}).over_spark(None)  # type: ignore[arg-type]
+    assert "the preflight" in told.getvalue()
+    assert "the job" in told.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +91,9 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
     platform: Any = SimpleNamespace(launch=lambda order, progress: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
-    fitting._train(platform, wanted, TORCH, plan, SimpleNamespace(run_id="r"))
+    with fitting._watched(wanted) as shown:
+        training: Any = SimpleNamespace(platform=platform, request=wanted, framework=TORCH, shown=shown)
+        fitting._train(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
 
 
@@ -155,7 +158,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def trained(rows: Rows, store: Store) -> None:
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    training = fitting._Training(None, rows, request(store="memory://x"), framework, store, None)  # type: ignore[arg-type]
+    training = fitting._Training(None, rows, request(store="memory://x"), framework, store, None, None)  # type: ignore[arg-type]
     fitting._trained(training, "r")
 
 
@@ -190,7 +193,7 @@ def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
 
 
 def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trained_again(
-    order: list[str], monkeypatch: pytest.MonkeyPatch
+    order: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = memory_store()
     ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
@@ -200,6 +203,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         master = "yarn"
 
         def preflight(self, *given: Any) -> None:
+            logging.getLogger("spark_elastic.spark").info("what the preflight says")
             store.write_bytes(ended.model, b"w")
             ended.save(store, "r")
 
@@ -213,11 +217,17 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     monkeypatch.setattr(fitting.RunRecord, "load", known)
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same=lambda *given: None)
     wanted = request(
-        run_id="r", epochs=1, num_workers=1, feature_cols=(), brought=SimpleNamespace(transformation=None)
+        run_id="r",
+        epochs=1,
+        num_workers=1,
+        feature_cols=(),
+        brought=SimpleNamespace(transformation=None),
+        verbose=2,
     )
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     assert fitting.fit(rows, wanted, framework).weights == b"w"
     assert order == ["result"], "it was trained again"
+    assert "what the preflight says" in capsys.readouterr().err
 
 
 def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
