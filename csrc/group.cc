@@ -69,7 +69,8 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
       key_(endpoint->key()),
       local_(options.local),
       warn_(options.warn) {
-  mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.onWait);
+  mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.nobodyHears,
+                                 options.onWait);
   world_ = std::make_shared<AllRanks>(rank, size_, mesh_);
 }
 

@@ -6,7 +6,6 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <new>
 #include <system_error>
@@ -15,9 +14,6 @@ namespace elastic {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::milliseconds kNobodyHears{250};  // peers that take nothing for so long are stopped
-constexpr std::chrono::seconds kWithin{1};
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
@@ -74,14 +70,14 @@ void Farewell::end() {
 // To all at once, so that one that is stopped takes nobody's time.
 void Farewell::run() {
   std::vector<pollfd> hearing;
-  const auto until = Clock::now() + kWithin;
+  const auto until = Clock::now() + 4 * nobodyHears_;
   do {
     hearing.clear();
     for (LastWords& words : words_) {
       if (words.goOn()) hearing.push_back({words.connection.fd(), POLLIN | POLLOUT, 0});
     }
   } while (!hearing.empty() && Clock::now() < until &&
-           ::poll(hearing.data(), hearing.size(), static_cast<int>(kNobodyHears.count())) != 0);
+           ::poll(hearing.data(), hearing.size(), static_cast<int>(nobodyHears_.count())) != 0);
   // Not SHUT_RD: what the peer still sends would reset the connection, and our words with it.
   for (LastWords& words : words_) ::shutdown(words.connection.fd(), SHUT_WR);
 }

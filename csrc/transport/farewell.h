@@ -2,6 +2,7 @@
 // ended. In a thread of its own and from memory of its own, so that nobody here waits for a peer that is stopped.
 #pragma once
 
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -33,6 +34,8 @@ class LastWords {
 
 class Farewell {
  public:
+  // nobodyHears: peers that take nothing for so long are stopped. All of it takes four times as long at most.
+  explicit Farewell(std::chrono::milliseconds nobodyHears) : nobodyHears_(nobodyHears) {}
   ~Farewell() { end(); }
   // Once at most, and not at the same time as `end`.
   void begin(std::vector<LastWords> words);
@@ -42,6 +45,7 @@ class Farewell {
  private:
   void run();
 
+  const std::chrono::milliseconds nobodyHears_;
   std::vector<LastWords> words_;  // their connections stay open: what peers still send would reset closed ones
   std::mutex mutex_;              // guards the joining
   std::thread thread_;

@@ -25,12 +25,13 @@ constexpr size_t kMostIncoming = 64;  // handshakes under way at a time, or twic
 }  // namespace
 
 Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-           std::chrono::milliseconds timeout, OnWait onWait)
+           std::chrono::milliseconds timeout, std::chrono::milliseconds nobodyHears, OnWait onWait)
     : gloo::transport::Context(rank, static_cast<int>(peers.size())),
       endpoint_(std::move(endpoint)),
       fence_(fence),
       onWait_(std::move(onWait)),
-      limit_(timeout.count()) {
+      limit_(timeout.count()),
+      farewell_(nobodyHears) {
   timeout_ = timeout;
   for (const auto& peer : peers) addresses_.push_back(parseAddress(peer));
   for (int r = 0; r < size; r++) {

@@ -37,9 +37,9 @@ class Mesh : public gloo::transport::Context {
   // known here. What it throws ends the wait and the group.
   using OnWait = std::function<void(std::chrono::milliseconds waited, const std::vector<int>& ranks)>;
 
-  // peers[r] is the address that rank r listens on.
+  // peers[r] is the address that rank r listens on. nobodyHears: see Farewell.
   Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-       std::chrono::milliseconds timeout, OnWait onWait);
+       std::chrono::milliseconds timeout, std::chrono::milliseconds nobodyHears, OnWait onWait);
   ~Mesh() override;
 
   std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }

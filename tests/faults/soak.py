@@ -73,12 +73,14 @@ class Commands(logging.Handler):
 
 
 class Killer(threading.Thread):
-    """Kills `count` times, then lets the job run at full speed."""
+    """Kills `count` times, and further until each wanted phase was met `each` times, twice as often at most; then lets
+    the job run at full speed."""
 
-    def __init__(self, folder: str, count: int, seed: int, commands: Commands) -> None:
+    def __init__(self, folder: str, count: int, each: int, seed: int, commands: Commands) -> None:
         super().__init__(name="killer", daemon=True)
         self._folder = folder
         self._count = count
+        self._each = each
         self._random = random.Random(seed)
         self._commands = commands
         self.kills: list[dict[str, Any]] = []
@@ -86,13 +88,20 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         try:
-            while len(self.kills) < self._count and not self.over.is_set():
-                self._strike(len(self.kills))
+            while not self.over.is_set() and (wanted := self._wanted(len(self.kills))):
+                self._strike(len(self.kills), wanted)
         finally:
             os.remove(f"{self._folder}/slow")
 
-    def _strike(self, number: int) -> None:
-        wanted = WANTED[number % len(WANTED)]
+    def _wanted(self, number: int) -> str | None:
+        """The phase of the next blow; None: enough."""
+        if number < self._count:
+            return WANTED[number % len(WANTED)]
+        met = Counter(kill["phase"] for kill in self.kills)
+        lacking = [phase for phase in WANTED if met[phase] < self._each]
+        return lacking[0] if lacking and number < 2 * self._count else None
+
+    def _strike(self, number: int, wanted: str) -> None:
         if wanted == "rendezvous":  # two in a row: the second while the first is being recovered from
             self._await_members(WORKERS)
             first = self._kill(number, "F")
@@ -319,7 +328,7 @@ def soak(spark: Any, case: nets.Case, folder: str, options: argparse.Namespace) 
     calm, _ = fit(spark, case, folder, "calm", options.epochs)
     Path(folder, "stormy").mkdir()
     Path(folder, "stormy", "slow").touch()
-    killer = Killer(f"{folder}/stormy", options.kills, options.seed, commands)
+    killer = Killer(f"{folder}/stormy", options.kills, options.each, options.seed, commands)
     killer.start()
     try:
         stormy, summary = fit(spark, case, folder, "stormy", options.epochs)
@@ -354,6 +363,7 @@ def main() -> int:
     )
     parser.add_argument("--case", choices=nets.CASES, default="mlp")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--each", type=int, default=0, help="how often each phase is to be met")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=150)
     parser.add_argument("--folder", help="keep everything here")

@@ -15,10 +15,10 @@ CASES = ("mlp", "conv", "weighted", "clipped", "synced", "dropping")
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
-def soak(case: str, kills: int, epochs: int, seed: int, folder: Path) -> dict[str, object]:
+def soak(case: str, kills: int, epochs: int, seed: int, folder: Path, each: int = 0) -> dict[str, object]:
     command = [sys.executable, str(SOAK), "--case", case, "--kills", str(kills), "--seed", str(seed)]
     run = subprocess.run(
-        [*command, "--epochs", str(epochs), "--folder", str(folder)],
+        [*command, "--each", str(each), "--epochs", str(epochs), "--folder", str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -38,7 +38,7 @@ def test_p1_to_p4_under_five_kills(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
 def test_p1_to_p4_under_twenty_kills(case: str, tmp_path: Path) -> None:
-    verdict = soak(case, 20, 150, 1, tmp_path)
+    verdict = soak(case, 20, 150, 1, tmp_path, each=3)
     met = verdict["phases"]
     assert isinstance(met, dict)
     assert all(met.get(phase, 0) >= 3 for phase in ("F", "X", "A", "rendezvous")), met
