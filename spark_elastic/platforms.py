@@ -73,7 +73,7 @@ class Platform(Protocol):
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
-        """See that hosts can run the job: `spark.preflight.preflight`. number: of workers."""
+        """See that hosts can run the job: `spark.checks.preflight`. number: of workers."""
         ...
 
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:

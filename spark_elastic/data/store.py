@@ -6,9 +6,7 @@ nothing of what the objects hold. Picklable, so that it travels to workers; any 
 
 from __future__ import annotations
 
-import errno
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.whole_files import TEMPORARY, create, replace
 from spark_elastic.errors import InvalidInput, StoreError
 
 if TYPE_CHECKING:
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 # Here one put is whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
-_TEMPORARY = ".part-"
-# What mounts of object stores answer where they have no hard links, and some where they have no rename.
-_NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def url_of(given: object) -> str:
@@ -131,7 +127,7 @@ class Store:
                 self.filesystem.pipe_file(path, data)
                 return
             self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            self._write_and_rename(path, data)
+            replace(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
         """Write an object, and read it back where the store is no local file system: somebody will rely on it (R15)."""
@@ -148,7 +144,7 @@ class Store:
         with self._told("create", name):
             path = self.path(name)
             if self.is_local:
-                return self._link_new(path, data)
+                return create(path, data)
             if not _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             try:
@@ -178,7 +174,7 @@ class Store:
             return [
                 Found(path[start:], int(info.get("size") or 0), _changed(info))
                 for path, info in sorted(found.items())
-                if not path.rpartition("/")[2].startswith(_TEMPORARY)
+                if not path.rpartition("/")[2].startswith(TEMPORARY)
             ]
 
     def list(self, name: str = "") -> list[str]:
@@ -191,7 +187,7 @@ class Store:
                 return []
             names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
             prefix = f"{name.rstrip('/')}/" if name else ""
-            return sorted(prefix + each for each in names if not each.startswith(_TEMPORARY))
+            return sorted(prefix + each for each in names if not each.startswith(TEMPORARY))
 
     def delete(self, name: str) -> None:
         """Delete an object; nothing happens where there is none."""
@@ -211,59 +207,6 @@ class Store:
             except FileNotFoundError:
                 return
 
-    def _link_new(self, path: str, data: bytes) -> bool:
-        """A whole file takes the name at once, or the name is taken."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if not _refuses(error):
-                raise
-            return _create_new(path, data)
-        finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
-        return True
-
-    def _write_and_rename(self, path: str, data: bytes) -> None:
-        folder, _, _ = path.rpartition("/")
-        temporary = f"{folder}/{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with self.filesystem.open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                if self.is_local:
-                    os.fsync(file.fileno())
-            self._replace(temporary, path, data)
-        except BaseException:
-            if self.filesystem.exists(temporary):
-                self.filesystem.rm_file(temporary)
-            raise
-
-    def _replace(self, temporary: str, path: str, data: bytes) -> None:
-        try:
-            if self.is_local:
-                os.replace(temporary, path)
-                return
-            # HDFS renames onto nothing only; for a moment there is no object, never a part of one.
-            if self.filesystem.exists(path):
-                self.filesystem.rm_file(path)
-            self.filesystem.mv(temporary, path)
-        except (OSError, NotImplementedError) as error:
-            if not _refuses(error):
-                raise
-            # No rename: a reader may see a part for a moment, which what points to objects tells by their checksums.
-            with self.filesystem.open(path, "wb") as file:
-                file.write(data)
-            self.filesystem.rm_file(temporary)
-
     @contextmanager
     def _told(self, verb: str, name: str) -> Iterator[None]:
         """The one place where errors of file systems become ours; each client library has its own classes."""
@@ -278,21 +221,6 @@ class Store:
             raise StoreError(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
-
-
-def _refuses(error: Exception) -> bool:
-    """Whether a file system has no such operation at all, which is no failure of this one."""
-    return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
-
-
-def _create_new(path: str, data: bytes) -> bool:
-    """The name is taken at once, and the content comes a moment later."""
-    try:
-        with open(path, "xb") as file:
-            file.write(data)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:

@@ -40,7 +40,7 @@ class TrainSpec:
     epoch. features: as the model sees them. label_shapes: of one row, None as they are stored. batch_size: most rows
     of one forward pass. lr_times: what all rates are multiplied by at the training's begin. precision, wire: None,
     "bf16" or "fp16", of forward passes and of gradients on their way. ledger: folder, None for no ledger. reader: one
-    of `data.readers`. cache_bytes: of decoded rows, as far as memory goes.
+    of `data.reading.readers`. cache_bytes: of decoded rows, as far as memory goes.
     """
 
     data: Store
