@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import (
@@ -31,43 +29,13 @@ from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.prediction.inputs import folding, model_input
 from spark_elastic.estimators.prediction.outputs import Outputs
+from spark_elastic.estimators.prediction.predicts import Predicts
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
 
 _ALL = "__spark_elastic_outputs"
-
-
-class Predicts(Protocol):
-    """A trained model as a function of columns; pickles, for a broadcast."""
-
-    @property
-    def columns(self) -> tuple[Column, ...]: ...
-
-    def model(self) -> Any:
-        """A new copy of the framework's model."""
-        ...
-
-    def parts(self) -> dict[str, bytes]:
-        """What is saved, by name."""
-        ...
-
-    @property
-    def needs_sample(self) -> bool:
-        """Whether `widths` must be given rows to try."""
-        ...
-
-    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
-        """Numbers per row of each output. sample: rows of each input column."""
-        ...
-
-    def predict(
-        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
-    ) -> list[npt.NDArray[np.float64]]:
-        """(rows, width) for each output. columns: for each input column its rows. gpus: addresses of those that Spark
-        gave to the task."""
-        ...
 
 
 class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused-ignore]
