@@ -111,7 +111,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(
-            initial_lr, self._warm, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+            initial_lr,
+            self._warm,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
         )
         self._warmup = warmup_epochs
         self._verbose = verbose

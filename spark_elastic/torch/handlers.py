@@ -32,7 +32,7 @@ class _Views:
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
 
-    def put(self, tray: Tray, tensor: torch.Tensor, later: bool) -> Place:
+    def put(self, tray: Tray, tensor: torch.Tensor, *, later: bool) -> Place:
         known = self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             memory, shared = _bytes_of(tensor)
@@ -59,9 +59,9 @@ class ModelStateHandler(PictureHandler):
     def capture(self, tray: Tray) -> Any:
         put, trained = self._views.put, self.trained
         return {
-            "parameters": {n: put(tray, p, id(p) in trained) for n, p in self.value.named_parameters()},
+            "parameters": {n: put(tray, p, later=id(p) in trained) for n, p in self.value.named_parameters()},
             "buffers": {
-                n: _Frozen(put(tray, b, False), b.dtype, tuple(b.shape))
+                n: _Frozen(put(tray, b, later=False), b.dtype, tuple(b.shape))
                 for n, b in self.value.named_buffers()
             },
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
@@ -97,9 +97,11 @@ class OptimizerStateHandler(PictureHandler):
 
     def capture(self, tray: Tray) -> Any:
         groups = self.value.param_groups
-        settings = [{k: self._freeze(v, tray, False) for k, v in g.items() if k != "params"} for g in groups]
+        settings = [
+            {k: self._freeze(v, tray, later=False) for k, v in g.items() if k != "params"} for g in groups
+        ]
         state = self.value.state
-        return settings, [self._freeze(state.get(p), tray, True) for g in groups for p in g["params"]]
+        return settings, [self._freeze(state.get(p), tray, later=True) for g in groups for p in g["params"]]
 
     def load(self, picture: Any, memory: Bytes) -> None:
         settings, states = picture
@@ -117,15 +119,15 @@ class OptimizerStateHandler(PictureHandler):
         """Gradients of the world before are void."""
         self.value.zero_grad()
 
-    def _freeze(self, value: Any, tray: Tray, later: bool) -> Any:
+    def _freeze(self, value: Any, tray: Tray, *, later: bool) -> Any:
         if isinstance(value, torch.Tensor):
-            return _Frozen(self._views.put(tray, value, later), value.dtype, tuple(value.shape))
+            return _Frozen(self._views.put(tray, value, later=later), value.dtype, tuple(value.shape))
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
-            return {key: self._freeze(item, tray, later) for key, item in value.items()}
+            return {key: self._freeze(item, tray, later=later) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._freeze(item, tray, later) for item in value)
+            return type(value)(self._freeze(item, tray, later=later) for item in value)
         return copy.deepcopy(value)
 
 

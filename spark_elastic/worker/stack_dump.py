@@ -209,7 +209,7 @@ class Window:
         """now: of the same machine's monotonic clock as the child's. stopped: the child does not run now."""
         with self._lock:
             if self._closed:
-                return Glimpse(False, 0.0, self._newest)
+                return Glimpse(waits=False, seconds=0.0, stack=self._newest)
             page = os.pread(self.activity, 2 * _NUMBER.size, 0)
             text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
             self._newest = newest_stack(text) or self._newest

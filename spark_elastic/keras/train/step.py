@@ -73,16 +73,16 @@ class Gradients:
 
     def _differentiate(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
         with tf.GradientTape() as tape:
-            losses, outputs = self._forward(inputs, labels, weights, factors, part, True)
+            losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
         gradients = tape.gradient(losses[0], self._variables)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         return dense, losses, outputs
 
     def _score(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
-        return self._forward(inputs, labels, weights, factors, part, False)
+        return self._forward(inputs, labels, weights, factors, part, training=False)
 
     def _forward(
-        self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, training: bool
+        self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
     ) -> tuple[list[Any], list[Any]]:
         outputs = self._model(self._structure.inputs(inputs), training=training)
         total, own = self._objective.total(self._structure.outputs(labels), outputs, weights, factors, part)
