@@ -86,35 +86,12 @@ class StepTaker:
         state, here = self._state, self._state.position
         before = ForwardSnapshot(state.model, self._modules)
         try:
-            # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
-            meets = shares_statistics(self._modules)
-            parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
-            self._objective.begin(group, share, here)
-            self._exchange.begin(group, len(parts))
-            self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
-            # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
-            with drawing_by(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
-                loss, denominator = self._backward(parts)
-            self._exchange.finish()
+            loss, denominator = self._gradients(group, share)
             shared = group.size > 1 and has_buffers(self._modules)
             if shared:
                 self._buffers.send(group, before, len(share), share.planned)
             self._metrics.gather(group)
-            verdict = exchange(
-                group,
-                Trailer(
-                    here,
-                    version,
-                    self._exchange.layout_hash,
-                    len(share),
-                    loss,
-                    denominator,
-                    self._exchange.present,
-                    self._exchange.found_sparse,
-                    self._exchange.bucket_bytes,
-                    ends,
-                ),
-            )
+            verdict = exchange(group, self._trailer(share, version, loss, denominator, ends=ends))
             if self._rules.terminate_on_nan:
                 verdict.check_finite(here)
         except BaseException:
@@ -129,6 +106,37 @@ class StepTaker:
             state.position = after(verdict)
             self._ledger.applied(group.fence, here, group.size)
         return verdict
+
+    def _gradients(self, group: Group, share: Share[torch.Tensor]) -> tuple[float, float]:
+        """Exchanged with all ranks; this rank's loss and its denominator."""
+        here = self._state.position
+        # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
+        meets = shares_statistics(self._modules)
+        parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
+        self._objective.begin(group, share, here)
+        self._exchange.begin(group, len(parts))
+        self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
+        # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
+        with drawing_by(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
+            loss, denominator = self._backward(parts)
+        self._exchange.finish()
+        return loss, denominator
+
+    def _trailer(
+        self, share: Share[torch.Tensor], version: int, loss: float, denominator: float, *, ends: bool
+    ) -> Trailer:
+        return Trailer(
+            self._state.position,
+            version,
+            self._exchange.layout_hash,
+            rows=len(share),
+            loss=loss,
+            denominator=denominator,
+            present=self._exchange.present,
+            found_sparse=self._exchange.found_sparse,
+            bucket_bytes=self._exchange.bucket_bytes,
+            ends=ends,
+        )
 
     def _backward(self, parts: Sequence[Share[torch.Tensor]]) -> tuple[float, float]:
         """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
