@@ -31,6 +31,12 @@ def check_travels(model: torch.nn.Module) -> None:
             raise InvalidInput(
                 f"{layer} is lazy and has no weights yet: call the model on one row first, or give its sizes."
             )
+        hooked = [name for name, each in part.named_parameters(recurse=False) if _has_hooks(each)]
+        if hooked:
+            raise InvalidInput(
+                f"{layer} has a hook on the gradient of {hooked[0]}, which torch leaves out of the workers' copy: "
+                "register it in a callback's on_fit_begin (training.model)."
+            )
         computed = [
             key for key, held in vars(part).items() if isinstance(held, torch.Tensor) and not held.is_leaf
         ]
@@ -73,3 +79,7 @@ def _failure(thing: Any, tensors: Mapping[int, torch.Tensor]) -> Exception | Non
 class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
     def persistent_id(self, thing: Any) -> str | None:
         return "tensor" if isinstance(thing, torch.Tensor) else None
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -212,6 +212,14 @@ class Computed(torch.nn.Linear):
         self.scaled = self.weight * 2
 
 
+class Masked(torch.nn.Linear):
+    """Whose bias stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.bias.register_hook(torch.zeros_like)
+
+
 class Locks(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 1)
@@ -252,6 +260,7 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
         ),
         (lambda: torch.jit.script(torch.nn.Linear(3, 1)), "layer '0' of the model is a ScriptModule"),
         (Computed, "layer '0' of the model holds scaled, a tensor computed"),
+        (Masked, "layer '0' of the model has a hook on the gradient of bias"),
         (Locks, "layer '0' of the model holds 'lock', which cannot be copied or pickled for the workers"),
     ],
 )
