@@ -30,6 +30,7 @@ from spark_elastic.observe.told_log import log_told
 from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
+from spark_elastic.running.results import Results
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.schedule import CheckpointPolicy
@@ -65,7 +66,7 @@ def run(
     spark: SparkSession | None = None,
     config: ElasticConfig | None = None,
     **arguments: Any,
-) -> list[T]: ...
+) -> Results[T]: ...
 
 
 @overload
@@ -76,7 +77,7 @@ def run(
     spark: SparkSession | None = None,
     config: ElasticConfig | None = None,
     **arguments: Any,
-) -> list[None]: ...
+) -> Results[None]: ...
 
 
 def run(
@@ -86,8 +87,9 @@ def run(
     spark: SparkSession | None = None,
     config: ElasticConfig | None = None,
     **arguments: Any,
-) -> list[Any]:
-    """Run `fn(*args, **kwargs)` on elastic workers over Spark; what it returned on each, in rank order.
+) -> Results[Any]:
+    """Run `fn(*args, **kwargs)` on elastic workers over Spark; what it returned on each, in rank order, and
+    the job's `report`.
 
     fn: a function, or the path of a script, whose arguments follow and which runs as `__main__`. Elastic is what it
     hands to `spark_elastic.torch.elastic.run`; all else begins anew, from `fn`'s beginning, in the world after a loss.
@@ -116,7 +118,7 @@ class Call:
     preload: tuple[str, ...]
     name: str
 
-    def over_spark(self, spark: SparkSession) -> list[Any]:
+    def over_spark(self, spark: SparkSession) -> Results[Any]:
         platform = platform_of(spark, self.options.config)
         limits = self.limits(platform.workers(self.options.num_workers))
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
@@ -134,7 +136,7 @@ class Call:
 
     def over(
         self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None
-    ) -> list[Any]:
+    ) -> Results[Any]:
         """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
         limits = self.limits(default_workers)
         config = self.options.config
@@ -215,9 +217,9 @@ def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
     return store, policy
 
 
-def results(launched: LaunchResult) -> list[Any]:
+def results(launched: LaunchResult) -> Results[Any]:
     """By rank, of the last world's members."""
-    return [decode(text) for text in launched.results]
+    return Results(map(decode, launched.results), launched.report)
 
 
 def _positional(

@@ -51,6 +51,7 @@ def test_an_executor_is_killed_in_a_hand_written_loop(
     stream.thread.join()
     assert {result["number"] for result in results} == {STEPS}
     assert stream.getvalue().count("world of ") >= 2
+    assert results.report.recoveries
 
 
 def test_a_captured_session_broadcast_or_frame_is_refused_by_its_name(spark: SparkSession) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spark_elastic.launch.job import LaunchResult
+from spark_elastic.observe.report import JobReport
 from spark_elastic.running import call as running
-from spark_elastic.running.call import prepare
+from spark_elastic.running.call import prepare, results
+from spark_elastic.worker.results import encode
 
 
 def test_r15_a_call_needs_the_result_of_every_worker() -> None:
@@ -32,3 +36,12 @@ def test_what_the_preflight_logs_is_told_as_what_the_job_logs(monkeypatch: pytes
     prepare(print, (), {"num_workers": 1, "verbose": 2, "stdout": told}).over_spark(None)  # type: ignore[arg-type]
     assert "the preflight" in told.getvalue()
     assert "the job" in told.getvalue()
+
+
+def test_the_results_are_a_list_that_has_the_job_s_report() -> None:
+    report = JobReport(seconds=2.0, phases={"training": 1.5})
+    returned = results(LaunchResult((encode("first", 0), encode(None, 1)), (), (), report))
+    assert returned == ["first", None]
+    for same in (returned, pickle.loads(pickle.dumps(returned))):
+        assert isinstance(same, list)
+        assert same.report.goodput == 0.75
