@@ -20,7 +20,7 @@ from spark_elastic.rendezvous.gate import Gate
 from spark_elastic.rendezvous.logs import LogPump
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import Routes
-from spark_elastic.rendezvous.serving import Bind, Serving, dialled, listen
+from spark_elastic.rendezvous.serving import Bind, Serving, dialled, listen, listen_beside
 from spark_elastic.rendezvous.status_door import Entrance, StatusDoor
 
 LEAST_KEY_BYTES = 16
@@ -57,7 +57,7 @@ class Recipients:
 class RendezvousServer:
     """key: the job's secret. attempt: of the run (R10); requests of another are answered as stale.
 
-    door: to pages for people; None for none.
+    door: to pages for people, which may dial localhost, too; None for none.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class RendezvousServer:
         self._board = Board(attempt)
         self._logs = LogPump(to.on_logs)
         routes = Routes(self._board, to.post, clock, self._logs.put, to.admit, to.on_report, to.beat_every)
+        self._has_pages = door is not None
         self._entrance = Entrance(Gate(key, attempt, routes.handlers()), door)
         self._serving: Serving | None = None
         self._address = ""
@@ -95,7 +96,9 @@ class RendezvousServer:
         listener = listen(self._bind)
         self._address = dialled(self._bind, listener)
         certificate = self._bind.certificate
-        self._serving = Serving(self._entrance, listener, tls=certificate.context if certificate else None)
+        tls = certificate.context if certificate else None
+        beside = listen_beside(listener) if self._has_pages else None
+        self._serving = Serving(self._entrance, listener, tls=tls, beside=beside)
         self._serving.start()
         self._logs.start()
 

@@ -2,7 +2,7 @@
 
 Owns the listening socket, the thread and the event loop. The socket stays bound while a new loop takes the place of
 one that died, so the port never changes and dialling clients merely wait; a socket that no longer listens is replaced
-on the same port. Other threads hand calls over by
+on the same port. A second socket may listen beside it, and is let go where it breaks. Other threads hand calls over by
 `submit`, which never blocks; they run in the loop thread, in order, in this life or the next. It must not know what
 is served.
 """
@@ -34,6 +34,7 @@ CLOSE_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0  # for TLS to be agreed on
 ACCEPT_AT_ONCE = 64  # connections
 IDLE_SECONDS = 600  # an idle connection is kept so long
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Bind:
     advertise: what clients dial instead of `host`. certificate: TLS with it; None: plain HTTP.
     """
 
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     advertise: str | None = None
     certificate: Certificate | None = None
@@ -73,6 +74,17 @@ def listen(bind: Bind) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
+
+
+def listen_beside(listener: socket.socket) -> socket.socket | None:
+    """The same port for those who dial localhost, as proxies of notebooks do.
+
+    None where `listener` is dialled by that already, or the port there is somebody else's.
+    """
+    try:
+        return listen(Bind(LOOPBACK, listener.getsockname()[1]))
+    except InvalidInput:
+        return None
 
 
 def dialled(bind: Bind, listener: socket.socket) -> str:
@@ -127,7 +139,10 @@ def _accepted(connection: socket.socket, protocol: Any, begun: asyncio.Future[No
 
 
 class Serving:
-    """Serves `app` on `listener`, which it owns, until closed. tls: the server's context; None: plain HTTP."""
+    """Serves `app` on `listener` and `beside` it, both of which it owns, until closed.
+
+    tls: the server's context; None: plain HTTP.
+    """
 
     def __init__(
         self,
@@ -135,11 +150,13 @@ class Serving:
         listener: socket.socket,
         connection: type[Connection] = Connection,
         tls: ssl.SSLContext | None = None,
+        beside: socket.socket | None = None,
     ) -> None:
         self._app = app
         self._tls = tls
         self._connection = connection
         self._listener = listener
+        self._beside = beside
         self._address: tuple[str, int] = listener.getsockname()[:2]
         self._inbox: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,6 +196,8 @@ class Serving:
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)
         self._listener.close()
+        if self._beside is not None:
+            self._beside.close()
 
     def _drain(self) -> None:
         while self._inbox:
@@ -210,13 +229,19 @@ class Serving:
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """asyncio would try for ever to accept from a socket that is broken."""
         loop.default_exception_handler(context)
-        if isinstance(context.get("exception"), OSError) and not _listens(self._listener):
+        if isinstance(context.get("exception"), OSError) and not all(map(_listens, self._listeners())):
             loop.stop()
+
+    def _listeners(self) -> list[socket.socket]:
+        return [self._listener] if self._beside is None else [self._listener, self._beside]
 
     def _live(self) -> None:
         if not _listens(self._listener):
             self._listener.close()
             self._listener = listen(Bind(*self._address))
+        if self._beside is not None and not _listens(self._beside):
+            self._beside.close()
+            self._beside = None
         config = uvicorn.Config(
             self._app,
             loop="asyncio",
@@ -237,15 +262,16 @@ class Serving:
         life = self._life = _Life(config, self._on_begun)
         loop = self._loop = _Loop()
         loop.set_exception_handler(self._on_error)
-        listener = self._listener.dup()
+        listeners = [listener.dup() for listener in self._listeners()]
         try:
-            loop.run_until_complete(life.serve(sockets=[listener]))
+            loop.run_until_complete(life.serve(sockets=listeners))
         finally:
             self._loop = None
             try:
                 _bury(loop, life)
             finally:
-                listener.close()
+                for listener in listeners:
+                    listener.close()
 
 
 def _listens(listener: socket.socket) -> bool:

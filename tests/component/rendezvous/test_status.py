@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,17 +18,19 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.status_page import pages
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
+from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
 
 PREFIX = "/driver-proxy/4040"
+ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
 
 
 @contextmanager
-def serving() -> Iterator[tuple[RendezvousServer, StatusDoor]]:
+def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusDoor]]:
     clock = SystemClock()
     door = StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock)
     recipients = Recipients(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
+    with RendezvousServer(bytes(32), 1, recipients, clock, bind, door) as server:
         yield server, door
 
 
@@ -100,3 +104,46 @@ def test_without_a_door_there_is_no_page() -> None:
     recipients = Recipients(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, SystemClock()) as server:
         assert httpx.get(f"http://{server.address}/status/").status_code == 401
+
+
+def on_localhost(server: RendezvousServer) -> str:
+    return server.address.replace(ELSEWHERE, "127.0.0.1")
+
+
+def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None:
+    with serving(Bind(ELSEWHERE)) as (server, door), proxy(on_localhost(server)) as prefix:
+        page = httpx.get(f"{prefix}/status/?token={door.token}")
+        assert "<h2>Workers</h2>" in page.text
+        assert httpx.get(f"{prefix}/status/data").status_code == 401
+        assert httpx.post(f"http://{on_localhost(server)}/v1/hello").status_code == 401
+
+
+def test_a_port_of_somebody_else_on_localhost_is_left_to_him() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        port = theirs.getsockname()[1]
+        with serving(Bind(ELSEWHERE, port)) as (server, door):
+            assert httpx.get(door.url(server.url)).status_code == 200
+
+
+def test_without_pages_nothing_listens_on_localhost() -> None:
+    recipients = Recipients(lambda event: None, lambda lines: None)
+    with RendezvousServer(bytes(32), 1, recipients, SystemClock(), Bind(ELSEWHERE)) as server:
+        host, port = on_localhost(server).split(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_what_breaks_on_localhost_costs_the_workers_side_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Bind(ELSEWHERE)) as (server, door):
+        assert server._serving is not None
+        beside = server._serving._beside
+        assert beside is not None
+        beside.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 20
+        while server._serving._beside is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        again = httpx.Client(transport=httpx.HTTPTransport(retries=5))
+        assert again.get(door.url(server.url)).status_code == 200
+        again.close()
+    assert "starts again on the same port" in caplog.text
