@@ -167,13 +167,13 @@ def scan(turn: Turn) -> None:
 
 def _bury_silent_slots(turn: Turn) -> None:
     """Those that have surely ended for want of the driver (R12). Where Spark has started their task anew their job goes
-    on, so nothing else tells of their end."""
+    on, so nothing else tells of their end. Of workers that were heard after them it says nothing."""
     state = turn.state
     patience = state.limits.driver_timeout + MARGIN
     for slot in tuple(state.slots.values()):
         silence = turn.now - max(slot.heard, state.deaf)
         if slot.worker is None and silence > patience:
-            lose_slot(turn, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.SEEN)
+            lose_slot(turn, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD)
 
 
 def _driver_is_deaf(turn: Turn) -> bool:

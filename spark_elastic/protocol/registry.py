@@ -85,7 +85,7 @@ class SlotEnd(Enum):
     """How a slot task is known to be gone."""
 
     SEEN = "it ended"  # and whatever ran in it
-    TOLD = "it was told to end"
+    TOLD = "it was told to end, or will be once it speaks"
     DISOWNED = "its executor is lost"  # as Spark says, which may have lost sight of it only
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, End, Outcome, ReleaseSlot
+from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, ReleaseSlot
 from spark_elastic.protocol.types import Limits
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -147,6 +147,21 @@ def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
     bench.on(on.SlotBeat(0, "1-0", "", ""))
     assert bench.all(ReleaseSlot)[-1].slot == "1-0"
+
+
+def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
+    bench = Bench(Limits(1, 1, 2, driver_timeout=10.0))
+    bench.start(1)
+    bench.warm(2)
+    bench.wait(4.5, beating=[2])
+    bench.on(on.ConnectionBack(0, "1-0", name(1)))
+    bench.wait(11.0, beating=[2])
+    assert "1-0" not in bench.state.slots
+    assert len(bench.all(Publish)) == 1, (
+        "it may train on until it has been without the driver for long enough"
+    )
+    bench.wait(5.0, beating=[2])
+    assert bench.members() == [name(2)]
 
 
 def test_a_slot_whose_connection_is_back_was_heard() -> None:
