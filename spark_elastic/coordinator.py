@@ -60,7 +60,14 @@ class Coordinator:
         clock = SystemClock()
         launcher = MailLauncher(self.box, clock, patience(self.config))
         run = None if self.run is None else HeldRun(self.box.store, *self.run)
-        site = Site(bind=host, encrypted=self.encrypted, admit=self.admit, run=run, key=self.box.key)
+        site = Site(
+            bind=host,
+            encrypted=self.encrypted,
+            admit=self.admit,
+            run=run,
+            key=self.box.key,
+            parted=lambda: launcher.mail.post({"parted": True}),
+        )
         told = _Told(launcher.mail)
         try:
             with Pulse(self.box.store, self._pulse), log_passed_on(told.logged):
@@ -203,7 +210,7 @@ class Client:
                     }
                 )
             case SlotsWanted():
-                self._mail.post({"wanted": event.reason})
+                self._mail.post({"wanted": event.reason, "taken": event.taken})
                 self._waits_since = event.now
 
     def _heard(self, letter: Letter) -> None:
@@ -222,6 +229,8 @@ class Client:
             case {"world": int(size), "reason": str(reason)}:
                 self._turn.gathered()
                 self._teller.tell(partial(self._narrate.world, size, reason))
+            case {"parted": True}:
+                self._turn.parted()
             case {"tell": str(text)}:
                 self._teller.tell(partial(self._narrate.tell, text))
             case {"record": [level, name, text, told]}:

@@ -162,6 +162,7 @@ class Classic:
             admit=admit(facts(), order.needs),
             run=order.run,
             gathered=turn.gathered,
+            parted=turn.parted,
         )
 
 
@@ -242,6 +243,7 @@ class Connect:
             admit=admit(facts(), order.needs),
             run=order.run,
             gathered=turn.gathered,
+            parted=turn.parted,
         )
 
     def _by_mail(

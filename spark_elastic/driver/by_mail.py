@@ -61,8 +61,8 @@ class MailLauncher:
                     self._open.discard(job)
                     self._change.notify_all()
                 self._post(SlotJobEnded(now, job, reason, cancelled, host_lost))
-            case {"wanted": str(reason)}:
-                self._post(SlotsWanted(now, reason))
+            case {"wanted": str(reason), "taken": bool(taken)}:
+                self._post(SlotsWanted(now, reason, taken))
             case {"cancel": str(reason)}:
                 self._post(CancelRequested(now, reason))
 

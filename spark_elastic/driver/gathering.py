@@ -1,6 +1,7 @@
 """R17: the jobs of one application and their cluster's slots. One job gathers at a time; one that has not got enough
 gives back what it has while others are there, so that no two jobs wait for each other's slots. While one trains, nobody
-counts the time for which others lack slots: those are taken, not missing.
+counts the time for which others lack slots: those are taken, not missing. Of jobs that have lost workers and have too
+few for their next worlds, the one that came first gets what the others cannot use.
 
 `Application` is shared by the threads that run jobs; its lock owns everything in it.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from types import TracebackType
+from typing import NamedTuple
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
@@ -81,6 +83,14 @@ class Patience:
         return True
 
 
+class Wanted(NamedTuple):
+    """What a job should do about the slots that it lacks. holder: the job that has them or needs them first. taken: it
+    trains on them, so that nothing needs to be given back."""
+
+    holder: str
+    taken: bool
+
+
 class GatherTurn:
     """One job's turn: from `with turn.lives, turn` to its first world it alone gathers. `driver.ports.Discovery` to the
     driver.
@@ -95,8 +105,9 @@ class GatherTurn:
         self._limits = limits
         self._clock = clock
         self.lives = threading.Lock()
-        self._over = threading.Event()  # the first world is there, or the end
+        self._over = threading.Event()
         self._trains = False
+        self._parted: float | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GatherTurn:
@@ -117,6 +128,7 @@ class GatherTurn:
     ) -> None:
         self._leave()
         self.gathered()
+        self._over.set()
 
     def _await_turn(self) -> None:
         here = self._application
@@ -141,9 +153,9 @@ class GatherTurn:
             here.change.notify_all()
 
     def gathered(self) -> None:
-        """It has its first world: the next may gather. Any thread, any number of times."""
+        """It has a world: the next may gather. Any thread, any number of times."""
         self._trains = True
-        self._over.set()
+        self._parted = None
         here = self._application
         with here.change:
             if here.gathering is self:
@@ -163,18 +175,48 @@ class GatherTurn:
         if self._thread is not None:
             self._thread.join()
 
+    def parted(self) -> None:
+        """Its world is over before its time. Any thread."""
+        self._parted = self._clock.now()
+
     def _mind(self, post: Post) -> None:
         """Now and then, as long as there is no world: others may need the slots more."""
         told: str | None = None
-        every = min(self._limits.gather_timeout, self._limits.start_timeout / 2)
-        while not self._over.wait(every):
-            holder = self._application.training()  # those that wait for their turn could not use the slots
-            if holder is None:
+        while not self._over.wait(self._patience):
+            wanted = self.wanted()
+            if wanted is None:
                 continue
-            if holder != told:
+            if wanted.holder != told:
                 log.warning(
-                    "job %s waits for slots while job %s of the same application trains", self._name, holder
+                    "job %s waits for slots that job %s of the same application has or needs",
+                    self._name,
+                    wanted.holder,
                 )
-                told = holder
-            reason = f"its job has too few slots to begin, and job {holder} of this application may need them"
-            post(SlotsWanted(self._clock.now(), reason))
+                told = wanted.holder
+            reason = f"its job has too few slots, and job {wanted.holder} of this application may need them"
+            post(SlotsWanted(self._clock.now(), reason, wanted.taken))
+
+    def wanted(self) -> Wanted | None:
+        """Which other job has the slots that this one lacks; None: it lacks none, or nobody has any."""
+        with self._application.change:
+            jobs = [job for job in self._application.jobs if job is self or job.lives.locked()]
+        # Those that wait for their turn could not use the slots.
+        others = [job for job in jobs if job is not self and job._trains]
+        short = [job for job in jobs if job._is_short()]
+        if not self._trains:
+            return Wanted(others[0]._name, taken=False) if others else None
+        if self not in short:
+            return None
+        if short[0] is not self:
+            return Wanted(short[0]._name, taken=False)
+        holder = next((job for job in others if job not in short), None)
+        return None if holder is None else Wanted(holder._name, taken=True)
+
+    @property
+    def _patience(self) -> float:
+        return min(self._limits.gather_timeout, self._limits.start_timeout / 2)
+
+    def _is_short(self) -> bool:
+        """It lost its world and found no other so far."""
+        parted = self._parted
+        return parted is not None and self._clock.now() - parted >= self._patience

@@ -36,7 +36,8 @@ class WorldSpan:
 @dataclass
 class Audience:
     """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails, or blocks, harms no
-    job: neither the driver's loop nor the server's wait for it. gathered: called at each world."""
+    job: neither the driver's loop nor the server's wait for it. gathered, parted: called at each world, and when one is
+    over before its time."""
 
     narrator: Narrator
     clock: Clock
@@ -44,6 +45,7 @@ class Audience:
     stalls: StallWatch
     files: LogFiles | None = None
     gathered: Callable[[], None] = lambda: None
+    parted: Callable[[], None] = lambda: None
     teller: Teller = field(default_factory=Teller)
     chronicle: Chronicle = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Audience:
         self.teller.tell(lambda: self.narrator.tell(str(change)))
 
     def over(self, reason: str) -> None:
+        self.parted()
         self.stalls.over()
         log.info("%s", reason)
 

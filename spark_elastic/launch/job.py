@@ -66,7 +66,8 @@ class Site:
 
     encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
     or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints. key: the job's,
-    where others have it already. gathered: called at each world, by the driver's thread.
+    where others have it already. gathered, parted: called at each world, and when one is over before its time, by the
+    driver's thread.
     """
 
     bind: str = "127.0.0.1"
@@ -76,6 +77,7 @@ class Site:
     run: HeldRun | None = None
     key: bytes | None = field(default=None, repr=False)
     gathered: Callable[[], None] = field(default=lambda: None)
+    parted: Callable[[], None] = field(default=lambda: None)
 
 
 def supervise(
@@ -96,7 +98,7 @@ def supervise(
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     run = site.run
     files = _log_files(run, config, clock)
-    audience = Audience(narrator, clock, clock.now(), stalls, files, site.gathered)
+    audience = Audience(narrator, clock, clock.now(), stalls, files, site.gathered, site.parted)
     journal = Journal(config.journal, audience.chronicle.turn)
     key = site.key or secrets.token_bytes(32)
     recipients = Recipients(stalls.post, audience.lines, site.admit, audience.report, pace)

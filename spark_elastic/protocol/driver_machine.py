@@ -85,7 +85,8 @@ def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
     state = turn.state
     if len(state.slots) - len(state.barred) >= state.limits.min_workers:
         return
-    jobs.yield_slots(turn, event.reason)
+    if not event.taken:
+        jobs.yield_slots(turn, event.reason)
     if state.short_since is not None:
         state.short_since = turn.now
 

@@ -69,7 +69,7 @@ class DriverState:
     unsure_in: numbers of their slot jobs.
     listed: discovery's newest answer. hosts: all that ever had a slot. early: orders that wait for the first world.
     kills: by slot, how many of its workers in a row were killed before they took
-    part in a world. killed: when workers of a slot were. yielded: why slots were given back before there was a world.
+    part in a world. killed: when workers of a slot were. yielded: why slots were given back while there were too few.
     barred: slots that may not take part and are not sent back before the other attempts of their jobs (R14).
     put_off: those of `jobs` that are not launched yet.
     withheld: slot jobs that are not asked for before a member is lost. recall: one was.

@@ -200,11 +200,14 @@ class DrainRequested(Event):
 
 @dataclass(frozen=True)
 class SlotsWanted(Event):
-    """R17: another job of the application trains. Whoever has no world yet gives its slots back for a while; those that
-    it lacks are in use, so no time is counted.
+    """R17: another job of the application needs slots, or trains on them. Whoever has too few gives back for a while
+    what it cannot use; those that it lacks are in use, so no time is counted.
+
+    taken: nothing is to be given back.
     """
 
     reason: str
+    taken: bool = False
 
 
 @dataclass(frozen=True)

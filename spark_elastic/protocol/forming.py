@@ -291,7 +291,7 @@ def _shortage(turn: Turn, count: int) -> str:
     ]
     if cooling:
         parts.append(f"cooling down: {names(cooling)}")
-    if state.yielded and not state.generation:
+    if state.yielded:
         parts.append(f"its slots were given back in between: {state.yielded}")
     if state.fruitless_end:
         parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
@@ -360,7 +360,7 @@ def _enter(turn: Turn, world: World, chosen: list[WorkerRecord]) -> None:
     state.announced = False
     state.published_at = turn.now
     state.gather_since = state.regroup_since = state.change_since = state.short_since = None
-    state.because = ""
+    state.because = state.yielded = ""
 
 
 def _dismiss(turn: Turn, worker: WorkerRecord) -> None:

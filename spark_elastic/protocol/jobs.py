@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import LaunchSlot, ReleaseSlot
-from spark_elastic.protocol.driver_state import Turn
+from spark_elastic.protocol.driver_state import Stage, Turn
 from spark_elastic.protocol.evidence import lose_slot
-from spark_elastic.protocol.membership import capacity
+from spark_elastic.protocol.membership import capacity, newest_position
 from spark_elastic.protocol.registry import JobRecord, PutOff, SlotEnd, SlotRecord
 from spark_elastic.protocol.types import HostId, SlotId
 
@@ -119,12 +119,18 @@ def release_idle(turn: Turn) -> None:
 
 
 def yield_slots(turn: Turn, reason: str) -> None:
-    """R17: short of a first world, leave the slots to another job, all attempts of them, and ask again later."""
+    """R17: short of a world, leave the slots to another job, all attempts of them, and ask again later. The survivor
+    that holds the newest state stays (P3)."""
     state = turn.state
-    if state.generation:
+    if state.stage is Stage.RUNNING or state.absent:
         return
     state.yielded = reason
+    survivors = turn.survivors()
+    newest = newest_position(survivors)
+    kept = next((w.slot for w in survivors if newest is not None and w.position == newest), None)
     for slot in tuple(state.slots.values()):
+        if slot.slot == kept:
+            continue
         job = state.jobs.get(slot.job)
         if job is not None:
             state.jobs = state.jobs.put(job.job, replace(job, warmed=False, fruitless=YIELDED))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -152,3 +152,15 @@ def test_a_run_that_stands_still_ends() -> None:
 
     with pytest.raises(CoordinatorLost):
         going_on(attempt, lambda: 0)
+
+
+def test_r17_the_clients_turn_learns_that_the_coordinators_world_is_over() -> None:
+    clock, launcher = FakeClock(), cast(Any, None)
+    turn = lone_turn(clock)
+    box = Box(memory_store(), "m", b"key", CLIENT, COORDINATOR)
+    client = Client(box, "job", launcher, turn, Silent(), clock)
+    with turn.lives, turn:
+        client._heard({"world": 2, "reason": "all are there"})
+        client._heard({"parted": True})
+        clock.advance(60.0)
+        assert turn._is_short()

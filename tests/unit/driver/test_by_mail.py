@@ -23,7 +23,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     launcher.launch(3)
     for letter in (
         {"ended": 3, "reason": "lost", "cancelled": False, "host_lost": True},
-        {"wanted": "others"},
+        {"wanted": "others", "taken": True},
         {"cancel": "stop"},
     ):
         client.post(letter)
@@ -34,7 +34,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3}]
     assert events == [
         SlotJobEnded(clock.now(), 3, "lost", False, True),
-        SlotsWanted(clock.now(), "others"),
+        SlotsWanted(clock.now(), "others", True),
         CancelRequested(clock.now(), "stop"),
     ]
 

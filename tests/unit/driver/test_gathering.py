@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Condition
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.gathering import Application, GatherTurn, Patience
+from spark_elastic.driver.gathering import Application, GatherTurn, Patience, Wanted
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.protocol.events import DriverEvent, SlotsWanted
 from spark_elastic.protocol.types import Limits
@@ -150,3 +150,22 @@ def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
         with pytest.raises(Empty):
             posted.get(timeout=0.3)
         turn.close()
+
+
+def test_r17_of_jobs_that_are_short_after_a_loss_the_later_give_way_to_the_first() -> None:
+    application, clock = Application(), FakeClock()
+    first, second, third = (GatherTurn(application, name, LIMITS, clock) for name in ("a", "b", "c"))
+    with ExitStack() as jobs:
+        for turn in (first, second, third):
+            jobs.enter_context(turn.lives)
+            jobs.enter_context(turn)
+            turn.gathered()
+        first.parted()
+        third.parted()
+        assert third.wanted() is None, "it may find its next world at once"
+        clock.advance(LIMITS.gather_timeout)
+        assert first.wanted() == Wanted("b", taken=True)
+        assert second.wanted() is None
+        assert third.wanted() == Wanted("a", taken=False)
+        first.gathered()
+        assert third.wanted() == Wanted("a", taken=True)

@@ -28,3 +28,11 @@ def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> N
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message == "memory will not do (slot 1-0)"
+
+
+def test_r17_whoever_shares_the_cluster_learns_that_a_world_is_over() -> None:
+    clock, heard = FakeClock(), list[str]()
+    stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
+    audience = Audience(Silent(), clock, 0.0, stalls, parted=lambda: heard.append("parted"))
+    audience.over("world 1 is over: executor lost")
+    assert heard == ["parted"]

@@ -1,0 +1,142 @@
+"""Two jobs of one application over the cores of one small cluster: real driver machines and real turns (R17)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, End, LaunchSlot, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.types import Limits
+from spark_elastic.testing.clock import FakeClock
+from tests.unit.protocol.driver_bench import Bench, at
+
+LIMITS = Limits(3, 3, 3, gather_timeout=5.0, start_timeout=120.0)
+TICK = 0.5
+
+
+@dataclass
+class Cores:
+    """Whose slot jobs run and which wait, first come, first served."""
+
+    free: int
+    queue: deque[tuple[Job, int]] = field(default_factory=deque)
+
+    def start(self) -> None:
+        while self.free and self.queue:
+            job, number = self.queue.popleft()
+            self.free -= 1
+            job.begins(number)
+
+
+class Job(Bench):
+    """Its slots come up at once, and its workers come back from a broken world at the step that is `step`."""
+
+    def __init__(self, cores: Cores, application: Application, name: str, clock: FakeClock) -> None:
+        super().__init__(LIMITS)
+        self.cores, self.clock, self.step = cores, clock, 7
+        self.running: set[int] = set()
+        self.turn = GatherTurn(application, name, LIMITS, clock)
+        self.turn.lives.acquire()
+        self.turn.__enter__()
+        self._looked = clock.now()
+        self._obey()
+
+    def play(self, event: on.DriverEvent) -> None:
+        self.now = self.clock.now()
+        self.on(event)
+        self._obey()
+
+    def _obey(self) -> None:
+        for command in self.commands:
+            match command:
+                case LaunchSlot(_, number):
+                    self.cores.queue.append((self, number))
+                case ReleaseSlot(_, slot):
+                    self._ends(int(slot.partition("-")[0]))
+                case Publish():
+                    self.turn.gathered()
+                    self.form()
+                case Abort():
+                    self.turn.parted()
+                    for member in self.world.members:
+                        if member.worker in self.state.workers:
+                            self.play(
+                                on.WorkerJoins(0, member.worker, member.slot, self.fence, at(self.step))
+                            )
+                case End():
+                    self.turn.lives.release()
+
+    def begins(self, number: int) -> None:
+        self.running.add(number)
+        slot, worker = f"{number}-0", f"{number}-0.1"
+        self.play(on.SlotRegistered(0, slot, f"h{number}", number))
+        self.play(on.WorkerStarted(0, slot, worker))
+        self.play(on.WorkerJoins(0, worker, slot, None, None))
+
+    def _ends(self, number: int) -> None:
+        if number in self.running:
+            self.running.discard(number)
+            self.cores.free += 1
+            self.play(on.SlotJobEnded(0, number, "released"))
+
+    def loses(self, number: int) -> None:
+        """Slot and core."""
+        self.running.discard(number)
+        self.play(on.SlotJobEnded(0, number, "executor lost", host_lost=True))
+
+    def tick(self) -> None:
+        for number in sorted(self.running):
+            self.play(on.SlotBeat(0, f"{number}-0", f"{number}-0.1", "S"))
+        self.play(on.Tick(0))
+        if self.clock.now() - self._looked >= LIMITS.gather_timeout:
+            self._looked = self.clock.now()
+            wanted = self.turn.wanted()
+            if wanted is not None:
+                self.play(on.SlotsWanted(0, wanted.holder, wanted.taken))
+
+
+def _pass(seconds: float, clock: FakeClock, cores: Cores, *jobs: Job) -> None:
+    end = clock.now() + seconds
+    while clock.now() < end:
+        clock.advance(TICK)
+        for job in jobs:
+            job.tick()
+        cores.start()
+
+
+def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_then_the_second() -> None:
+    application, clock, cores = Application(), FakeClock(), Cores(free=6)
+    first = Job(cores, application, "first", clock)
+    cores.start()
+    second = Job(cores, application, "second", clock)
+    cores.start()
+    assert first.world.size == second.world.size == 3
+    first.loses(1)
+    second.loses(1)  # the same host
+    _pass(30.0, clock, cores, first, second)
+    assert (len(first.all(Publish)), first.world.size, first.world.position) == (2, 3, at(7))
+    assert len(second.all(Publish)) == 1
+    _pass(2 * LIMITS.start_timeout, clock, cores, first, second)
+    assert not second.all(End), "the slots are taken, not missing"
+    first.play(on.CancelRequested(0, "it is done"))
+    _pass(40.0, clock, cores, second)
+    assert (len(second.all(Publish)), second.world.size, second.world.position) == (2, 3, at(7))
+
+
+def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_the_second_goes_on() -> None:
+    application, clock, cores = Application(), FakeClock(), Cores(free=6)
+    first = Job(cores, application, "first", clock)
+    cores.start()
+    second = Job(cores, application, "second", clock)
+    cores.start()
+    for number in (1, 2):
+        first.loses(number)
+    second.loses(1)
+    _pass(LIMITS.start_timeout - 10.0, clock, cores, first, second)
+    assert len(first.running) == 2
+    assert len(second.running) == 1
+    _pass(60.0, clock, cores, first, second)
+    assert first.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert (len(second.all(Publish)), second.world.position) == (2, at(7))
