@@ -39,8 +39,11 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     def _begin(self, given: Mapping[str, Any]) -> None:
         """Take the constructor's defaults, and what was given."""
-        keywords = inspect.signature(type(self).__init__).parameters.values()
-        self._setDefault(settings={}, **{k.name: k.default for k in keywords if k.kind is k.KEYWORD_ONLY})
+        # A user's subclass need not name the keywords again.
+        constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
+        signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
+        keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
+        self._setDefault(settings={}, **{k.name: k.default for k in keywords if self.hasParam(k.name)})
         self.setParams(**given)
 
     def setParams(self, **values: Any) -> Self:

@@ -54,6 +54,15 @@ def test_params_of_two_holders_are_their_own() -> None:
     assert "rows per worker" in one.explainParam("batch_size")
 
 
+def test_a_subclass_has_the_defaults_but_for_its_own() -> None:
+    class Ours(ElasticTorchEstimator):
+        def __init__(self, *, epochs: int = 7, team: str = "", **rest: Any) -> None:
+            super().__init__(epochs=epochs, **rest)
+
+    ours = Ours(batch_size=8)
+    assert (ours.getEpochs(), ours.getBatchSize(), ours.getMinWorkers(), ours.getStore()) == (7, 8, 1, None)
+
+
 def test_options_of_the_store_are_not_shown() -> None:
     estimator = ElasticTorchEstimator(storage_options={"secret": "abc"})
     assert estimator.getStorageOptions()["secret"] == "abc"
