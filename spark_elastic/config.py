@@ -64,43 +64,43 @@ class ElasticConfig:
     driver_port: port of the rendezvous server, 0 for any free one.
     advertise_address: host name or address that executors dial; default `spark.driver.host`.
     bind_address: what the server binds; default `spark.driver.bindAddress`.
-    tls: the server and the mesh speak TLS; None: where `spark.ssl.enabled` is set, or a certificate is given. See
+    tls: the server and the mesh use TLS; None: if `spark.ssl.enabled` is set or a certificate is given. See
         docs/security.md.
-    tls_certificate, tls_key: files in PEM; None: made for the job. Workers take this one certificate and no other.
-    worker_port_range: ports (first, last) that workers may listen on for each other; None for any free one. MASTER_PORT
-        is one of them.
+    tls_certificate, tls_key: PEM files; None: made for the job. Workers accept only this certificate.
+    worker_port_range: ports (first, last) that workers may listen on for each other; None for any free ones.
+        MASTER_PORT is one of them.
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
     lease: silence after which a worker is taken for lost.
-    stall_after: a worker that keeps others waiting for so long is named in the log, with what it is doing.
+    stall_after: a worker that keeps others waiting for this long is named in the log, with what it is doing.
     collective_timeout: longest wait of a worker for its peers in one collective.
     regroup_timeout: how long the others wait, after a loss, for a worker that runs code without collectives (an
-        evaluation, a compilation); then they go on without it. Ten times as long where nobody else holds the state.
-    driver_timeout: a worker that cannot reach the driver for so long ends itself.
-    failure_budget: failures of workers within failure_window that the job bears (lost hosts do not count).
-    reset_limit: most new worlds after the first, planned ones included; then nobody is let in or drained any more and a
+        evaluation, a compilation); then they go on without it. Ten times as long if nobody else holds the state.
+    driver_timeout: a worker that cannot reach the driver for this long ends itself.
+    failure_budget: failures of workers within failure_window that the job tolerates (lost hosts do not count).
+    reset_limit: most new worlds after the first, including planned ones; then nobody joins or is drained any more and a
         loss ends the job. None for no limit.
-    cooldown_range: for how long a slot whose worker failed is not used, at first and, twice as long each time, at
-        most; so is a host once more than one of its slots failed. (math.inf, math.inf): never again in this job.
-    idle_slot_timeout: a slot that the world has no room for gives its core back after so long.
-    spare_after: once its worker has been ready for so long, a slot makes a warm spare for it; a job that ends sooner
-        does not pay for one, and a worker that dies sooner is followed by one that starts cold. 0: at once.
+    cooldown_range: how long a slot is not used after its worker failed: at first, and, doubling each time, at most. The
+        same for a host once more than one of its slots failed. (math.inf, math.inf): never again in this job.
+    idle_slot_timeout: a slot that the world has no room for gives its core back after this long.
+    spare_after: a slot starts a warm spare once its worker has been ready for this long. A job that ends sooner does
+        not pay for one; a worker that dies sooner is replaced by one that starts cold. 0: at once.
     host_discovery: which hosts may take part, asked once a second: a function `() -> {host: slots}`, or an executable
-        that prints `host[:slots]` a line. A host is an executor's id or its machine's name. None: all, with all slots.
-    handle: a `JobHandle`, by which another thread drains workers or hosts of the running job.
-    checkpoint_steps: the state is made durable every so many steps, beside the training; None: not by steps.
-    checkpoint_seconds: and so many seconds after the last time; None: not by time.
-    max_runtime: so many seconds after it asked for its slots the job ends at its next step boundary, and its newest
-        checkpoint stays; waiting for workers counts, what a fit does before (checks, writing rows) does not, and a run
-        that goes on has its time anew. None: never.
-    checkpoints_kept: so many of them, the newest.
+        that prints `host[:slots]` lines. A host is an executor's id or its machine's name. None: all, with all slots.
+    handle: a `JobHandle`, by which another thread can drain workers or hosts of the running job, or end it.
+    checkpoint_steps: write a checkpoint every this many steps, while training goes on; None: not by steps.
+    checkpoint_seconds: write a checkpoint this many seconds after the last one; None: not by time.
+    max_runtime: the job ends at its next step boundary this many seconds after it asked for its slots, and its newest
+        checkpoint stays. Waiting for workers counts; what a fit does before (checks, writing rows) does not. A run that
+        goes on starts over with its time. None: never.
+    checkpoints_kept: number of checkpoints to keep, the newest ones.
     ledger: workers write which rows they trained in which step, and when.
-    ship: send this package (not numpy or the framework) to the executors, where only the driver has it.
-    cpus_per_worker: threads of a worker's own arithmetic (OMP_NUM_THREADS); None: `spark.task.cpus`.
+    ship: send this package (not numpy or the framework) to executors that lack it.
+    cpus_per_worker: threads that a worker computes with (OMP_NUM_THREADS); None: `spark.task.cpus`.
     show_logs: print the workers' output, prefixed with their rank.
-    log_bytes: what workers print is kept in the store of a run, under `runs/RUN/logs`, the newest so many bytes; 0: no.
-    status_page: the driver serves a page that shows the job, at an address that the log says once.
-    journal: a file of the driver's machine to which every event and decision is added, for
+    log_bytes: how much of what workers print is kept in the run's store, under `runs/RUN/logs`, the newest; 0: nothing.
+    status_page: the driver serves a page that shows the job; the log tells its address once.
+    journal: a file on the driver's machine to which every event and decision is appended, for
         `spark_elastic.testing.replay`; None for none.
     """
 

@@ -1,6 +1,6 @@
-"""A running job in the caller's hands: another thread may drain workers or hosts, or end it.
+"""A handle on a running job, by which another thread can drain workers or hosts, or end it.
 
-Thread-safe. To the driver its orders are news like any other, by way of `driver.ports.Discovery`.
+Thread-safe. Its orders reach the driver like other news of the cluster, through `driver.ports.Discovery`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from spark_elastic.protocol.events import CancelRequested, DrainRequested, Drive
 
 
 class JobHandle:
-    """Hand it to `run(..., handle=...)`; its methods work from then until the job's end. Of several jobs that run with
-    one handle at a time each gets every order.
+    """Pass it to `run(..., handle=...)`; its methods work until the job ends. If several jobs run with one handle at
+    the same time, each of them gets every order.
 
-    Orders that are given before the job has begun are carried out at its start, those for a worker or a rank once its
-    first world stands. One that meets nobody is said in the log and the narration, in a sentence.
+    Orders given before the job has begun are carried out at its start, those for a worker or a rank once its first
+    world is complete. An order that matches nobody is reported in a sentence, in the log and with the job's progress.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -35,10 +35,10 @@ class JobHandle:
         host: str | None = None,
         reason: str = "the user asked for it",
     ) -> None:
-        """Have a worker (by its id or its present rank) or all workers of a host leave at the next step boundary.
+        """Make a worker (by its id or its current rank) or all workers of a host leave at the next step boundary.
 
-        No step is lost. Slots that become free give their cores back; a single worker's is asked for again only once
-        another member is lost. host: an executor's id or its machine's name; it takes no part in this job any more.
+        No step is lost. Slots that become free give their cores back; a single worker's slot is asked for again only
+        after the loss of another member. host: an executor's id or its machine's name; this job no longer uses it.
 
         Raises:
             InvalidInput: not exactly one of worker, rank and host is given.

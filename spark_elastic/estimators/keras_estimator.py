@@ -37,21 +37,21 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
 
     Every parameter is a Param of Spark ML: a keyword here, `setX`/`getX`, `copy({estimator.epochs: 5})`.
     One step takes batch_size × num_workers rows, however many workers there are at that moment. The model is called
-    with one tensor per feature column: by the keys or names of its inputs where the columns have these, else in order
-    (a dict of other keys is refused); labels belong to the outputs in the same way, and transform's columns to labels.
+    with one tensor per feature column: by the keys or names of its inputs if the columns have these, else in order (a
+    dict with other keys is refused). Labels are matched with outputs, and transform's columns with labels, likewise.
 
     model: compiled, or compiled here on a copy with optimizer, loss, loss_weights and metrics. Keras's callbacks are
-    called once for each thing that became part of the training, whatever workers come and go; ModelCheckpoint and its
-    like write on rank 0 alone, where it runs. Batches' logs have the loss alone, on_train_batch_end comes once the step
-    is history (behind the next batch's begin), and on_test_batch_begin and on_test_batch_end are not called.
-    Gradients of embeddings are dense sums (Keras alone hands its optimizers a repeated row as several
-    entries, which Adam squares one by one). float16 losses that are scaled, and models with a train_step of their own,
-    are refused. Horovod's names are taken, or refused with what to use instead.
-    store: shared by driver and executors; where all run on this machine it may be left out.
-    config, or any field of `ElasticConfig` as a keyword of its own: ports, addresses, time limits, ledger.
+    called once for everything that became part of the training, whatever workers come and go. ModelCheckpoint and
+    others that write files do so only on rank 0, on its machine. Logs of batches have only the loss; on_train_batch_end
+    comes once the step is final (after the next batch has begun); on_test_batch_begin and on_test_batch_end are not
+    called. Gradients of embeddings are summed to dense ones (Keras alone gives its optimizers a repeated row as several
+    entries, which Adam squares one by one). Loss scaling for float16, and models with their own train_step, are
+    refused. Horovod's names are accepted, or refused with what to use instead.
+    store: shared by driver and executors; optional if all of them run on this machine.
+    config, or any field of `ElasticConfig` as a keyword: ports, addresses, time limits, ledger.
 
-    `fit` raises InvalidInput for what is wrong with an argument or a column before any Spark job, PreflightError for
-    a host that cannot take part, JobFailed and its subclasses, JobCancelled, StoreError.
+    `fit` raises InvalidInput if an argument or a column is wrong, before any Spark job; PreflightError if a host cannot
+    take part; JobFailed and its subclasses; JobCancelled; StoreError.
     """
 
     refused: ClassVar[Mapping[str, str]] = KERAS_REFUSED

@@ -95,11 +95,11 @@ class ColumnParams(Params):
         listed,
     )
     prediction_col: Param[str] = declare(
-        "column that `transform` adds: a double for one number a row, else an array; the class with probability_col"
+        "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
     )
     probability_col: Param[str] = declare("column for a vector of class probabilities, or None")
     activation: Param[str] = declare(
-        "what makes probabilities of outputs: softmax, sigmoid, exp or identity; default what the loss says"
+        "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
     )
     output_cols: Param[Sequence[str]] = declare(
         "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output"
@@ -108,11 +108,11 @@ class ColumnParams(Params):
 
 @with_accessors
 class EstimatorParams(ColumnParams):
-    """What the estimators of all frameworks can be told."""
+    """The parameters of the estimators of all frameworks."""
 
     learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
     scale_lr: Param[bool] = declare(
-        "whether num_workers multiplies all learning rates, once, as Horovod has it"
+        "whether to multiply all learning rates by num_workers, once, as Horovod does"
     )
     loss_weights: Param[Sequence[float]] = declare("weight of each of several losses; None: 1/n each", listed)
     transformation_fn: Param[Any] = declare(
@@ -120,7 +120,7 @@ class EstimatorParams(ColumnParams):
     )
     label_shapes: Param[Any] = declare("shape of one row of each label column, or None", listed)
     validation: Param[Any] = declare(
-        "fraction of the rows, or a column that says which (true or above 0), to look at behind each epoch"
+        "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
     )
     batch_size: Param[int] = declare(
         "rows per worker and backward pass; batch_size × backward_passes_per_step × num_workers rows are one step"
@@ -129,9 +129,9 @@ class EstimatorParams(ColumnParams):
     backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
-    terminate_on_nan: Param[bool] = declare("whether a loss that is no number ends the training")
+    terminate_on_nan: Param[bool] = declare("whether a loss of NaN or infinity ends the training")
     inmemory_cache_all: Param[bool] = declare(
-        "whether a worker keeps what it has read, as far as memory goes"
+        "whether a worker keeps the rows that it has read, as far as memory allows"
     )
     epochs: Param[int] = declare("passes over the data")
     num_workers: Param[int] = declare("workers wanted at the start")
@@ -142,31 +142,31 @@ class EstimatorParams(ColumnParams):
     missing: Param[Any] = declare(
         "rows with nulls: refuse or drop; or a dict of nulls and nans (keep, refuse or drop)"
     )
-    seed: Param[int] = declare("seed of the order of rows and of the workers' random numbers")
-    shuffle: Param[bool] = declare("whether each epoch has an order of its own")
-    run_id: Param[str] = declare("name of the run in the store; default a new one for each fit")
+    seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
+    shuffle: Param[bool] = declare("whether each epoch has its own order")
+    run_id: Param[str] = declare("name of the run in the store; by default a new one for each fit")
     verbose: Param[int] = declare(
-        "0: silent; 1: progress, worlds and what workers print; 2: the log of spark_elastic, too"
+        "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
     )
     keep_data: Param[bool] = declare("keep the materialised data in the store for the next fit")
     on_progress: Param[Any] = declare(
-        "function called on the driver with each report of progress (a dict), with the newest where it is slow; or None"
+        "function called on the driver with each report of progress (a dict); a slow one gets only the newest; or None"
     )
     config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
-    settings: Param[Any] = declare("single settings of ElasticConfig that go before `config`")
+    settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
 
 
 @with_accessors
 class TorchParams(EstimatorParams):
-    """What `ElasticTorchEstimator` can be told, too."""
+    """The other parameters of `ElasticTorchEstimator`."""
 
-    model: Param[Any] = declare("the torch.nn.Module to train, left as it is, or a function that makes one")
+    model: Param[Any] = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
     optimizer: Param[Any] = declare(
-        "a torch optimizer over the model's parameters, or a function of parameters to one"
+        "a torch optimizer over the model's parameters, or a function that makes one from parameters"
     )
     loss: Param[Any] = declare(
         "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
-        "them, or one that returns a loss per row, or their plain mean, so not one weighted by class or row; sample "
+        "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
         "weights w make it sum(w * loss) / sum(w)",
         listed,
     )
@@ -175,20 +175,24 @@ class TorchParams(EstimatorParams):
     )
     callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", listed)
     train_minibatch_fn: Param[Any] = declare(
-        "function of (model, features, labels) to the rows' losses or their mean, in place of loss"
+        "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
     )
     precision: Param[str] = declare(
         "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
     )
-    gradient_clip_norm: Param[float] = declare("largest norm of all gradients together, or None")
-    gradient_clip_value: Param[float] = declare("largest absolute value of a gradient's element, or None")
+    gradient_clip_norm: Param[float] = declare(
+        "largest norm of all gradients together (clipped to it), or None"
+    )
+    gradient_clip_value: Param[float] = declare(
+        "largest absolute value of a gradient's elements (clipped to it), or None"
+    )
 
 
 @with_accessors
 class KerasParams(EstimatorParams):
-    """What `ElasticKerasEstimator` can be told, too."""
+    """The other parameters of `ElasticKerasEstimator`."""
 
-    model: Param[Any] = declare("the Keras model to train, left as it is, or a function that makes one")
+    model: Param[Any] = declare("the Keras model to train (it is copied), or a function that makes one")
     optimizer: Param[Any] = declare("a Keras optimizer or its name; None: what the model is compiled with")
     loss: Param[Any] = declare(
         "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", listed
@@ -198,4 +202,4 @@ class KerasParams(EstimatorParams):
     )
     callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", listed)
     class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
-    custom_objects: Param[Any] = declare("classes and functions that the model is made of, by name, or None")
+    custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")

@@ -38,14 +38,13 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
     One step takes batch_size × num_workers rows, however many workers there are at that moment. The model is called
     with one tensor per feature column, the loss with the model's output and one tensor per label column.
 
-    optimizer: over `model.parameters()`, or a function of parameters that makes one. A LightningModule brings its own,
-    and its loss: see `spark_elastic.torch.train.objective`. Horovod's names are taken, or refused with what to use
-    instead.
-    store: shared by driver and executors; where all run on this machine it may be left out.
-    config, or any field of `ElasticConfig` as a keyword of its own: ports, addresses, time limits, ledger.
+    optimizer: over `model.parameters()`, or a function that makes one from parameters. A LightningModule has its own,
+    and its own loss: see docs/estimators.md. Horovod's names are accepted, or refused with what to use instead.
+    store: shared by driver and executors; optional if all of them run on this machine.
+    config, or any field of `ElasticConfig` as a keyword: ports, addresses, time limits, ledger.
 
-    `fit` raises InvalidInput for what is wrong with an argument or a column before any Spark job, PreflightError for
-    a host that cannot take part, JobFailed and its subclasses, JobCancelled, StoreError.
+    `fit` raises InvalidInput if an argument or a column is wrong, before any Spark job; PreflightError if a host cannot
+    take part; JobFailed and its subclasses; JobCancelled; StoreError.
     """
 
     _input_kwargs: dict[str, Any]

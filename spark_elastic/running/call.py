@@ -88,20 +88,21 @@ def run(
     config: ElasticConfig | None = None,
     **arguments: Any,
 ) -> Results[Any]:
-    """Run `fn(*args, **kwargs)` on elastic workers over Spark; what it returned on each, in rank order, and
-    the job's `report`.
+    """Run `fn(*args, **kwargs)` on elastic workers over Spark. Returns their results in rank order, and the job's
+    `report`.
 
-    fn: a function, or the path of a script, whose arguments follow and which runs as `__main__`. Elastic is what it
-    hands to `spark_elastic.torch.elastic.run`; all else begins anew, from `fn`'s beginning, in the world after a loss.
+    fn: a function, or the path of a script that runs as `__main__`, followed by its arguments. The function that it
+    passes to `spark_elastic.torch.elastic.run` goes on through losses; all other code starts again, from the beginning
+    of `fn`, in the world after a loss.
     arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
     stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a call
-    with the same run_id goes on from the newest), storage_options (fsspec's for the store, such as credentials), every
-    field of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their own names.
+    with the same run_id goes on from the newest one), storage_options (fsspec's for the store, such as credentials),
+    all fields of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their names.
 
     Raises:
-        InvalidInput: an argument is wrong, or `fn` holds what lives on Spark's driver only.
+        InvalidInput: an argument is wrong, or `fn` captures what exists only on Spark's driver.
         PreflightError: a host cannot load `fn`, lacks a package, or cannot reach the driver.
-        JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
+        JobFailed: and its subclasses. JobCancelled: the user or Spark ended the job.
     """
     call = prepare(fn, given, arguments, config)
     from spark_elastic.spark.active_session import session
