@@ -16,6 +16,7 @@ from pyspark.sql.types import ArrayType, DataType, DateType, TimestampType
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.spark.dataframes.missing import quoted
 from spark_elastic.spark.dataframes.schema import ColumnType, column_type
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
         )
-    return _plain(F.col(f"`{column.name}`"), spark_type, given)
+    return _plain(quoted(column.name), spark_type, given)
 
 
 def folding(dataset: DataFrame) -> Callable[[str], str]:

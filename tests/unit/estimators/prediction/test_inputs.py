@@ -30,6 +30,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.prediction import inputs
 from spark_elastic.estimators.prediction.inputs import model_input
+from spark_elastic.spark.dataframes import missing
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +47,14 @@ def _said(monkeypatch: Any) -> None:
         unix_micros=lambda c: Text(f"unix_micros({c})"),
         transform=lambda c, change: Text(f"each({c}, {change(Text('e'))})"),
     )
-    monkeypatch.setattr(inputs, "F", functions)
+    for module in (inputs, missing):
+        monkeypatch.setattr(module, "F", functions)
     monkeypatch.setattr(inputs, "vector_to_array", lambda c: Text(f"vector_to_array({c})"))
 
 
-def taken(kind: DataType, dtype: str, shape: tuple[int, ...] = ()) -> str:
-    table: Any = SimpleNamespace(columns=["x"], schema=StructType([StructField("x", kind)]))
-    return str(model_input(table, Column("x", dtype, shape)))
+def taken(kind: DataType, dtype: str, shape: tuple[int, ...] = (), name: str = "x") -> str:
+    table: Any = SimpleNamespace(columns=[name], schema=StructType([StructField(name, kind)]))
+    return str(model_input(table, Column(name, dtype, shape)))
 
 
 def arrays(kind: DataType, depth: int = 1) -> DataType:
@@ -80,6 +82,10 @@ def test_a_column_of_a_type_that_fits(
     kind: DataType, dtype: str, shape: tuple[int, ...], expression: str
 ) -> None:
     assert taken(kind, dtype, shape) == expression
+
+
+def test_a_column_of_any_name() -> None:
+    assert taken(LongType(), "int64", name="a.b`c") == "`a.b``c`"
 
 
 @pytest.mark.parametrize(
