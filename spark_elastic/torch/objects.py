@@ -14,12 +14,13 @@ from spark_elastic.torch.gathering import broadcast_all
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None]], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None] | torch.Tensor], root_rank: int
 ) -> None:
-    """Overwrite parameters with those of `root_rank`. params: a state dict or named parameters."""
-    named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    """Overwrite parameters with those of `root_rank`. params: a state dict, or parameters with or without names."""
+    entries = sorted(params.items()) if isinstance(params, Mapping) else params
     tensors = []
-    for name, tensor in named:
+    for number, entry in enumerate(entries):
+        name, tensor = entry if isinstance(entry, tuple) else (number, entry)
         if isinstance(tensor, torch.Tensor):
             tensors.append(tensor.data)
         elif tensor is not None:

@@ -98,6 +98,18 @@ def test_parameters_and_optimizer_state(world: World) -> None:
     assert results[0][1:] == (0.2, 2)
 
 
+@pytest.mark.parametrize("listed", [torch.nn.Module.named_parameters, torch.nn.Module.parameters])
+def test_parameters_with_and_without_names(world: World, listed: Callable[..., Any]) -> None:
+    def work(group: Group) -> list[float]:
+        model = torch.nn.Linear(2, 2)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, float(group.rank))
+        hvd.broadcast_parameters(list(listed(model)), root_rank=1)
+        return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+    assert world(2, work) == [[1.0] * 6] * 2
+
+
 def test_gradients_go_through(world: World) -> None:
     def work(group: Group) -> tuple[list[float], list[float], list[float]]:
         x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
