@@ -173,4 +173,6 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         average = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        return (average if ctx.is_root else torch.zeros_like(average)), None, None, None
+        # All ranks stay in the graph of a second derivative, whose exchange is everybody's.
+        unused = torch.tensor(not ctx.is_root, device=average.device)
+        return average.masked_fill(unused, 0.0), None, None, None

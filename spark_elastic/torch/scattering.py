@@ -164,7 +164,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, _ = _alltoall(gradients[0], ctx.came, None, ctx.process_set)()
+        back, _ = _AllToAll.apply(gradients[0], ctx.came, None, ctx.process_set)  # type: ignore[no-untyped-call]
         return back, None, None, None
 
 

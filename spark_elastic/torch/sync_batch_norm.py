@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.errors import InvalidInput
@@ -87,6 +88,7 @@ class _Normalise(torch.autograd.Function):
         return result.to(x.dtype), mean, variance, rows
 
     @staticmethod
+    @once_differentiable  # what forward saved has no graph behind it
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         normal, scale, weight = ctx.saved_tensors
         gradient = gradients[0]

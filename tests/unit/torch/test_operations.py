@@ -335,6 +335,30 @@ def test_gradients_of_all_that_have_some(world: World) -> None:
     assert second == [[6, 6], [1.5, 1.5], [10, 20], [1, 2], [1.5, 1.5]]
 
 
+def test_second_derivatives(world: World) -> None:
+    """Of the sum of squares of what each operation gives: its gradients, twice."""
+    operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: hvd.allreduce(x, op=hvd.Sum),
+        hvd.alltoall,
+        hvd.allgather,
+        lambda x: hvd.broadcast(x, 1),
+        lambda x: hvd.reducescatter(x, op=hvd.Average),
+    ]
+
+    def work(group: Group) -> list[list[float]]:
+        found = []
+        for operation in operations:
+            x = torch.full((2,), group.rank + 1.0, requires_grad=True)
+            (first,) = torch.autograd.grad(operation(x).square().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            found.append(second.tolist())
+        return found
+
+    first, second = world(2, work)
+    assert first == [[8, 8], [2, 2], [1, 1], [0, 0], [2, 2]]
+    assert second == [[8, 8], [2, 2], [1, 1], [1, 1], [2, 2]]
+
+
 def test_arguments_that_make_no_sense() -> None:
     with pytest.raises(InvalidInput, match="average or op"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)

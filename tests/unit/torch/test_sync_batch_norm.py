@@ -107,6 +107,16 @@ def test_gradients_of_its_parameters_keep_their_own_precision(dtype: torch.dtype
         assert gradient.tolist() == [rows, rows]
 
 
+def test_second_derivatives_are_refused_rather_than_wrong() -> None:
+    def work(group: Group) -> None:
+        x = torch.randn(4, 2, requires_grad=True)
+        (gradient,) = torch.autograd.grad(hvd.SyncBatchNorm(2)(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+
+    among_fakes(2, work)
+
+
 def test_evaluation_exchanges_nothing() -> None:
     def work(group: Group) -> list[float]:
         norm = hvd.SyncBatchNorm(2).eval()
