@@ -18,6 +18,7 @@ from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.torch.buckets import layout_hash
 from spark_elastic.torch.rounds import end_exchange, group_for, rounds_of_process
 from spark_elastic.torch.trainable import specs, trainable
+from spark_elastic.torch.untraced import untraced
 from spark_elastic.torch.wrapped import Wrapped
 from spark_elastic.training.trailer import Verdict
 from spark_elastic.worker.seat import engine_of_process
@@ -73,6 +74,7 @@ class Deltas:
             raise
         return value
 
+    @untraced
     def _combine(self, group: Group, before: list[torch.Tensor]) -> None:
         engine = engine_of_process()
         if engine is not None:

@@ -22,6 +22,7 @@ from spark_elastic.ops.request import Request
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back
+from spark_elastic.torch.untraced import untraced
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
@@ -138,6 +139,7 @@ def grouped_allreduce_async_(
     return start(tensors, name, how, in_place=True)
 
 
+@untraced
 def start(
     tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool, awaited: bool = False
 ) -> Handle:

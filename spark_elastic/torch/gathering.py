@@ -19,6 +19,7 @@ from spark_elastic.ops.request import Request
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back, tensor_of
+from spark_elastic.torch.untraced import untraced
 
 
 def allgather(
@@ -50,6 +51,7 @@ def grouped_allgather_async(
     return _gather(tensors, name, process_set)
 
 
+@untraced
 def _gather(
     tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
 ) -> Handle:
@@ -114,6 +116,7 @@ def broadcast_async_(
     return Handle(handle.operation, lambda outputs: handle()[0])
 
 
+@untraced
 def broadcast_all(
     tensors: Sequence[torch.Tensor],
     root_rank: int,

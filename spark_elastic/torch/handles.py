@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_collectives.group import Array
 from spark_elastic.ops.operation import Operation
+from spark_elastic.torch.untraced import untraced
 
 
 class Handle:
@@ -22,6 +23,7 @@ class Handle:
     def poll(self) -> bool:
         return self.operation.poll()
 
+    @untraced
     def __call__(self) -> Any:
         outputs = self.operation.wait()
         if not self._finished:

@@ -25,6 +25,7 @@ from spark_elastic.torch.named import named_parameters_of
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.rounds import Rounds
 from spark_elastic.torch.terms import as_set
+from spark_elastic.torch.untraced import untraced
 from spark_elastic.torch.wrapped import Wrapped
 from spark_elastic.worker.context import current
 
@@ -130,6 +131,7 @@ class _Distributed(Wrapped):
     _rounds: Rounds
     _skips: bool = False
 
+    @untraced
     def synchronize(self) -> None:
         """Wait until the gradients hold the average or sum over all ranks; for clipping before `step`.
 
@@ -191,6 +193,7 @@ class _Distributed(Wrapped):
         self._exchange_once()
         return value
 
+    @untraced
     def _exchange_once(self) -> None:
         rounds = self._rounds
         if self._skips and rounds.exchange.is_open:

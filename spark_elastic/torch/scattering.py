@@ -22,6 +22,7 @@ from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, name_of, on_host, tensor_of
+from spark_elastic.torch.untraced import untraced
 
 
 def alltoall(
@@ -50,6 +51,7 @@ def alltoall_async(
     return Handle(handle.operation, lambda outputs: handle()[0] if splits is None else handle())
 
 
+@untraced
 def _alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None,
@@ -129,6 +131,7 @@ def grouped_reducescatter_async(
     return _start(tensors, name, How.asked_to_scatter(len(tensors), op, scale, process_set))
 
 
+@untraced
 def _start(tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Handle:
     squeezed = [how.compression.compress(on_host(tensor)) for tensor in tensors]
     working = [tensor for tensor, _ in squeezed]

@@ -18,6 +18,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Sum
 from spark_elastic.torch.allreduce import allreduce
 from spark_elastic.torch.gathering import allgather
+from spark_elastic.torch.untraced import untraced
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -50,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         weight = self.weight if self.affine else None
         bias = self.bias if self.affine else None
-        result, mean, variance, rows = _Normalise.apply(input, weight, bias, self.eps, self.process_set)  # type: ignore[no-untyped-call]
+        result, mean, variance, rows = _normalise(input, weight, bias, self.eps, self.process_set)  # type: ignore[no-untyped-call]
         if self.running_mean is not None:
             self._track(mean, variance * (rows / max(rows - 1.0, 1.0)))
         return result  # type: ignore[no-any-return]
@@ -104,6 +105,9 @@ class _Normalise(torch.autograd.Function):
         of_weight = mine[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
         of_bias = mine[0].to(ctx.of_bias) if ctx.needs_input_grad[2] else None
         return of_x, of_weight, of_bias, None, None
+
+
+_normalise = untraced(_Normalise.apply)
 
 
 def _moments(x: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Tensor, torch.Tensor]:
