@@ -78,9 +78,16 @@ class Stage:
                 if event.rank is None:
                     self._version += 1
                     self._start()
-                elif event.slips or len(self._alive) > 1:
+                else:
                     self._members[event.rank % len(self._members)].light(event.after, event.slips)
             self._news.notify_all()
+
+    def outlived(self, seat: Seat) -> bool:
+        """Whether somebody lives on when this one dies; it counts as dead from here on."""
+        with self._news:
+            others = self._alive - {seat}
+            self._alive = others or self._alive
+            return bool(others)
 
     def announce(self) -> None:
         """A planned change that brings nobody, as when a host drains."""
@@ -147,6 +154,8 @@ class Stage:
         resume = self.resume if source is None else ()
         self._world = World(fence, assign(places), 0 if resume else source, "", self._version, resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
+        for seat, group in zip(order, self._fabric.groups, strict=True):
+            group._meet = seat.burning(group._meet)  # type: ignore[method-assign]
         self._members, self._here = order, []
         self.sizes.append(len(order))
 
@@ -185,15 +194,24 @@ class Seat:
         return int(newest[0]) > self._world.version
 
     def allreduce(self, array: Any, op: str = "sum") -> None:
-        if self._fuse is not None:
-            self._fuse -= 1
-            if self._fuse <= 0 and self._slips:
-                self._fuse = None
-                self._group.allreduce(array, op)
-                raise CollectiveError((), "it broke here, and nowhere else")
-            if self._fuse <= 0:
-                self.die()
         self._group.allreduce(array, op)
+
+    def burning(self, meet: Callable[..., Any]) -> Callable[..., Any]:
+        """A group's collectives, those of a hand-over among them, each nearer to what `light` has planned."""
+
+        def met(*call: Any) -> Any:
+            self._fuse = None if self._fuse is None else self._fuse - 1
+            if self._fuse != 0:
+                return meet(*call)
+            self._fuse = None
+            if self._slips:
+                meet(*call)
+                raise CollectiveError((), "it broke here, and nowhere else")
+            if self._stage.outlived(self):
+                self.die()
+            return meet(*call)
+
+        return met
 
     def light(self, nth: int, slips: bool) -> None:
         if self._fuse is None:

@@ -54,7 +54,7 @@ events = st.builds(
     Event,
     step=st.integers(0, STEPS),
     rank=st.one_of(st.none(), st.integers(0, 3)),
-    after=st.integers(1, 6),
+    after=st.integers(1, 9),  # also in a hand-over
     slips=st.booleans(),
 )
 
