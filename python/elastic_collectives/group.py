@@ -1,8 +1,8 @@
 """What a group is, whoever implements it: the ranks of one generation and the collectives among them.
 
 Arrays are anything numpy can view without a copy. One collective at a time per group, from one thread; `abort` and
-`close` from any. After any error a group is of no more use. This is the seam for other backends (NCCL among them):
-a backend implements `Group` and is returned by a function of `connect`'s kind.
+`close` from any thread. After any error a group can no longer be used. This is the interface for other backends, such
+as NCCL: a backend implements `Group`, and a function like `connect` returns it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Group(Protocol):
     ) -> None:
         """Reduce `array` over all ranks, in place; identical bits everywhere.
 
-        array: C-contiguous and writable; of one of operands.DTYPES, the same and of the same shape on all ranks.
-        op: sum, average, min, max, product or adasum. Integers wrap around and their average is cut towards zero; a
+        array: C-contiguous and writable, of a dtype in operands.DTYPES; dtype and shape are the same on all ranks.
+        op: sum, average, min, max, product or adasum. Integers wrap around and their average is rounded towards zero; a
         bool's sum and max are "or", its min and product "and"; 16-bit floats are accumulated as float32.
-        algorithm: auto, ring (large arrays) or bcube (small ones). dtype: "bfloat16" says that uint16 holds such.
-        weight: of this rank's array in an average, such as its number of rows; an array of weight 0 is not looked at.
-        scale: factors on the array before, and on the result. compression: "fp16" or "bf16", float32 travels so.
+        algorithm: auto, ring (large arrays) or bcube (small ones). dtype: "bfloat16" if the array's uint16 are such.
+        weight: of this rank's array in an average, such as its number of rows; an array of weight 0 is not read.
+        scale: factors for the array before, and for the result. compression: "fp16" or "bf16": float32 travels so.
         """
         ...
 
@@ -74,20 +74,20 @@ class Group(Protocol):
         scale: tuple[float, float] = (1.0, 1.0),
         compression: str | None = None,
     ) -> Array:
-        """This rank's rows of what `allreduce` would give, summed in rank order; `array` stays as it is.
+        """This rank's rows of the result of `allreduce`, summed in rank order; `array` is not changed.
 
-        The first dimension is cut evenly, the first ranks have a row more where it does not divide. No adasum.
+        The first dimension is cut evenly; if it does not divide, the first ranks get one row more. No adasum.
         """
         ...
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Copy `array` of rank `root` to all, in place; any dtype, the same and as many bytes on all ranks."""
+        """Copy `array` of rank `root` to all, in place; any dtype, with the same dtype and size on all ranks."""
         ...
 
     def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
-        """Send rank r the r-th part of the first dimension; returns what came, in rank order, and how many of each.
+        """Send rank r the r-th part of the first dimension; returns the parts received, in rank order, and their rows.
 
-        splits: rows for each rank; None: an equal share, the first dimension must divide. The other dimensions and
+        splits: rows for each rank; None: equal parts, and the first dimension must divide. The other dimensions and
         the dtype are the same on all ranks.
         """
         ...
@@ -105,10 +105,10 @@ class Group(Protocol):
         ...
 
     def buffer(self, nbytes: int) -> Array:
-        """Zeros to keep operands in, as bytes: large ones that lie there on all ranks are reduced without a copy.
+        """Memory for operands, as zero bytes: large operands that lie there on all ranks are reduced without a copy.
 
-        All ranks call it in the same order as collectives. The memory lives as long as the array or a view of it, but
-        belongs to this group: once that has failed or is closed, copy what is worth it and take the next group's.
+        All ranks must call it in the same order as collectives. The memory lives as long as the array or a view of it,
+        but belongs to this group: once the group has failed or is closed, copy what you need and use the next group's.
         """
         ...
 

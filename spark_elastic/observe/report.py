@@ -23,8 +23,8 @@ PHASES = ("start", "training", "recovery", "planned", "closing")
 
 @dataclass(frozen=True)
 class EpochRows:
-    """How many rows of one epoch entered an applied step, against how many were due: missing and doubled are what is
-    lacking and what is too much of the whole. That each was another one, a ledger of ids shows (`ledger=True`)."""
+    """How many rows of one epoch entered an applied step (`seen`), and how many fewer (`missing`) or more (`doubled`)
+    than planned that is. These are counts; `ledger=True` records the ids of the rows."""
 
     epoch: int
     seen: int
@@ -34,11 +34,11 @@ class EpochRows:
 
 @dataclass(frozen=True)
 class JobReport:
-    """seconds: the whole job. phases: seconds of each of PHASES: until the first world stood; in which a world trained;
-    nobody trained because of losses, because of planned changes; after the last step.
+    """seconds: the whole job. phases: seconds of each of PHASES: until the first world was complete; while a world
+    trained; while nobody trained because of losses, or because of planned changes; after the last step.
 
-    checkpoint_seconds: for how long checkpoints, the copy of the state among it, held up training. reserved_hours,
-    useful_hours: hours of all slots, and of all workers while their world trained. curve: thinned.
+    checkpoint_seconds: how long checkpoints, including the copy of the state, held up training. reserved_hours,
+    useful_hours: of all slots, and of all workers while their world trained. curve: thinned.
     """
 
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class JobReport:
 
     @property
     def goodput(self) -> float:
-        """Share of the job's time, from launch to end, in which a whole world trained and no checkpoint held it up."""
+        """The part of the job's time, from launch to end, when a whole world trained, less what checkpoints took."""
         useful = self.phases.get("training", 0.0) - self.checkpoint_seconds
         return max(0.0, useful) / self.seconds if self.seconds > 0 else 0.0
 
@@ -67,13 +67,13 @@ class JobReport:
         return sum(change.steps_lost for change in self.changes)
 
     def recovery_seconds(self, percent: float) -> float | None:
-        """The percentile (nearest rank) of recoveries' durations; None where there was none."""
+        """The percentile (nearest rank) of the recoveries' durations; None if there was none."""
         known = sorted(change.seconds for change in self.recoveries if change.seconds is not None)
         return known[max(0, math.ceil(percent / 100 * len(known)) - 1)] if known else None
 
     def with_rows(self, history: Iterable[Mapping[str, Any]], data_rows: int) -> JobReport:
         """With the rows of each epoch: `history` has `epoch` and `rows`, counted by the state of the final weights, and
-        `planned`, of the steps that were taken; else `data_rows` were due."""
+        `planned`, for the steps taken; without it `data_rows` were planned."""
         epochs = tuple(
             _epoch(int(entry["epoch"]), int(entry["rows"]), int(entry.get("planned", data_rows)))
             for entry in history

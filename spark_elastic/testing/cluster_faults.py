@@ -1,7 +1,7 @@
-"""Faults on the user's own cluster: a plan that is made once, and struck by the workers themselves at steps of it.
+"""Faults on the user's own cluster, by a plan: the workers themselves cause each at its step.
 
-Owns which fault strikes whom, and that each strikes once, whatever worlds repeat its step: the first to create its
-object in the folder does it. Knows no Spark: an executor is an ancestor of the training process. Main thread only.
+Owns which fault strikes whom, and that each strikes once, whichever worlds repeat its step: the first worker to create
+its object in the folder causes it. Knows no Spark: executors are ancestors of the training process. Main thread only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Blow:
 
     kill worker, kill slot, kill executor: SIGKILL to the training process, the Python worker of Spark above it, the
     JVM above that. stop: SIGSTOP to the training process for `seconds`. cut: all its TCP connections are broken. slow:
-    each of its steps takes `pause` seconds more for `seconds`; the log names it where that is above `stall_after`.
-    drain: SIGPWR to the executor, which decommissions itself under `spark.decommission.enabled=true`, and dies else.
+    for `seconds` each of its steps takes `pause` seconds longer; the log names it if that is above `stall_after`.
+    drain: SIGPWR to the executor, which decommissions itself under `spark.decommission.enabled=true`, or else dies.
     """
 
     kind: BlowKind
@@ -48,7 +48,7 @@ def seeded_blows(
 ) -> tuple[Blow, ...]:
     """`count` blows in the order in which they are due, the same for the same arguments.
 
-    steps: of an epoch; each blow falls on a step of its own as long as there are enough.
+    steps: of an epoch; blows fall on different steps as long as there are enough.
     """
     draw = random.Random(seed)
     places = range(1, steps * epochs) if steps * epochs > 1 else range(1)
@@ -68,8 +68,8 @@ def seeded_blows(
 class ClusterFaults:
     """Strikes the blows of a plan on a real cluster.
 
-    folder: path or url that all hosts see and that was not used for faults before; each blow that fell is an object
-    there. In a hand-written loop call `strike`, in an estimator give `callbacks=[faults.callback()]`.
+    folder: path or url that all hosts see, not used for faults before; each blow that was struck is an object there.
+    In a hand-written loop call `strike`; pass `callbacks=[faults.callback()]` to an estimator.
 
     Raises:
         InvalidInput: a blow is none of `KINDS`.
@@ -85,7 +85,7 @@ class ClusterFaults:
         self._slow: tuple[float, float] | None = None  # until when, and by how much
 
     def strike(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
-        """On every worker at the beginning of each step: do what the plan has for this one."""
+        """Call it on every worker at the beginning of each step; it strikes what is due here."""
         self._linger()
         for number, blow in list(self._left.items()):
             if (epoch, step) >= (blow.epoch, blow.step) and blow.rank % size == rank:
@@ -93,7 +93,7 @@ class ClusterFaults:
                 self._once(number, blow, {"epoch": epoch, "step": step, "rank": rank, "size": size})
 
     def struck(self) -> list[dict[str, Any]]:
-        """What fell, in the order of the plan: kind, where and when (`wall`), and the process that it hit."""
+        """What was struck, in the order of the plan: kind, place, time (`wall`), and the process that was hit."""
         store = Store.open(self._folder)
         return [json.loads(store.read_bytes(name)) for name in sorted(store.list())]
 

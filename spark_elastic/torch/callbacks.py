@@ -1,7 +1,7 @@
 """Callbacks of the estimator's training, and those that come with it.
 
-They run on all workers, which hold the same numbers, so that replicas stay alike; what a callback keeps in its public
-attributes is part of the state: of what newcomers receive and of checkpoints. Main thread only; knows no group.
+They run on all workers, which hold the same numbers, so that replicas stay equal. The public attributes of a callback
+are part of the state, which newcomers receive and checkpoints contain. Main thread only; knows no group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Logs = Mapping[str, Any]
 
 @dataclass
 class Training:
-    """What a callback sees and steers. rank and size: of the current world; rank 0 is the one to write files.
+    """What a callback sees and controls. rank and size: of the current world; rank 0 should write files.
 
-    The optimizer's rates may be changed in any hook, weights in `on_fit_begin` and `on_fit_end` alone.
+    The optimizer's rates may be changed in any hook, weights only in `on_fit_begin` and `on_fit_end`.
     """
 
     model: torch.nn.Module
@@ -33,7 +33,7 @@ class Training:
 
     @property
     def learning_rate(self) -> float:
-        """Of the first parameter group; setting it sets every group's."""
+        """That of the first parameter group; setting it sets all groups."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
@@ -42,44 +42,44 @@ class Training:
             group["lr"] = value
 
     def stop(self, reason: str) -> None:
-        """End the training behind the step that is under way, on all workers; validation and the epoch's end follow.
+        """End the training after the step in progress, on all workers; validation and the epoch's end follow.
 
-        In `on_step_end`, which tells of the step before, that is the step behind the one under way.
+        `on_step_end` reports the previous step, so from there training ends one step later.
         """
         self.stopped = reason
 
 
 class Callback:
-    """Override what is wanted. `on_step_end` is told of steps that are part of the history of all workers (R1): of each
-    once, before the next one is applied. A hook must come to the same on all workers; where it does not (clocks,
-    files), what rank 0 decides at the end of an epoch goes for all.
+    """Override the hooks that you need. `on_step_end` is called for steps that are part of the history of all workers
+    (R1): once for each, before the next one is applied. Hooks must come to the same results on all workers; if they do
+    not (clocks, files), rank 0's decision at the end of an epoch counts.
 
-    State is what `state_dict` returns, by default the attributes without a leading underscore, which must be plain
+    The state is what `state_dict` returns: by default the attributes without a leading underscore, which must be plain
     values and tensors.
     """
 
     def on_fit_begin(self, training: Training) -> None:
-        """Once in each worker, before its first step. A newcomer, or a run that goes on, takes over the state behind
-        it: rates, weights and attributes are then those that the others have, whatever was set here."""
+        """Once in each worker, before its first step. Afterwards newcomers and resumed runs take over the state: rates,
+        weights and attributes are then those of the others, whatever was set here."""
 
     def on_epoch_begin(self, training: Training, epoch: int) -> None:
-        """Before an epoch's first step; also where a new world goes on with the epoch from there."""
+        """Before an epoch's first step; again if a new world takes that step."""
 
     def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
-        """Before a forward pass; again where the step is repeated in another world."""
+        """Before a forward pass; again if the step is repeated in another world."""
 
     def on_step_end(self, training: Training, logs: Logs) -> None:
         """logs: epoch, step, loss (mean over the step's rows), rows."""
 
     def on_epoch_end(self, training: Training, logs: Logs) -> None:
-        """logs: the epoch's entry of the history, validation and metrics included."""
+        """logs: the epoch's entry in the history, including validation and metrics."""
 
     def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
         """Before the final weights are written."""
 
     @property
     def watches(self) -> str | None:
-        """The number of the epoch's logs that there must be for it."""
+        """The number that the callback needs in the epoch's logs."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,9 +153,9 @@ class BestWeights(_Watching):
 
 
 class LearningRateSchedule(Callback):
-    """One of torch's schedulers: `make(optimizer)`, advanced after each "epoch" or each "step" that is applied.
+    """One of torch's schedulers: `make(optimizer)`, advanced after each "epoch" or each applied "step".
 
-    monitor: the number of the epoch's logs that `ReduceLROnPlateau` is given.
+    monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets.
     """
 
     def __init__(
