@@ -163,6 +163,7 @@ def _shapes(shapes: Any, columns: tuple[str, ...], name: str, role: str) -> tupl
         raise InvalidInput(
             f"{name} must be one shape per {role} column, such as [(1, 28, 28)]; got {shapes!r}."
         ) from None
+    found = tuple(shape[1:] if shape[:1] == (-1,) else shape for shape in found)  # Horovod's are of all rows
     if len(found) != len(columns):
         raise InvalidInput(f"{name} has {len(found)} shapes for {len(columns)} {role} columns.")
     if any(size < 1 for shape in found for size in shape):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,19 +74,35 @@ class TrainerStandIn:
         )
 
 
+class Batch(tuple[Any, Any]):
+    """(features, labels), each a tensor, or a tuple where there are several columns; `batch["x"]` is the column x."""
+
+    columns: Mapping[str, torch.Tensor]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.columns[key] if isinstance(key, str) else super().__getitem__(key)
+
+
 class LightningLoss:
     """A LightningModule's `training_step`, and its `validation_step` in evaluation mode where it has one.
 
-    The batch is (features, labels), each a tensor, or a tuple where there are several columns; batch_idx is the step of
-    the epoch, from 0. What it logs is averaged over rows. The whole step runs under autocast, as Lightning has it.
+    batch_idx is the step of the epoch, from 0. What it logs is averaged over rows. The whole step runs under autocast,
+    as Lightning has it.
     """
 
     logs = True
 
-    def __init__(self, weighted: bool, precision: str | None = None, epoch_steps: int = 0) -> None:
-        """epoch_steps: steps of an epoch."""
+    def __init__(
+        self,
+        weighted: bool,
+        precision: str | None = None,
+        epoch_steps: int = 0,
+        columns: Sequence[str] = (),
+    ) -> None:
+        """epoch_steps: steps of an epoch. columns: names of the features, then of the labels."""
         self._precision = precision
         self._epoch_steps = epoch_steps
+        self._columns = tuple(columns)
         self._loss = RowLoss(given_loss, weighted)
         self._logged: dict[str, float] = {}
         self._here, self._rank, self._size = START, 0, 1
@@ -95,7 +111,8 @@ class LightningLoss:
         self._here, self._rank, self._size = here, group.rank, group.size
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
-        batch = tuple(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
+        batch = Batch(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
+        batch.columns = dict(zip(self._columns, (*part.features, *part.labels), strict=False))
         self._logged = {}
         evaluates = not model.training and _overrides(model, "validation_step")
         step: Any = model.validation_step if evaluates else model.training_step

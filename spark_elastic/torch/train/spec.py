@@ -56,7 +56,8 @@ class Brought:
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
         if not self.losses:
-            return LightningLoss(weighted, spec.precision, spec.plan.steps)
+            columns = [*(column.name for column in spec.features), *spec.labels]
+            return LightningLoss(weighted, spec.precision, spec.plan.steps, columns)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels[0])
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)

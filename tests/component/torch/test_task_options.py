@@ -66,7 +66,8 @@ class Lit(Net):
     """What a LightningModule has."""
 
     def training_step(self, batch: Any, number: int) -> Any:
-        x, y = batch
+        x, y = batch["x"], batch["w"]  # as in Horovod
+        assert all(map(torch.equal, batch, (x, y)))
         loss = loss_of(self(x), y)
         self.log("level", 2.0)  # type: ignore[operator]
         at: Any = self._trainer

@@ -37,6 +37,11 @@ def test_a_store_may_be_a_path() -> None:
     assert ask(store=Path("/mnt/jobs")).store == "/mnt/jobs"
 
 
+def test_shapes_may_begin_with_minus_one_as_horovods_do() -> None:
+    request = ask(input_shapes=[[-1, 1, 2]], label_shapes=[(-1, 1)])
+    assert (request.input_shapes, request.label_shapes) == (((1, 2),), ((1,),))
+
+
 def test_a_column_may_be_feature_and_label() -> None:
     request = ask(feature_cols=["x", "z"], label_cols=["x"])
     assert (request.feature_cols, request.label_cols) == (("x", "z"), ("x",))
