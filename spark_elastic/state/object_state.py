@@ -110,6 +110,7 @@ class ObjectState(State):
             raise InvalidInput(
                 "the run's checkpoints are of a state of other names: make the same one, or use another run_id."
             )
+        self._commits.wait()
         self._load(kept)
         self._number = kept.version
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_collectives import CollectiveError
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.sampler import ElasticSampler
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.state import handover
+from spark_elastic.state import commit, handover
 from spark_elastic.state.handlers import StateHandler, handler_for
 from spark_elastic.state.object_state import ObjectState
 from tests.unit.state.stage import Seat, Stage
@@ -141,6 +144,24 @@ def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
         return state.step, state.weights.numbers[0]
 
     assert (1, 1.0) in Stage(2).play(work)
+
+
+def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a state that was just made; else the user is told that he changed a parameter after a commit."""
+    durable: Any = SimpleNamespace(restore=lambda candidates: kept)
+    kept = WeightsState(weights=Weights(fill=5.0), step=3)._commits.newest()
+    copy = commit._copy
+
+    def slow(pieces: Any, memory: Any) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            SystemClock().sleep(0.1)
+        copy(pieces, memory)
+
+    monkeypatch.setattr(commit, "_copy", slow)
+    state: Any = WeightsState(weights=Weights(), step=0)
+    state.resume(durable, ())
+    state._commits.wait()
+    assert (state.step, state.weights.numbers[0]) == (3, 5.0)
 
 
 @pytest.mark.parametrize("name", ["commit", "_private", "registry"])
