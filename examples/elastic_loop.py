@@ -75,9 +75,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from spark_elastic.worker.context import current
-
-    if current() is None:
-        main()
-    else:  # started by spark-elastic-run
+    if "RANK" in os.environ:  # started by spark-elastic-run
         train(EPOCHS)
+    else:
+        main()
