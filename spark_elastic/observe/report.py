@@ -113,11 +113,11 @@ class JobReport:
         if self.recoveries:
             p50, p99 = self.recovery_seconds(50), self.recovery_seconds(99)
             took = "" if p50 is None or p99 is None else f", p50 {p50:.2f} s, p99 {p99:.2f} s"
-            lines.append(f"{len(self.recoveries)} recoveries{took}, {self.steps_lost} steps lost")
+            lines.append(f"recoveries: {len(self.recoveries)}{took}; steps lost: {self.steps_lost}")
         else:
             lines.append("no losses")
         lines.append(
-            f"{self.checkpoints} checkpoints, which held up training for {self.checkpoint_seconds:.2f} s"
+            f"checkpoints: {self.checkpoints}, which held up training for {self.checkpoint_seconds:.2f} s"
         )
         lines.append(f"worker-hours: {self.reserved_hours:.3f} reserved, {self.useful_hours:.3f} useful")
         lines += [

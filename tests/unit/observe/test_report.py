@@ -47,7 +47,7 @@ def test_it_survives_json() -> None:
 def test_it_reads_well() -> None:
     lines = str(REPORT.with_rows([{"epoch": 0, "rows": 10}], 12)).splitlines()
     assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")
-    assert lines[1] == "3 recoveries, p50 1.00 s, p99 3.00 s, 1 steps lost"
+    assert lines[1] == "recoveries: 3, p50 1.00 s, p99 3.00 s; steps lost: 1"
     assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 doubled"
 
 
