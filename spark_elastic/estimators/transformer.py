@@ -6,6 +6,7 @@ beside `data/`), written through Spark, so that any path Spark can write will do
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -35,14 +36,18 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
 
+log = logging.getLogger("spark_elastic")
+
 _ALL = "__spark_elastic_outputs"
 
 
 class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused-ignore]
     """What an estimator's `fit` returns, whatever the framework; `_restored` is the framework's."""
 
-    def __init__(self, predictor: Predicts, summary: FitSummary) -> None:
+    def __init__(self, predictor: Predicts, summary: FitSummary, widths: list[int] | None = None) -> None:
+        """widths: numbers per row of each output, where they were tried already."""
         super().__init__()
+        self._known_widths = widths
         self._predictor = predictor
         self._summary = summary
         self._setDefault(
@@ -124,6 +129,8 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return added.drop(_ALL)
 
     def _widths(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[int]:
+        if self._known_widths is not None:
+            return self._known_widths
         if not self._predictor.needs_sample:
             return self._predictor.widths()
         row = dataset.select(*inputs).first()
@@ -132,6 +139,19 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 "the table has no rows: with a transformation_fn the model's outputs are tried on its first one."
             )
         return self._predictor.widths([[value] for value in row])
+
+
+def widths_of(predictor: Predicts, sample: Sequence[Any] | None) -> list[int] | None:
+    """Numbers per row of each output, tried on a row of the training, since a table to predict may have none."""
+    if sample is None:
+        return None
+    try:
+        return predictor.widths([[value] for value in sample])
+    except (
+        Exception
+    ) as error:  # the model is trained; what `transform` cannot do with it, that says when it is called
+        log.debug("the model's outputs could not be tried: %s", error)
+        return None
 
 
 def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
@@ -164,6 +184,7 @@ class ModelWriter(saving.OverwritingWriter):
             "format": saving.FORMAT,
             "summary": model.summary.to_json(),
             "columns": [[c.name, c.dtype, list(c.shape)] for c in model._predictor.columns],
+            "widths": model._known_widths,
             **model._extra(),
         }
         DefaultParamsWriter.saveMetadata(model, path, saving.scope(self.sparkSession), extraMetadata=extra)
@@ -182,7 +203,9 @@ class ModelReader(MLReader[Any]):
         columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])
         predictor = self._cls._restored(saving.read(self.sparkSession, path), columns, metadata)
-        model: Any = self._cls(predictor, summary)
+        model: Any = self._cls(
+            predictor, summary, metadata.get("widths")
+        )  # none: saved before they were kept
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model

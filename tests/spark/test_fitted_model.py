@@ -22,6 +22,7 @@ from spark_elastic.estimators.history import FitSummary, WorldRecord
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
 from spark_elastic.estimators.saving import upgraded
+from spark_elastic.estimators.transformer import widths_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -157,7 +158,7 @@ def test_the_module_handed_out_is_a_copy() -> None:
     assert not model.getModel().training
 
 
-def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession) -> None:
+def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession, tmp_path: Path) -> None:
     """Bytes, a day and a moment come as in training, whatever the session's time zone."""
 
     def numbers(columns: dict[str, Any]) -> dict[str, Any]:
@@ -184,3 +185,8 @@ def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSessio
     assert got == pytest.approx([111.0 * i for i in range(4)])
     with pytest.raises(InvalidInput, match="the table has no rows"):
         model.transform(df.limit(0))
+    known = ElasticTorchModel(model._predictor, SUMMARY, widths_of(model._predictor, list(df.first() or ())))
+    path = str(tmp_path / "model")
+    known.save(path)
+    empty = ElasticTorchModel.load(path).transform(df.limit(0))
+    assert (empty.count(), empty.schema["prediction"].dataType) == (0, T.DoubleType())

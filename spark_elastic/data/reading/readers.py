@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.arrow_reader import ArrowReader
@@ -45,3 +47,11 @@ def open_reader(
 
         return PetastormReader(store, manifest, columns, cache_bytes)
     return ArrowReader(store, manifest, columns, cache_bytes)
+
+
+def some_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
+    """The columns' values in one row, out of the smallest row group: something to try a function of rows on."""
+    groups = manifest.row_groups
+    with closing(open_reader("arrow", store, manifest, columns)) as reader:
+        found = reader.fetch(min(range(len(groups)), key=lambda number: groups[number].rows))
+    return [found[name][0] for name in columns]

@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -23,6 +23,7 @@ import cloudpickle
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.reading.readers import some_row
 from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
@@ -69,11 +70,13 @@ class Framework:
 
 @dataclass(frozen=True)
 class Fitted:
-    """weights: as the workers wrote them. features: see `_inputs`."""
+    """weights: as the workers wrote them. features: see `_inputs`. sample: their values in a row, for a model whose
+    inputs a function makes of them; None where rows were not read again."""
 
     weights: bytes
     features: tuple[Column, ...]
     summary: FitSummary
+    sample: list[Any] | None = None
 
 
 def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
@@ -83,31 +86,30 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
     platform = platform_of(rows.session, request.config)
-    worlds: tuple[WorldSpan, ...] = ()
-    report = JobReport()
     with _opened(request, platform.master) as store:
         record, result = _so_far(rows, request, store, run_id)
-        if result is None or record is None:
+        if result is not None and record is not None:
+            trained = _Trained(record, result)
+        else:
             ledger = _ledger(request, store, run_id)
             payload = cloudpickle.dumps(request.brought)
             with _watched(request) as shown:
                 platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
                 training = _Training(platform, rows, request, framework, store, ledger, shown)
-                record, result, worlds, report = going_on(
-                    lambda: _trained(training, run_id), Checkpoints(store, run_id).published
-                )
+                trained = going_on(lambda: _trained(training, run_id), Checkpoints(store, run_id).published)
+            result = trained.result
         weights = _weights(store, result)
-        features = _inputs(request, record.rows())
+        features = _inputs(request, trained.record.rows())
     summary = FitSummary(
         run_id=run_id,
         epochs=tuple(result.history),
-        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in worlds),
+        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in trained.worlds),
         seconds=clock.now() - started,
         data_rows=result.data_rows,
         digest=result.digest,
-        report=report.with_rows(result.history, result.data_rows),
+        report=trained.report.with_rows(result.history, result.data_rows),
     )
-    return Fitted(weights, features, summary)
+    return Fitted(weights, features, summary, trained.sample)
 
 
 def _so_far(
@@ -152,16 +154,25 @@ def _watched(request: Request) -> Iterator[Progress]:
         yield shown
 
 
-def _trained(
-    training: _Training, run_id: str
-) -> tuple[RunRecord, RunResult, tuple[WorldSpan, ...], JobReport]:
+@dataclass(frozen=True)
+class _Trained:
+    """A run that has ended; the rest is known where this fit trained. sample: see `Fitted`."""
+
+    record: RunRecord
+    result: RunResult
+    worlds: tuple[WorldSpan, ...] = ()
+    report: JobReport = field(default_factory=JobReport)
+    sample: list[Any] | None = None
+
+
+def _trained(training: _Training, run_id: str) -> _Trained:
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
     request, framework, store = training.request, training.framework, training.store
     run = HeldRun.take(store, run_id)
     if RunResult.load(store, run_id) is not None:  # another driver's, which ended it while this one waited
         record, ended = _so_far(training.rows, request, store, run_id)
         if record is not None and ended is not None:
-            return record, ended, (), JobReport()
+            return _Trained(record, ended)
     with training.rows.held(request, store, run) as (record, data):
         manifest = record.rows()
         # An older driver that lost the run may still write its own.
@@ -179,8 +190,20 @@ def _trained(
         )
         run.check()
         ended.save(store, run_id)  # before anything goes that the run could go on with
+        sample = _sample(request, data, manifest)
     run.let_go(f"runs/{run_id}/checkpoints")
-    return record, ended, launched.worlds, launched.report
+    return _Trained(record, ended, launched.worlds, launched.report, sample)
+
+
+def _sample(request: Request, data: Store, manifest: Manifest) -> list[Any] | None:
+    """See `Fitted`. It is for the convenience of `transform`, and costs no trained model."""
+    if request.brought.transformation is None:
+        return None
+    try:
+        return some_row(data, manifest, request.feature_cols)
+    except StoreError as error:
+        log.debug("no row to try the transformation on: %s", error)
+        return None
 
 
 def _agreed(results: list[dict[str, Any] | None]) -> dict[str, Any]:

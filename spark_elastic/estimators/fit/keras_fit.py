@@ -8,6 +8,7 @@ from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.fit import fitting
 from spark_elastic.estimators.fit.fit_rows import RowSource
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
+from spark_elastic.estimators.transformer import widths_of
 from spark_elastic.keras.train.task import KerasTrainTask
 
 PACKAGES = ("tensorflow", "keras")
@@ -20,6 +21,5 @@ def fit(rows: RowSource, request: Request) -> ElasticKerasModel:
     archive = request.brought.model.with_weights(fitted.weights)
     change = request.brought.transformation
     shipped = None if change is None else cloudpickle.dumps(change)
-    return ElasticKerasModel(
-        KerasPredictor(archive, fitted.features, shipped, request.label_cols), fitted.summary
-    )
+    predictor = KerasPredictor(archive, fitted.features, shipped, request.label_cols)
+    return ElasticKerasModel(predictor, fitted.summary, widths_of(predictor, fitted.sample))

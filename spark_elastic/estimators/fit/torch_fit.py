@@ -15,6 +15,7 @@ from spark_elastic.estimators.fit.fit_rows import RowSource
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.persistence import pack
 from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
+from spark_elastic.estimators.transformer import widths_of
 from spark_elastic.torch.train.state_bytes import values_loads
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.torch.train.watching import check_watched
@@ -30,7 +31,8 @@ def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
     fitted = fitting.fit(rows, request, TORCH)
     module, change = trained(request, fitted.weights), request.brought.transformation
     packed = pack(module) if change is None else pack(Transformed(module, change), module)
-    return ElasticTorchModel(Predictor(packed, fitted.features), fitted.summary)
+    predictor = Predictor(packed, fitted.features)
+    return ElasticTorchModel(predictor, fitted.summary, widths_of(predictor, fitted.sample))
 
 
 def trained(request: Request, weights: bytes) -> torch.nn.Module:

@@ -14,6 +14,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading import arrow_reader
 from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.reading.footers import read_footers
+from spark_elastic.data.reading.readers import some_row
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -106,6 +107,12 @@ def test_columns_can_be_chosen(store: Store, manifest: Manifest) -> None:
         assert list(reader.fetch(0)) == ["odd", "id"]
     with pytest.raises(InvalidInput, match="no column 'z'"):
         ArrowReader(store, manifest, ["z"])
+
+
+def test_a_row_to_try_comes_from_the_smallest_row_group(store: Store, manifest: Manifest) -> None:
+    moment, x = some_row(store, manifest, ["id", "x"])
+    assert moment == 20
+    assert x.tolist() == [20, 20.5, -20]
 
 
 def test_the_cache_is_bounded_in_bytes(store: Store, manifest: Manifest) -> None:

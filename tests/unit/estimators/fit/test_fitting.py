@@ -21,7 +21,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.fit import fitting, torch_fit
 from spark_elastic.estimators.fit.fit_rows import forgotten_unless_it_goes_on
@@ -156,10 +156,13 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def trained(rows: Rows, store: Store) -> None:
+def trained(rows: Rows, store: Store, transformation: Any = None) -> Any:
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    training = fitting._Training(None, rows, request(store="memory://x"), framework, store, None, None)  # type: ignore[arg-type]
-    fitting._trained(training, "r")
+    wanted = request(
+        store="memory://x", feature_cols=("x",), brought=SimpleNamespace(transformation=transformation)
+    )
+    training = fitting._Training(None, rows, wanted, framework, store, None, None)  # type: ignore[arg-type]
+    return fitting._trained(training, "r")
 
 
 def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
@@ -167,6 +170,20 @@ def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
     trained(Rows(order), store)
     assert order == ["result", "remove rows", "remove checkpoints"]
     assert RunResult.load(store, "r") is not None
+
+
+def test_a_row_to_try_a_transformation_on_is_kept_and_costs_no_result(
+    order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trained(Rows(order), memory_store()).sample is None
+    monkeypatch.setattr(fitting, "some_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
+    assert trained(Rows(order), memory_store(), dict).sample == ["a row's x"]
+
+    def fails(*given: Any) -> Any:
+        raise StoreError("the rows cannot be read here")
+
+    monkeypatch.setattr(fitting, "some_row", fails)
+    assert trained(Rows(order), memory_store(), dict).sample is None
 
 
 def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
