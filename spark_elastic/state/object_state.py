@@ -34,6 +34,7 @@ class ObjectState(State):
         for name, value in values.items():
             self._add(name, value)
         self.save_again()
+        self._commits.wait()  # a checkpoint may be loaded next, and there is no version to fall back to yet
 
     def _add(self, name: str, value: Any) -> None:
         if name.startswith("_") or hasattr(type(self), name):

@@ -135,6 +135,15 @@ def test_r20_a_change_behind_the_optimizers_back_spoils_that_commit_only() -> No
     state.commit()
 
 
+def test_weights_are_loaded_right_after_the_state_is_made() -> None:
+    for _ in range(20):
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 20))])
+        state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model.load_state_dict({"0": torch.ones(1 << 20)})
+        state.restore()
+        assert not model[0].any()
+
+
 def test_a_model_that_no_optimizer_of_the_state_trains_is_copied_at_once() -> None:
     model, average = net(), net()
     state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), average=average)
