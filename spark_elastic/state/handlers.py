@@ -91,7 +91,10 @@ class StateDictHandler(PictureHandler):
 
 
 class SamplerStateHandler(StateDictHandler):
-    """An `ElasticSampler`; divides what is left of the epoch anew in every world, synced or not."""
+    """An `ElasticSampler`; divides what is left of the epoch anew in every world, synced or not, and in each `sync`."""
+
+    def sync(self) -> None:
+        self.value.reset()
 
     def reset(self) -> None:
         self.value.reset()

@@ -6,9 +6,10 @@ What is restored, and what is handed over, is always one version of everything. 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.commit import Commits, Snapshot, Tray
@@ -25,6 +26,8 @@ class ObjectState(State):
     """
 
     registry: Registry = REGISTRY
+    # For a `sync` outside of the run loop.
+    group_of_process: Callable[[], Group | None] = staticmethod(lambda: None)
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
@@ -83,16 +86,17 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
-        if self._seat is None:
+        group = self.group_of_process() if self._seat is None else self._seat.group
+        if group is None:
             return
-        if self._seat.group.rank == self.source_rank:  # elsewhere it would pass for the state that is to come
+        if group.rank == self.source_rank:  # elsewhere it would pass for the state that is to come
             self._commits.take(self._number, self._capture)
-        arrived = hand_over(self._seat.group, self._commits, self.source_rank)
+        arrived = hand_over(group, self._commits, self.source_rank)
         if arrived is not None:
             self._commits.adopt(arrived)
             self._load(arrived)
             self._number = arrived.version
-        for handler in self._custom():
+        for handler in self._handlers.values():
             handler.source_rank = self.source_rank
             handler.sync()
 

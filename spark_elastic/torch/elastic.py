@@ -27,12 +27,11 @@ from spark_elastic.state.handlers import (
     SamplerStateHandler,
     StateHandler,
 )
-from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
 from spark_elastic.torch.handlers import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import register_handlers, registered_handlers
-from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.seat import group_of_process, seat_of_process
 
 __all__ = [
     "ElasticSampler",
@@ -84,7 +83,12 @@ class ElasticSampler(sampler.ElasticSampler):
         super().__init__(dataset, shuffle, seed, rank=rank, size=size, pad=pad)
 
 
-class TorchState(object_state.ObjectState):
+class ObjectState(object_state.ObjectState):
+    __doc__ = object_state.ObjectState.__doc__
+    group_of_process = staticmethod(group_of_process)
+
+
+class TorchState(ObjectState):
     """Models, optimizers, schedulers, samplers and plain values by name, all parts of one snapshot."""
 
     def __init__(

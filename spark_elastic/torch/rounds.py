@@ -24,7 +24,7 @@ from spark_elastic.torch.hooks import weakly
 from spark_elastic.torch.terms import Terms
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
 from spark_elastic.worker.context import current, floor_of_process
-from spark_elastic.worker.seat import engine_of_process, group_of
+from spark_elastic.worker.seat import engine_of_process, group_of, group_of_process
 
 Marks = npt.NDArray[np.bool_]
 
@@ -79,7 +79,7 @@ class Rounds:
             raise InvalidInput(
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
-        self._world = _world()
+        self._world = group_of_process()
         self.exchange.open(group_for(self._process_set), self._passes)
         self.done = False
 
@@ -92,7 +92,7 @@ class Rounds:
 
     def stale(self) -> bool:
         """The open step belongs to a world that is over."""
-        return self.exchange.is_open and self._world is not _world()
+        return self.exchange.is_open and self._world is not group_of_process()
 
     @property
     def waits(self) -> bool:
@@ -176,11 +176,6 @@ def _is_lone() -> bool:
     """Which of several optimizers has a bucket complete first may differ from rank to rank; in which order they step is
     the program's, and the same on all. Whoever counts one here that does nothing loses time alone."""
     return len(rounds_of_process()) == 1
-
-
-def _world() -> Group | None:
-    here = current()
-    return None if here is None else group_of(here)
 
 
 def group_for(process_set: ProcessSet) -> Group | None:

@@ -73,6 +73,16 @@ def seat_of_process() -> WorkerSeat | None:
     return None if here is None or here.session is None else WorkerSeat(here.session)
 
 
+def group_of_process() -> Group | None:
+    """The current world's; None in a process that is no worker.
+
+    Raises:
+        CollectiveError: between two worlds there is none.
+    """
+    here = current()
+    return None if here is None else group_of(here)
+
+
 def engine_of_process() -> EngineThread | None:
     """What calls the current world's collectives beside the main thread; None in a process that is no worker."""
     here = current()

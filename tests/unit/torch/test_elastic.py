@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from elastic_collectives import CollectiveError
+from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.handlers import ModelStateHandler
 from spark_elastic.worker.context import current, register_handlers, set_initialized
-from tests.unit.ops.workers import become, per_thread
+from tests.unit.ops.workers import among_fakes, become, per_thread
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +222,21 @@ def test_alone_the_process_is_a_world_of_one() -> None:
     assert torch.equal(hvd.broadcast(x, 0), x)
     hvd.shutdown()
     assert not hvd.is_initialized()
+
+
+def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> tuple[int, list[float], list[int]]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, float(group.rank))
+        sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+        state: Any = hvd.elastic.TorchState(model, epoch=5 - group.rank, sampler=sampler)
+        sampler.record_batch(0, 2)
+        state.sync()
+        return state.epoch, model.weight.flatten().tolist(), list(sampler)
+
+    assert among_fakes(2, work) == [(5, [0.0], [4, 6]), (5, [0.0], [5, 7])]
 
 
 def test_a_sampler_needs_no_rank() -> None:
