@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import runpy
 import traceback
+from pathlib import Path
+from types import TracebackType
 
 LINE_AT_MOST = (
     2000  # characters; both are cut in the middle: the first ones say what it is, the last ones of what
 )
 TRACEBACK_AT_MOST = 64 << 10
+CALLERS = (str(Path(__file__).parents[1]), runpy.run_path.__code__.co_filename)
 
 
 def fingerprint(error: BaseException) -> str:
@@ -20,10 +24,19 @@ def fingerprint(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it, in a size that a message takes and a person reads."""
-    lines = "".join(traceback.format_exception(error)).split("\n")
+    """As Python prints it, in a size that a message takes and a person reads; it begins where the user's code does."""
+    told = traceback.format_exception(type(error), error, _from_users_code(error.__traceback__))
+    lines = "".join(told).split("\n")
     text = _cut("\n".join(_cut(line, LINE_AT_MOST) for line in lines), TRACEBACK_AT_MOST)
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _from_users_code(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames that called it: ours, and those that run a script. All of them where none is the user's."""
+    frame = trace
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(CALLERS):
+        frame = frame.tb_next
+    return frame or trace
 
 
 def _message(error: BaseException) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.raised import LINE_AT_MOST, TRACEBACK_AT_MOST, fingerprint, traceback_of
+from spark_elastic.worker.script import Script
 
 
 def raised(error: Exception) -> Exception:
@@ -48,3 +52,25 @@ def test_of_a_long_traceback_begin_and_end_are_kept() -> None:
     assert "characters are left out here" in text
     assert text.endswith("row 49999 is bad\n")
     assert TRACEBACK_AT_MOST <= len(text) < TRACEBACK_AT_MOST + 100
+
+
+def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def step():\n    return 1 / 0\n\n\nstep()\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        Script.read(str(path))()
+    ours = caught.value.__traceback__
+    assert ours is not None
+    text = traceback_of(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
+    first, at, *_ = text.splitlines()
+    assert (first, at.split(",")[0]) == ("Traceback (most recent call last):", f'  File "{path}"')
+    assert text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_traceback_without_users_code_is_whole() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Script.read("missing.py")
+    ours = caught.value.__traceback__
+    assert ours is not None
+    assert ours.tb_next is not None
+    assert "script.py" in traceback_of(caught.value.with_traceback(ours.tb_next))
