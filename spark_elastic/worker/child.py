@@ -42,6 +42,7 @@ class Child:
         self.warm = False
         self._process = process
         self._window = window
+        self._ended = threading.Event()
         self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         work: dict[str, Callable[[], None]] = {
             "input": self._write,
@@ -108,6 +109,10 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
+    def await_end(self, seconds: float) -> None:
+        """Of a process that was told to end, for so long at most."""
+        self._ended.wait(seconds)
+
     def close(self) -> None:
         """Kill and collect the process, and what it left; its last lines have been handed over when this returns."""
         self._process.kill()
@@ -136,7 +141,9 @@ class Child:
                 on_warm(self)
 
     def _wait(self, on_exit: Callable[[Child, int], None]) -> None:
-        on_exit(self, self._process.wait())
+        code = self._process.wait()
+        self._ended.set()
+        on_exit(self, code)
 
     def _read_lines(self, on_line: Callable[[Child, str], None]) -> None:
         pipe = self._process.stdout

@@ -6,8 +6,10 @@ until then it is a warm spare with everything imported. The end of standard inpu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -18,7 +20,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -34,6 +36,7 @@ from spark_elastic.worker.raised import fingerprint, traceback_of
 from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
 
 PR_SET_PDEATHSIG = 1
+AT_EXIT = 2.0  # seconds that `atexit` has; less than a slot's patience
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def main() -> int:
     die_with_parent(header.parent)
     clock = SystemClock()
     assert header.watch_fds is not None
+    faulthandler.enable()  # a crash in native code says in which line of Python
     sampler = Sampler(*header.watch_fds, clock)
     sampler.start()
     payload = channel.read(header.payload_bytes)
@@ -196,12 +200,23 @@ def _run() -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or nobody reads it: no reason for another code
-                stream.flush()
+
+
+def _end(code: int) -> NoReturn:
+    """With what is registered with `atexit`, such as a logger's last words, but for no longer than it has time.
+
+    Threads of user code or of a framework do not keep a finished worker alive.
+    """
+    late = threading.Timer(AT_EXIT, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(BaseException):  # told by the interpreter already
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it: no reason for another code
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    # Threads of user code or of a framework must not keep a finished worker alive.
-    os._exit(_run())
+    _end(_run())

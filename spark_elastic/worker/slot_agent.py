@@ -154,15 +154,15 @@ class SlotAgent:
         return None
 
     def _obey(self, orders: SlotOrders) -> str | None:
-        if orders.release is not None:
-            return orders.release
         for stop in orders.stop_worker:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
                     self._active.kill()
+                elif orders.release is not None:
+                    self._active.await_end(PATIENCE)
                 else:
                     self._later(PATIENCE, self._active.kill)
-        return None
+        return orders.release
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         """In a thread of its own; not at all once the slot closes."""

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
+import threading
+
+import cloudpickle
 
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 
 
-def test_what_escapes_everything_is_an_exit_code_and_a_traceback() -> None:
+def life(payload: bytes) -> tuple[list[str], int]:
+    """What a child without a driver writes, and its exit code."""
     lines: list[str] = []
     ends: queue.Queue[int] = queue.Queue()
 
     def header(status: int) -> Header:
         nobody = "127.0.0.1:1"
-        return Header(os.getpid(), nobody, "00", 1, "1-0", "127.0.0.1", None, (), 5.0, 0.5, 7, status)
+        return Header(
+            os.getpid(), nobody, "00", 1, "1-0", "127.0.0.1", None, (), 5.0, 0.5, len(payload), status
+        )
 
     child = Child.spawn(
         header,
-        b"garbage",
+        payload,
         lambda child, line: lines.append(line),
         lambda child: child.activate("1-0.1"),
         lambda child, code: ends.put(code),
     )
-    assert ends.get(timeout=60.0) == 1
+    code = ends.get(timeout=60.0)
     child.close()
+    return lines, code
+
+
+def test_what_escapes_everything_is_an_exit_code_and_a_traceback() -> None:
+    lines, code = life(b"garbage")
+    assert code == 1
     assert lines[-1].startswith("spark_elastic.errors.DriverUnreachable: The driver's rendezvous server")
+
+
+class SaysGoodbye:
+    def prepare(self) -> None:
+        atexit.register(threading.Event().wait)  # the last of them, and it never ends
+        atexit.register(print, "goodbye")
+
+
+def test_what_is_registered_for_its_end_runs_and_does_not_keep_it() -> None:
+    lines, code = life(cloudpickle.dumps(SaysGoodbye()))
+    assert code == 1
+    assert "goodbye" in lines

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,26 @@ def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
     lines = [message for message in list(driver.logs.queue) if message.lines]
     assert lines[0].lines[0] == "farewell"
     assert lines[0].worker == f"{SLOT}.1"
+
+
+class SaysGoodbye(Announced):
+    """Has last words, for which it takes its time."""
+
+    def prepare(self) -> None:
+        atexit.register(print, "goodbye")
+        atexit.register(time.sleep, 0.5)
+        super().prepare()
+
+
+def test_a_worker_that_is_told_to_end_with_its_slot_has_its_last_words(driver: Driver) -> None:
+    def play() -> None:
+        worker = driver.heard(WorkerStarted).worker
+        driver.logs.get(timeout=20.0)
+        driver.server.stop_worker(worker, "the job is over", False)
+        driver.server.release_slot(SLOT, "the job is over")
+
+    assert serve(driver, SaysGoodbye(1), play, spare_after=60.0) == "the job is over"
+    assert [line for message in list(driver.logs.queue) for line in message.lines] == ["goodbye"]
 
 
 def test_a_refused_slot_starts_nothing(driver: Driver) -> None:
