@@ -64,11 +64,12 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
              const GroupOptions& options)
     : rank_(rank),
       size_(static_cast<int>(peers.size())),
-      bcubeLimit_(options.bcubeLimit),
       fence_(fence),
       key_(endpoint->key()),
       local_(options.local),
-      warn_(options.warn) {
+      warn_(options.warn),
+      inform_(options.inform),
+      crossover_(options.bcubeLimit) {
   mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.nobodyHears,
                                  options.onWait);
   world_ = std::make_shared<AllRanks>(rank, size_, mesh_);
@@ -141,19 +142,34 @@ void Group::allreduce(void* data, size_t count, const Reduction& reduction) {
 void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
   if (size_ == 1) return finish(reduction, data, count, reduction.type, 1);
   if (reduction.op == ReduceOp::kAdasum) return reduceByAdasum(data, count, reduction, tag);
-  const bool bcube = byBcube(count * widthOf(reduction.type), reduction);
   const auto hosts = this->hosts();
   if (hosts && (hosts->alone() || !isHalf(reduction.type))) {
-    const auto across = [&](const World& leaders) { reduceByGloo(leaders, data, count, reduction, bcube, tag); };
+    const auto across = [&](const World& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
     return hosts->allreduce(data, count, reduction, call_, across);
   }
   if (isHalf(reduction.type)) return reduceDirectly(data, count, reduction, tag);
-  reduceByGloo(world_, data, count, reduction, bcube, tag);
+  reduceBySockets(world_, data, count, reduction, tag);
   finish(reduction, data, count, reduction.type, size_);
 }
 
-bool Group::byBcube(size_t bytes, const Reduction& reduction) const {
-  return reduction.algorithm == Algorithm::kBcube || (reduction.algorithm == Algorithm::kAuto && bytes <= bcubeLimit_);
+void Group::reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag) {
+  if (reduction.algorithm != Algorithm::kAuto) {
+    return reduceByGloo(world, data, count, reduction, reduction.algorithm == Algorithm::kBcube, tag);
+  }
+  const size_t bytes = count * widthOf(reduction.type);
+  if (crossover_.isDue(bytes)) agreeOnCrossover(world, bytes, tag);
+  const auto begin = Mesh::Clock::now();
+  reduceByGloo(world, data, count, reduction, crossover_.byBcube(bytes), tag);
+  crossover_.took(bytes, std::chrono::duration<double>(Mesh::Clock::now() - begin).count());
+}
+
+// Part of the call `tag`, of all ranks that have tried: a gathering, whose frames are no reduction's.
+void Group::agreeOnCrossover(const World& world, size_t bytes, uint32_t tag) {
+  const Crossover::Speeds own = crossover_.measured(bytes);
+  std::vector<Crossover::Speeds> all(static_cast<size_t>(world->size));
+  gatherByGloo(world, own.data(), all.data(), std::vector<size_t>(all.size(), sizeof own), tag);
+  const std::string agreed = crossover_.agree(bytes, all);
+  if (world->rank == 0) inform_(agreed);
 }
 
 // 16-bit floats: an algorithm that passes sums on would round them once at every rank.

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "calls/crossover.h"
 #include "calls/direct.h"
 #include "calls/gloo_calls.h"
 #include "calls/hosts.h"
@@ -24,12 +25,13 @@ struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
   std::chrono::milliseconds nobodyHears{
       250};                             // peers that take nothing of a group's last words for so long are stopped
-  size_t bcubeLimit = size_t{1} << 20;  // bytes up to which allreduce takes bcube, above it the ring
+  size_t bcubeLimit = size_t{1} << 20;  // bytes up to which allreduce takes bcube, above it the ring; see Crossover
   Mesh::OnWait onWait = [](std::chrono::milliseconds, const std::vector<int>&) {};
   // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks
   // alike): none does.
   std::vector<int> local;
   std::function<void(const std::string&)> warn = [](const std::string&) {};  // what the user should know, one sentence
+  std::function<void(const std::string&)> inform = [](const std::string&) {};  // what may be of interest
 };
 
 // All collectives also take nothing at all: ranks that bring nothing while others do are told of the mismatch.
@@ -73,7 +75,8 @@ class Group {
   void settle();
   std::shared_ptr<Hosts> hosts();  // null: everything goes through the mesh
   Route route(uint32_t tag);
-  bool byBcube(size_t bytes, const Reduction& reduction) const;
+  void reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void agreeOnCrossover(const World& world, size_t bytes, uint32_t tag);
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   Reduction pack(const float* data, size_t count, const Reduction& reduction);
@@ -82,14 +85,14 @@ class Group {
   void reduceByAdasum(void* data, size_t count, const Reduction& reduction, uint32_t tag);
 
   const int rank_, size_;
-  const size_t bcubeLimit_;
   const Fence fence_;
   const std::string key_;
   const std::vector<int> local_;
-  const std::function<void(const std::string&)> warn_;
+  const std::function<void(const std::string&)> warn_, inform_;
   std::shared_ptr<Mesh> mesh_;
   World world_;
   bool settled_ = false;
+  Crossover crossover_;
   Call call_;  // the collective that this rank is in; kept for hosts_ alone
   std::mutex mutex_;
   std::shared_ptr<Hosts> hosts_;  // guarded by the mutex: the group may be closed at any time

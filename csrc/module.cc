@@ -21,15 +21,15 @@ py::object& raiser() {
   return *held;
 }
 
-// Set once by the Python half: called with a sentence for the user.
+// Set once by the Python half: called with a sentence for the user, and whether it is a warning.
 py::object& teller() {
   static py::object* held = new py::object();
   return *held;
 }
 
-void tell(const std::string& text) {
+void tell(const std::string& text, bool warns) {
   py::gil_scoped_acquire gil;
-  teller()(text);
+  teller()(text, warns);
 }
 
 // A callable of Python's that may be set, called and let go of by any thread.
@@ -108,7 +108,8 @@ std::unique_ptr<WatchedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int 
   options.timeout = millisecondsOf(timeout);
   options.bcubeLimit = bcubeLimit;
   options.onWait = [watcher](auto waited, const auto& ranks) { watcher->onWait(waited, ranks); };
-  options.warn = tell;
+  options.warn = [](const std::string& text) { tell(text, true); };
+  options.inform = [](const std::string& text) { tell(text, false); };
   options.local = local;
   py::gil_scoped_release released;
   return std::make_unique<WatchedGroup>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options,

@@ -32,8 +32,9 @@ from elastic_collectives.reducing import ReducingGroup
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Hands in one's own blob and returns everybody's, in rank order; may raise."""
 
-# Bytes up to which allreduce takes bcube, above it the ring. Fixed: on one machine the ring won from 0.5 MB on with two
-# ranks and from 4 MB on with four, mostly by a quarter or less, and ranks that searched would have to agree on it.
+# Bytes up to which allreduce over sockets takes bcube, above it the ring, until the ranks have tried both and agree on
+# one (csrc/calls/crossover). On one machine the ring won from 0.5 MB on with two ranks and from 4 MB on with four,
+# mostly by a quarter or less.
 BCUBE_LIMIT = 1 << 20
 
 SHORTEST, LONGEST = 0.001, 1e9  # seconds that a wait may be given
@@ -42,9 +43,9 @@ log = logging.getLogger("elastic_collectives")
 
 
 @lru_cache(maxsize=64)
-def _tell(text: str) -> None:
+def _tell(text: str, warns: bool) -> None:
     """Each sentence once in a process, however many generations come to it."""
-    log.warning("%s", text)
+    log.log(logging.WARNING if warns else logging.INFO, "%s", text)
 
 
 _engine.set_raiser(raise_by_cause)

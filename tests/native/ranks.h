@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +27,10 @@ struct Ranks {
     groups.clear();
     elastic::GroupOptions options;
     options.timeout = std::chrono::milliseconds(timeout);
+    options.inform = [this](const std::string& text) {
+      std::lock_guard<std::mutex> lock(mutex);
+      told.push_back(text);
+    };
     for (size_t r = 0; r < endpoints.size(); r++) {
       options.local.clear();
       for (size_t peer = 0; peer < hosts.size(); peer++) {
@@ -47,6 +52,8 @@ struct Ranks {
     return thrown;
   }
 
+  std::mutex mutex;
+  std::vector<std::string> told;  // guarded by the mutex while ranks run
   std::vector<int> hosts;
   std::vector<std::shared_ptr<elastic::Endpoint>> endpoints;
   std::vector<std::unique_ptr<elastic::Group>> groups;
