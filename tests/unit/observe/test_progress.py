@@ -13,22 +13,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.observe.progress import PLAIN_EVERY, Progress
-
-
-class HandClock:
-    """Time moved by hand."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
+from spark_elastic.testing import FakeClock
 
 
 def numbers(step: int, epoch: int = 0) -> Mapping[str, Any]:
@@ -36,7 +21,7 @@ def numbers(step: int, epoch: int = 0) -> Mapping[str, Any]:
 
 
 def test_plain_lines_come_now_and_then_and_at_each_epochs_end() -> None:
-    stream, clock = io.StringIO(), HandClock()
+    stream, clock = io.StringIO(), FakeClock()
     progress = Progress(2, stream=stream, clock=clock)
     for step in range(1, 11):
         clock.sleep(PLAIN_EVERY / 4)
@@ -48,7 +33,7 @@ def test_plain_lines_come_now_and_then_and_at_each_epochs_end() -> None:
 
 def test_a_new_epoch_is_shown_at_once() -> None:
     stream = io.StringIO()
-    progress = Progress(2, stream=stream, clock=HandClock())
+    progress = Progress(2, stream=stream, clock=FakeClock())
     progress.progress(numbers(4))
     progress.progress(numbers(1, epoch=1))
     assert [line.split(" loss")[0] for line in stream.getvalue().splitlines()] == [
@@ -111,7 +96,7 @@ def test_a_file_gets_plain_lines_and_standard_error_is_the_default(
 
 
 def test_speed_metrics_and_time_left_are_told_once_known() -> None:
-    stream, clock = io.StringIO(), HandClock()
+    stream, clock = io.StringIO(), FakeClock()
     progress = Progress(2, stream=stream, clock=clock)
     progress.progress({**numbers(2), "rows": 64})
     clock.sleep(PLAIN_EVERY)
@@ -124,7 +109,7 @@ def test_speed_metrics_and_time_left_are_told_once_known() -> None:
 
 def test_a_worker_that_prints_too_much_is_cut_short_and_counted() -> None:
     stream = io.StringIO()
-    progress = Progress(1, stream=stream, clock=HandClock())
+    progress = Progress(1, stream=stream, clock=FakeClock())
     for number in range(1000):
         progress.log(2, str(number))
     progress.close()

@@ -10,20 +10,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.rendezvous.status_door import BURST, FRESH, Entrance, Page, StatusDoor
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
+from spark_elastic.testing import FakeClock
 
 
 @dataclass
@@ -37,7 +24,7 @@ class Visitor:
     """A door with three pages, and how one asks at it."""
 
     def __init__(self) -> None:
-        self.clock = HandClock()
+        self.clock = FakeClock()
         self.made = 0
         kinds = {"": "text/html", "data": "application/json", "metrics": "text/plain"}
         pages = {name: Page(kind, self._make) for name, kind in kinds.items()}
