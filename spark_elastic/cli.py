@@ -48,41 +48,58 @@ SOME = click.IntRange(min=1)
 @click.option(
     "-np", "--num-proc", "num_proc", type=SOME, help="Workers to start with; default: all slots of the hosts."
 )
-@click.option("--min-np", "--min-num-proc", "min_np", type=SOME, help="Fewest to go on with; default 1.")
 @click.option(
-    "--max-np", "--max-num-proc", "max_np", type=SOME, help="Most ever; default: as many as at the start."
+    "--min-np", "--min-num-proc", "min_np", type=SOME, help="Fewest workers to go on with; default 1."
+)
+@click.option(
+    "--max-np",
+    "--max-num-proc",
+    "max_np",
+    type=SOME,
+    help="Most workers at any time; default: as many as at the start.",
 )
 @click.option("-H", "--hosts", help="Names of this machine with their slots: localhost:2,127.0.0.2:2.")
-@click.option("-hostfile", "--hostfile", type=click.Path(), help="The same, one host:slots a line.")
 @click.option(
-    "--host-discovery-script", help="Executable that prints host[:slots] a line; asked once a second."
+    "-hostfile", "--hostfile", type=click.Path(), help="File with the same, one host:slots per line."
 )
-@click.option("--slots-per-host", type=SOME, help="Slots of hosts that are named without a number.")
-@click.option("--reset-limit", type=int, help="Most new worlds after the first.")
+@click.option("--host-discovery-script", help="Executable that prints host[:slots] lines; run once a second.")
+@click.option("--slots-per-host", type=SOME, help="Slots of hosts that are given without a number.")
+@click.option("--reset-limit", type=int, help="Most new worlds after the first; default: no limit.")
 @click.option("--elastic-timeout", type=float, help="Seconds to wait for --min-np workers; default 600.")
 @click.option(
-    "--start-timeout", type=float, help="Seconds that the start waits for -np once --min-np are there."
+    "--start-timeout",
+    type=float,
+    help="Seconds that the start waits for -np workers once --min-np are ready.",
 )
 @click.option(
-    "--blacklist-cooldown-range", type=float, nargs=2, help="Seconds, after the first failure and at most."
+    "--blacklist-cooldown-range",
+    type=float,
+    nargs=2,
+    help="Seconds that a slot is not used after a failure: at first, and at most.",
 )
-@click.option("--gloo-timeout-seconds", type=float, help="Longest wait for peers in one collective.")
-@click.option("--output-filename", type=click.Path(), help="Folder for what ranks print: rank.N/stdout.")
-@click.option("--run-id", help="Name under which commits are made durable; the same name again goes on.")
-@click.option("--store", help="Folder or fsspec url in which they are kept.")
-@click.option("--checkpoint-steps", type=SOME, help="So many commits from one to the next; default by time.")
+@click.option(
+    "--gloo-timeout-seconds", type=float, help="Longest wait for peers in one collective, in seconds."
+)
+@click.option(
+    "--output-filename", type=click.Path(), help="Folder for the output of each rank: rank.N/stdout."
+)
+@click.option("--run-id", help="Name under which commits are made durable; the same name again resumes.")
+@click.option("--store", help="Folder or fsspec url for durable commits.")
+@click.option(
+    "--checkpoint-steps", type=SOME, help="Commits from one durable one to the next; default: by time."
+)
 @click.option(
     "-prefix-timestamp",
     "--prefix-output-with-timestamp",
     is_flag=True,
-    help="The time of day before each line.",
+    help="Print the time of day before each line.",
 )
 @click.option(
     "--log-level",
     type=click.Choice(LEVELS, case_sensitive=False),
-    help="Of the log of the driver and of the training processes.",
+    help="Level of the log of the driver and of the training processes.",
 )
-@click.option("--verbose", is_flag=True, help="Tell of each new world, and why.")
+@click.option("--verbose", is_flag=True, help="Print each new world, and why it began.")
 @horovodruns
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context

@@ -69,12 +69,12 @@ HANDED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] 
     "--fusion-threshold-mb": (
         {
             "type": click.IntRange(min=0),
-            "help": "MiB that travel as one; 0: each operation and gradient alone.",
+            "help": "MiB that travel together; 0: each operation and gradient alone.",
         },
         lambda mb: dict.fromkeys(("SPARK_ELASTIC_FUSION_THRESHOLD", "SPARK_ELASTIC_BUCKET_BYTES"), mb << 20),
     ),
     "--autotune/--no-autotune": (
-        {"help": "Buckets of gradients find their own size (unset: they do), or keep one."},
+        {"help": "Tune the size of gradient buckets, or keep one; default: tune."},
         lambda on: {"HOROVOD_AUTOTUNE": int(on)},
     ),
     "--timeline-filename": (
@@ -82,19 +82,22 @@ HANDED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] 
         lambda path: {"SPARK_ELASTIC_TIMELINE": path},
     ),
     "--timeline-mark-cycles/--no-timeline-mark-cycles": (
-        {"help": "Mark rounds in it."},
+        {"help": "Mark rounds of negotiation in the trace."},
         lambda on: {"SPARK_ELASTIC_TIMELINE_MARK_CYCLES": int(on)},
     ),
     "--stall-check/--no-stall-check": (
-        {"help": "Log which ranks an operation waits for (unset: it is logged)."},
+        {"help": "Log which ranks an operation waits for; default: log."},
         lambda on: {"HOROVOD_STALL_CHECK_DISABLE": 0} if on else {"SPARK_ELASTIC_WARN_AFTER": "inf"},
     ),
     "--stall-check-warning-time-seconds": (
-        {"type": click.FloatRange(min=0), "help": "Until it is logged; default 10."},
+        {"type": click.FloatRange(min=0), "help": "Seconds until that is logged; default 10."},
         lambda seconds: {"SPARK_ELASTIC_WARN_AFTER": seconds},
     ),
     "--stall-check-shutdown-time-seconds": (
-        {"type": click.FloatRange(min=0), "help": "Until it is an error; 0: after --gloo-timeout-seconds."},
+        {
+            "type": click.FloatRange(min=0),
+            "help": "Seconds until waiting is an error; 0: --gloo-timeout-seconds.",
+        },
         lambda seconds: {"SPARK_ELASTIC_WAIT_AT_MOST": seconds},
     ),
 }

@@ -33,7 +33,7 @@ def store_group() -> None:
 
 
 _OPTION = click.option(
-    "-o", "--option", "options", multiple=True, metavar="NAME=VALUE", help="For fsspec; repeatable."
+    "-o", "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option for fsspec; repeatable."
 )
 
 
@@ -47,8 +47,8 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 
 @store_group.command(name="clean")
 @click.argument("url")
-@click.option("--older-than", required=True, help="Age of what goes, as in 12h, 30d or 2w.")
-@click.option("--unfinished", is_flag=True, help="Also runs that could be taken up again, and their rows.")
+@click.option("--older-than", required=True, help="Least age of what is removed, as in 12h, 30d or 2w.")
+@click.option("--unfinished", is_flag=True, help="Also remove runs that could be resumed, and their rows.")
 @_OPTION
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
     """Remove data sets and ended runs that nobody has written to for a while."""
