@@ -76,3 +76,11 @@ def test_ages() -> None:
     assert [store_cli.seconds(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
     with pytest.raises(InvalidInput, match="as in 30d"):
         store_cli.seconds("soon")
+    with pytest.raises(InvalidInput, match="older_than is -1 seconds"):
+        clean(Store.open("memory://empty"), -1, LATER)
+
+
+def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(store_cli.group, ["store", "ls", str(tmp_path), "--option", "endpoint_url"])
+    assert isinstance(listed.exception, InvalidInput)
+    assert "--option takes NAME=VALUE; got 'endpoint_url'" in str(listed.exception)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -87,8 +89,8 @@ def test_sets_come_and_go() -> None:
         next(iter([ProcessSet([1, 2])])).rank()
 
 
-@pytest.mark.parametrize(("ranks", "says"), [([0, 0], "different"), ([-1], "below 0")])
-def test_wrong_ranks_are_told(ranks: list[int], says: str) -> None:
+@pytest.mark.parametrize(("ranks", "says"), [([0, 0], "different"), ([-1], "below 0"), (object(), "no MPI")])
+def test_wrong_ranks_are_told(ranks: Any, says: str) -> None:
     become(FakeFabric(2).group(0))
     with pytest.raises(InvalidInput, match=says):
         add_process_set(ranks)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.observe.report import JobReport
 from spark_elastic.running import call as running
@@ -45,3 +47,8 @@ def test_the_results_are_a_list_that_has_the_job_s_report() -> None:
     for same in (returned, pickle.loads(pickle.dumps(returned))):
         assert isinstance(same, list)
         assert same.report.goodput == 0.75
+
+
+def test_a_script_takes_no_args_of_a_function(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="a script takes its arguments one by one after its path"):
+        prepare(tmp_path / "train.py", (), {"args": ("--lr", "0.1")})

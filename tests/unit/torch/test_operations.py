@@ -372,6 +372,8 @@ def test_arguments_that_make_no_sense() -> None:
         hvd.init(comm=object())
     with pytest.raises(InvalidInput, match="first dimension"):
         hvd.alltoall(torch.tensor(1.0))
+    with pytest.raises(InvalidInput, match="broadcast_parameters takes tensors; 'lr' is a float"):
+        hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)
 
 
 @pytest.mark.gpu

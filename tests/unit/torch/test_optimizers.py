@@ -84,3 +84,10 @@ def test_a_schedule_that_is_advanced_every_few_epochs_is_refused() -> None:
         else:
             with pytest.raises(InvalidInput, match="a scheduler with frequency=3"):
                 made(model, None, None)
+
+
+def test_a_model_of_two_optimizers_is_refused() -> None:
+    both = [sgd(net().parameters()), sgd(net().parameters())]
+    model: Any = SimpleNamespace(configure_optimizers=lambda: both)
+    with pytest.raises(InvalidInput, match="configure_optimizers returned 2 optimizers: training takes one"):
+        made(model, None, None)

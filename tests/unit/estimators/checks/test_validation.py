@@ -118,6 +118,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": -1}, "learning_rate must be a number of 0 or more"),
     ({"validation": 1.0}, "validation must be a fraction"),
     ({"reader": "csv"}, "There is no reader 'csv'"),
+    ({"missing": {"nan": "drop"}}, "missing must be 'refuse', 'drop', or a dict of nulls and nans"),
     ({"precision": "int8"}, "precision must be one of 'bf16', 'fp16', or None"),
     ({"optimizer": torch.optim.LBFGS}, "got LBFGS"),
     (

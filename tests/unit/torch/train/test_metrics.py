@@ -126,6 +126,14 @@ def test_what_computes_no_numbers_is_named() -> None:
         metrics.results()
 
 
+def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
+    metrics = Metrics({"far": Far()}, ["y"], logs=False)
+    with pytest.raises(
+        InvalidInput, match="metrics need the model's outputs, and found no tensor among them"
+    ):
+        metrics.add(Scored(torch.zeros(()), 1, ()), (torch.zeros(1),))
+
+
 def test_a_collection_is_its_members() -> None:
     far = Far()
     methods = dict.fromkeys(("update", "compute", "reset"), print)
