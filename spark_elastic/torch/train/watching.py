@@ -8,7 +8,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.train.metrics import accumulates
 from spark_elastic.torch.train.spec import Brought
 
-OWN = ("loss", "learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
+# Numbers of an epoch that say nothing of how good the model is.
+BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
 
 
 def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> None:
@@ -18,8 +19,8 @@ def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> N
     adding = any(not _is_ours(callback.on_epoch_end) for callback in brought.callbacks)
     for name in brought.watched:
         plain = name.removeprefix("val_")
-        if not ({name, plain} & {*known} or adding or plain.startswith(free)):
-            there = [*known, *(f"val_{each}" for each in known if validates and each not in OWN[1:])]
+        if not ({name, plain} & {*known, *BESIDE} or adding or plain.startswith(free)):
+            there = [*known, *(f"val_{each}" for each in known if validates)]
             raise InvalidInput(
                 f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(there)}."
             )
@@ -31,12 +32,12 @@ def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> N
 
 
 def epoch_numbers(brought: Brought, labels: Sequence[str]) -> list[str]:
-    """What an epoch's entry may have, without `val_`. What a metric object computes may have names behind its own,
-    and callbacks may add more."""
+    """Losses and metrics that an epoch may have, and with `val_` before them its validation. What a metric object
+    computes may have names behind its own, and callbacks may add more."""
     several = len(labels) > 1
     losses = [f"loss_{label}" for label in labels] if len(brought.losses) > 1 else []
     outputs = [f"{name}_{label}" for name in brought.metrics for label in labels] if several else []
-    return [*OWN, *losses, *brought.metrics, *outputs]
+    return ["loss", *losses, *brought.metrics, *outputs]
 
 
 def _is_ours(hook: object) -> bool:

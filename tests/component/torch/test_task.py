@@ -20,7 +20,7 @@ from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.torch.train.watching import epoch_numbers
+from spark_elastic.torch.train.watching import BESIDE, epoch_numbers
 from spark_elastic.training.loop import CHANGE, _recorded
 from spark_elastic.worker.program import Stopped
 from tests.component.torch.hooked_job import HookedJob, make_job, plain, same_history
@@ -56,7 +56,7 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     shows_what_the_history_has(told, entries)
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
     known = epoch_numbers(job.task(store, manifest)._learner._brought, ["y", "w"])
-    assert {name.removeprefix("val_") for name in numbers} <= {*known}
+    assert {name.removeprefix("val_") for name in numbers} <= {*known, *BESIDE}
 
 
 def shows_what_the_history_has(told: list[Any], history: list[Any]) -> None:
