@@ -6,7 +6,7 @@ not once per batch or task. Knows pandas and torch; of Spark only what its calle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -111,6 +111,10 @@ class Predictor:
         with torch.inference_mode():
             output = module(*(self._tensor(values).to(device) for values in given))
         outputs = output_parts(output)
+        if isinstance(
+            output, Mapping
+        ):  # what transformers' models keep for themselves (a cache) is no prediction
+            outputs = tuple(each for each in outputs if isinstance(each, torch.Tensor)) or outputs
         for each in outputs:
             if not isinstance(each, torch.Tensor):
                 raise InvalidInput(

@@ -69,6 +69,11 @@ def module_of(loss: Any) -> Any:
         ) from None
 
 
+def by_element(loss: Any) -> bool:
+    """Whether it is one of torch's that compare number by number."""
+    return type(module_of(loss)) in _ELEMENTWISE
+
+
 class RowLoss:
     """Wraps the user's loss, which is never changed. weighted: rows carry sample weights."""
 
@@ -157,7 +162,7 @@ class RowLoss:
 
     def _fitting(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         label = labels[0]
-        if type(self._loss) not in _ELEMENTWISE or not isinstance(output, torch.Tensor):
+        if not by_element(self._loss) or not isinstance(output, torch.Tensor):
             return labels
         if not label.is_floating_point():
             label = label.to(output.dtype)

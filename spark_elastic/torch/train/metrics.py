@@ -15,6 +15,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.loss import by_element
 from spark_elastic.torch.train.objective import Scored, widened
 from spark_elastic.training.row_arrays import StepPart
 
@@ -106,8 +107,8 @@ class Metrics:
                 f"{len(labels)} labels."
             )
         for given, metric in self._given.items():
-            for suffix, arguments in calls:
-                name = given + suffix
+            for suffix, (output, *others) in calls:
+                arguments, name = (output, *_fitting(metric, output, others)), given + suffix
                 if not accumulates(metric):
                     rows = len(labels[0])
                     self._count(name, float(metric(*arguments)) * rows, rows)
@@ -119,6 +120,16 @@ class Metrics:
     def _count(self, name: str, total: float, rows: int) -> None:
         so_far, before = self._sums.get(name, (0.0, 0))
         self._sums[name] = (so_far + total, before + rows)
+
+
+def _fitting(metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A label per row meets an output of one column, where torch or torchmetrics compare numbers; a metric of the
+    user's own is given the labels as they are."""
+    label, *others = labels
+    compares = by_element(metric) or type(metric).__module__.startswith("torchmetrics.")
+    if compares and label.ndim == 1 and output.shape == (len(label), 1):
+        return [label.unsqueeze(1), *others]
+    return labels
 
 
 def named(metrics: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:

@@ -110,6 +110,15 @@ def test_several_outputs_are_several_arrays(structure: Any) -> None:
     assert [part.tolist() for part in predictor.predict([[[1.0, 2.0, 3.0]]])] == [[[6.0]], [[1.0, 2.0, 3.0]]]
 
 
+def test_what_a_dict_holds_besides_tensors_is_no_output() -> None:
+    class Cached(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": x * 2, "cache": object()}
+
+    predictor = Predictor(pack(Cached()), (Column("x", "float32", (2,)),))
+    assert [part.tolist() for part in predictor.predict([[[1.0, 2.0]]])] == [[[2.0, 4.0]]]
+
+
 def test_a_model_that_returns_no_tensor_is_refused() -> None:
     class Words(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> str:

@@ -118,6 +118,18 @@ def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
     assert in_a_world(1, work) == [{"l1_loss": 1.0}]
 
 
+def test_a_label_per_row_meets_an_output_of_one_column() -> None:
+    """As in the loss: a column and a row would make a matrix, of which the mean is another number."""
+    theirs = type("MeanError", (Far,), {"__module__": "torchmetrics.regression"})()
+
+    def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output[:, 0] - label).abs().mean()
+
+    metrics = Metrics({"l1": torch.nn.functional.l1_loss, "theirs": theirs, "own": own}, ["y"], logs=False)
+    metrics._update([torch.tensor([[1.0], [2.0], [4.0]])], [torch.tensor([1.0, 1.0, 1.0])])
+    assert metrics.results() == pytest.approx({"l1": 4 / 3, "theirs": 4 / 3, "own": 4 / 3})
+
+
 def test_what_computes_no_numbers_is_named() -> None:
     metrics = Metrics({"odd": SimpleNamespace()}, ["y"], logs=False)
     metrics._objects = {"odd": ("odd", SimpleNamespace(compute=lambda: {"a": "text"}))}
@@ -170,3 +182,6 @@ def test_the_real_torchmetrics() -> None:
     assert found["classwisewrapper_multiclassaccuracy_0"] == 0.5
     assert np.shape(found["binaryroc"]) == (3, 3)
     assert {"BinaryF1Score", "binaryauroc"} < set(found)
+    column = Metrics({"r2": given.R2Score()}, ["y"], logs=False)
+    column._update([torch.tensor([[1.0], [2.0]])], [torch.tensor([1.0, 2.0])])
+    assert column.results() == {"r2": 1.0}
