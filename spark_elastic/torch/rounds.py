@@ -113,12 +113,14 @@ class Rounds:
 
         Raises:
             CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
+            InvalidInput: another optimizer has to step first.
         """
         swap = self.exchange
         try:
             if self.stale():
                 raise CollectiveError((), "the world changed between backward() and step()")
             self._open()
+            self._check_order()
             there = np.array([parameter.grad is not None for parameter in swap.parameters])
             swap.finish()
             present = self._trailer(swap.group, there) if swap.group is not None else there
@@ -128,6 +130,21 @@ class Rounds:
         swap.drop_absent(present)
         self._steps = swap.group, self._steps_in(swap.group) + 1
         self.done = True
+
+    def _check_order(self) -> None:
+        """An optimizer that was alone when its backward ran has sent what was complete, which need not be the same on
+        all ranks: nobody may come between that and the rest of it."""
+        for other in rounds_of_process():
+            if (
+                other is not self
+                and isinstance(other, Rounds)
+                and other.exchange.under_way
+                and not other.stale()
+            ):
+                raise InvalidInput(
+                    "another DistributedOptimizer's gradients are on their way: call its step() first, or make all "
+                    "optimizers before the first backward()."
+                )
 
     def steps(self) -> int:
         """See `Joinable`."""

@@ -15,6 +15,7 @@ import torch
 from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
+from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
 from spark_elastic.torch.handlers import OptimizerStateHandler
@@ -102,6 +103,36 @@ def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.Mo
         return float(model.weight.detach().mean()), len(rounds_of_process())
 
     assert among_fakes(2, work) == [(-2.5, 1), (-2.0, 1)]
+
+
+def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 lacks a gradient: what the first one has sent by then differs."""
+    per_thread(monkeypatch)
+
+    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+        groups = [[parameter] for parameter in model.parameters()]
+        return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=Sum, groups=groups)
+
+    def work(group: Group) -> list[float]:
+        become(group)
+        model, later, x = layers(), layers(), torch.ones(1, 4)
+        first = made(model)
+        used = model if group.rank == 1 else [*model][:2]
+        sum(layer(x).sum() for layer in used).backward()
+        second = made(later)
+        sum(layer(x).sum() for layer in later).backward()
+        if group.rank == 1:
+            with pytest.raises(InvalidInput, match=r"are on their way: call its step\(\) first"):
+                second.step()
+        before = model[0].weight.detach().clone()
+        first.step()
+        second.step()
+        close_floor()
+        return [round(float((before - model[0].weight.detach()).mean()), 3)]
+
+    assert in_a_world(2, work) == [[2.0]] * 2
 
 
 def layers() -> torch.nn.ModuleList:
