@@ -172,6 +172,7 @@ def test_failing_workers_come_back_after_their_cooldown(
 def test_failing_slots_that_never_return_leave_a_smaller_world(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
+    """Excluded by this project's cooldown, as in S5."""
     all_executors(spark)
     program = Ordered(tmp_path, fault.on)
     story = Story(
@@ -189,6 +190,7 @@ def test_failing_slots_that_never_return_leave_a_smaller_world(
 def test_no_capacity_is_left_and_the_job_ends_with_the_reason(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
+    """The exclusion is this project's own: no slot task fails at Spark, so `spark.excludeOnFailure` excludes none."""
     all_executors(spark)
     story = Story((5, 3, lambda: fault((tmp_path / "order.0").touch)))
     limits = Limits(3, 3, 3, start_timeout=20.0, cooldown_range=NEVER_AGAIN)
