@@ -148,7 +148,7 @@ verb_demo() { # train on real digits while an executor is killed
 verb_test() { # everything but the long fault plans and the benchmarks
     setup
     native_programs
-    if (($#)); then python -m pytest -m "not faults or ci" "$@"; else two_streams -m "not faults or ci"; fi
+    if (($#)); then python -m pytest -m "not faults or ci" "$@"; else two_streams -m "not faults or ci" --durations=30; fi
 }
 
 # Tests on Spark mostly wait and the others mostly compute, so both run at once; the others' output comes at the end.
