@@ -6,7 +6,7 @@ What is restored, and what is handed over, is always one version of everything. 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elastic_collectives import Group
@@ -89,6 +89,8 @@ class ObjectState(State):
         group = self.group_of_process() if self._seat is None else self._seat.group
         if group is None:
             return
+        # Those come first: who breaks there has not taken over the rest, and claims nothing.
+        self._sync_each(self._custom())
         if group.rank == self.source_rank:  # elsewhere it would pass for the state that is to come
             self._commits.take(self._number, self._capture)
         arrived = hand_over(group, self._commits, self.source_rank)
@@ -96,7 +98,10 @@ class ObjectState(State):
             self._commits.adopt(arrived)
             self._load(arrived)
             self._number = arrived.version
-        for handler in self._handlers.values():
+        self._sync_each(self._pictured().values())
+
+    def _sync_each(self, handlers: Iterable[StateHandler]) -> None:
+        for handler in handlers:
             handler.source_rank = self.source_rank
             handler.sync()
 

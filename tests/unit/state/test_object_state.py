@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,30 @@ def test_a_users_handler_takes_part() -> None:
         return list(state.words)
 
     assert Stage(2).play(work) == [["synced from 1"]] * 2
+
+
+def test_w3_who_did_not_get_all_of_a_state_does_not_claim_it() -> None:
+    """A user's handler breaks; the rest of the state is not taken over without it."""
+
+    class Breaks(Loud):
+        def sync(self) -> None:
+            raise CollectiveError((), "it broke here")
+
+    class BrokenState(ObjectState):
+        registry = ((list, Breaks),)
+
+    def work(seat: Seat) -> Any:
+        state: Any = BrokenState(words=[], count=seat.group.rank)
+        state.sit(seat)
+        if seat.group.rank == 0:
+            state._handlers["words"].sync = lambda: None
+        with suppress(CollectiveError):
+            state.begin_world(0, 7)
+        seat.hang_up()
+        state.restore()
+        return seat.group.rank, state.count, state._number
+
+    assert (1, 1, 0) in Stage(2).play(work)
 
 
 def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
