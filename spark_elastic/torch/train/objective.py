@@ -57,11 +57,11 @@ class ModelLoss:
         loss: Callable[..., torch.Tensor],
         weighted: bool,
         precision: str | None = None,
-        label: str = "label",
+        labels: Sequence[str] = ("label",),
     ) -> None:
-        """label: see `RowLoss`."""
-        self._loss = RowLoss(loss, weighted, label)
-        self._forward = _Forward(precision)
+        """labels: names of their columns."""
+        self._loss = RowLoss(loss, weighted, labels[0])
+        self._forward = _Forward(precision, labels)
 
     def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
         """Nothing to agree on: the denominator travels in the trailer."""
@@ -91,7 +91,7 @@ class ModelLosses:
         self._names = [f"loss_{label}" for label in losses]
         self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
-        self._forward = _Forward(precision)
+        self._forward = _Forward(precision, list(losses))
         # By which a loss's sum over rows becomes its part in the step's mean, times the rows of the step.
         self._scales: list[float] = []
 
@@ -105,11 +105,11 @@ class ModelLosses:
         self._scales = [share.planned / (divisor or 1.0) for divisor in everywhere]
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
-        outputs = self._forward(model, part)
-        if not isinstance(outputs, tuple | list) or len(outputs) != len(self._losses):
-            found = len(outputs) if isinstance(outputs, tuple | list) else type(outputs).__name__
+        outputs = output_parts(self._forward(model, part))
+        if len(outputs) != len(self._losses):
             raise InvalidInput(
-                f"loss has {len(self._losses)} losses, but the model returned {found}: return one output for each."
+                f"loss has {len(self._losses)} losses, but the model returned {len(outputs)}: return one output for "
+                "each."
             )
         each = [
             loss(output, (label,), part.weights).total.to(torch.float64) * scale
@@ -145,12 +145,19 @@ class FunctionLoss:
 class _Forward:
     """The model's output in float32 or wider, computed in `precision` where one is asked for."""
 
-    def __init__(self, precision: str | None) -> None:
-        self._precision = precision
+    def __init__(self, precision: str | None, labels: Sequence[str]) -> None:
+        """labels: of which the outputs are, in order."""
+        self._precision, self._labels = precision, list(labels)
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Any:
         with autocast(self._precision):
             output = model(*part.features)
+        names = list(output) if isinstance(output, Mapping) else self._labels
+        if set(names) == set(self._labels) and names != self._labels:
+            raise InvalidInput(
+                f"the model returns {', '.join(names)}, and label_cols names {', '.join(self._labels)}: name the "
+                "labels in the order of the outputs."
+            )
         return output if self._precision is None else widened(output)
 
 

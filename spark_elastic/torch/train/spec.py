@@ -59,7 +59,7 @@ class Brought:
             columns = [*(column.name for column in spec.features), *spec.labels]
             return LightningLoss(weighted, spec.precision, spec.plan.steps, columns)
         if len(self.losses) == 1:
-            return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels[0])
+            return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
         pairs = zip(spec.labels, zip(self.losses, weights, strict=True), strict=True)
         return ModelLosses(dict(pairs), weighted, spec.precision)

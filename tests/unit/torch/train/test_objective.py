@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic_collectives.fakes import FakeFabric
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.train.objective import ModelLoss, ModelLosses
 from spark_elastic.training.share import Share
@@ -56,6 +57,27 @@ def test_a_loss_sees_the_structure_that_the_model_returns(
     assert seen[0].dtype is torch.float32
     assert torch.equal(scored.outputs[0], seen[0])
     assert torch.equal(scored.outputs[1], seen[0] / 2)
+
+
+def test_outputs_by_name_are_labels_in_order() -> None:
+    model = Returning(lambda far, near: {"far": far, "near": near})
+    share = Share(4, np.arange(4), (X,), (torch.zeros(4), torch.ones(4)), None)
+
+    def scored(*labels: str) -> Any:
+        losses = ModelLosses({label: (torch.nn.MSELoss(), 1.0) for label in labels}, weighted=False)
+        losses.begin(FakeFabric(1).group(0), share, START)
+        return losses(model, share)
+
+    logged = scored("far", "near").logged
+    far = model(X)["far"].detach()
+    assert logged == pytest.approx(
+        {"loss_far": float((far**2).mean()), "loss_near": float(((far / 2 - 1) ** 2).mean())}
+    )
+    assert scored("a", "b").logged["loss_a"] == pytest.approx(logged["loss_far"])
+    with pytest.raises(InvalidInput, match="the model returns far, near, and label_cols names near, far"):
+        scored("near", "far")
+    with pytest.raises(InvalidInput, match="loss has 1 losses, but the model returned 2"):
+        scored("far")
 
 
 @pytest.mark.parametrize("at_once", [6, 4, 1])
