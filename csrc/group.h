@@ -23,8 +23,8 @@ namespace elastic {
 
 struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
-  std::chrono::milliseconds nobodyHears{
-      250};                             // peers that take nothing of a group's last words for so long are stopped
+  // Peers that take nothing of the last words for so long are stopped.
+  std::chrono::milliseconds nobodyHears{250};
   size_t bcubeLimit = size_t{1} << 20;  // bytes up to which allreduce takes bcube, above it the ring; see Crossover
   Mesh::OnWait onWait = [](std::chrono::milliseconds, const std::vector<int>&) {};
   // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks

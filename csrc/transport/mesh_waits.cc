@@ -15,7 +15,7 @@ constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culpr
 }  // namespace
 
 void Mesh::limit(std::chrono::milliseconds timeout) {
-  // In this order: who sees the new limit sees from when it counts, or earlier.
+  // In this order: who sees the new limit also sees from when it counts.
   limitedAt_.store(Clock::now().time_since_epoch().count());
   limit_.store(timeout.count());
 }
