@@ -35,6 +35,7 @@ from spark_elastic.observe.output import Output
 from spark_elastic.observe.teller import closing_in_time
 from spark_elastic.observe.told_log import log_shown
 from spark_elastic.running.call import prepare
+from spark_elastic.worker.script import Module
 
 HERE = "localhost"
 LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
@@ -104,7 +105,7 @@ SOME = click.IntRange(min=1)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Run COMMAND, as in `python train.py --lr 0.1`, on elastic workers of this machine."""
+    """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers of this machine."""
     code = _ended(lambda: play(Wanted(**options, environment=variables(context))))
     sys.exit(code)
 
@@ -152,7 +153,7 @@ def play(wanted: Wanted) -> None:
 
 
 def _play(wanted: Wanted) -> None:
-    path, arguments = _script(wanted.command)
+    program, arguments = _program(wanted.command)
     fixed = _fixed_hosts(wanted)
     number = sum(fixed.values()) if wanted.num_proc is None and fixed else wanted.num_proc
     if number is None:
@@ -166,7 +167,10 @@ def _play(wanted: Wanted) -> None:
         "env": _environment(wanted),
     }
     call = prepare(
-        path, arguments, {name: value for name, value in named.items() if value is not None}, _config(wanted)
+        program,
+        arguments,
+        {name: value for name, value in named.items() if value is not None},
+        _config(wanted),
     )
     hosts, clock = Hosts(), SystemClock()
     config = call.options.config
@@ -200,8 +204,8 @@ def _config(wanted: Wanted) -> ElasticConfig:
     )
 
 
-def _script(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """The script and its arguments; an interpreter before it must be the one that runs this."""
+def _program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
+    """The script and its arguments, or a module; an interpreter before it must be the one that runs this."""
     first = command[0]
     if Path(first).suffix == ".py":
         return first, command[1:]
@@ -218,9 +222,12 @@ def _script(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     rest = command[1:]
     while rest and rest[0] == "-u":  # what workers print is never held back
         rest = rest[1:]
+    if rest[:1] == ("-m",) and len(rest) > 1:
+        return Module.found(*rest[1:]), ()
     if not rest or rest[0].startswith("-"):
         raise InvalidInput(
-            f"give the path of a script after {first}; options of Python ({rest[:1]}) are not taken."
+            f"give the path of a script after {first}, or -m and a module; other options of Python ({rest[:1]}) are "
+            "not taken."
         )
     return rest[0], rest[1:]
 

@@ -37,7 +37,7 @@ from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker.context import current
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.results import decode
-from spark_elastic.worker.script import Script
+from spark_elastic.worker.script import Module, Script
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -204,7 +204,8 @@ def prepare(
         if not callable(fn):
             raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
         program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, _durable(chosen))
-        slow, name = _slow_for(fn), getattr(fn, "__name__", type(fn).__name__)
+        slow = _slow_in(fn.source) if isinstance(fn, Module) else _slow_for(fn)
+        name = getattr(fn, "__name__", type(fn).__name__)
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
 
 

@@ -1,11 +1,15 @@
-"""A Python script as a function to run: as `__main__`, with arguments of its own, as `python train.py` would."""
+"""A Python program as a function to run: as `__main__`, with arguments of its own, as `python train.py` would."""
 
 from __future__ import annotations
 
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 from spark_elastic.data.scratch import scratch_folder
@@ -35,15 +39,8 @@ class Script:
         """Run it. An exit code other than 0 is an error, as for the shell."""
         with scratch_folder() as folder:
             path = self._here(folder)
-            sys.argv = [str(path), *self.arguments]
-            sys.path.insert(0, str(path.parent))
-            try:
+            with _as_program(str(path), self.arguments, str(path.parent)):
                 runpy.run_path(str(path), run_name="__main__")
-            except SystemExit as exit:
-                if exit.code not in (None, 0):
-                    raise
-            finally:
-                sys.path.remove(str(path.parent))
 
     def _here(self, folder: Path) -> Path:
         """Where it lies on this host: at its own place, beside the modules that it imports, or a copy."""
@@ -56,3 +53,65 @@ class Script:
         copy = folder / own.name
         copy.write_text(self.source, encoding="utf-8")
         return copy
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module to run as `python -m` does. folder: where the caller stands; it is looked for there first. source: its
+    text."""
+
+    name: str
+    folder: str
+    source: str
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def found(cls, name: str, *arguments: str) -> Module:
+        """Raises InvalidInput where there is no such module."""
+        folder = os.getcwd()
+        with _found_in(folder):
+            spec = _spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = _spec(f"{name}.__main__")
+        if spec is None or not spec.has_location or spec.origin is None:
+            raise InvalidInput(
+                f"there is no module {name!r} to run, neither in {folder} nor among what is installed."
+            )
+        return cls(name, folder, Path(spec.origin).read_text(encoding="utf-8"), arguments)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self) -> None:
+        """See `Script`."""
+        with _as_program(self.name, self.arguments, self.folder):
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return find_spec(name)
+    except ImportError:  # of the package that it would be in
+        return None
+
+
+@contextmanager
+def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[None]:
+    sys.argv = [name, *arguments]
+    with _found_in(folder):
+        try:
+            yield
+        except SystemExit as exit:
+            if exit.code not in (None, 0):
+                raise
+
+
+@contextmanager
+def _found_in(folder: str) -> Iterator[None]:
+    """Inside the block modules are looked for in `folder` first."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -1,0 +1,78 @@
+"""A Python program of the user's runs as the shell would run it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.script import Module, Script
+
+
+def test_a_script_runs_where_it_lies_beside_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.delitem(sys.modules, "neighbour_of_a_script", raising=False)
+    (tmp_path / "neighbour_of_a_script.py").write_text("value = 7\n")
+    told = tmp_path / "told"
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import pathlib, sys, neighbour_of_a_script as near\n"
+        f"told = pathlib.Path({str(told)!r})\n"
+        "told.write_text(f'{__name__} {sys.argv[1:]} {near.value} {__file__}')\n"
+        "sys.exit(0)\n"
+    )
+    before = list(sys.path)
+    Script.read(str(path), "--lr", "0.1")()
+    assert told.read_text() == f"__main__ ['--lr', '0.1'] 7 {path}"
+    assert sys.path == before
+
+
+def test_a_script_runs_on_a_host_that_does_not_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+    path, told = tmp_path / "train.py", tmp_path / "told"
+    path.write_text(f"import pathlib\npathlib.Path({str(told)!r}).write_text(__file__)\n")
+    script = Script.read(str(path))
+    path.write_text("raise AssertionError('another script of that name')\n")
+    script()
+    assert Path(told.read_text()).name == "train.py"
+    assert told.read_text() != str(path)
+    assert not Path(told.read_text()).exists()
+
+
+def test_a_script_that_exits_ill_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit('no data')\n")
+    with pytest.raises(SystemExit, match="no data"):
+        Script.read(str(path))()
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        Script.read(str(tmp_path / "nowhere.py"))
+
+
+def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+    package, told = tmp_path / "package_to_run", tmp_path / "told"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "near.py").write_text("value = 7\n")
+    (package / "__main__.py").write_text(
+        "import pathlib, sys\nfrom .near import value\n"
+        f"pathlib.Path({str(told)!r}).write_text(f'{{__name__}} {{sys.argv[1:]}} {{value}}')\n"
+        "sys.exit(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    module, before = Module.found("package_to_run", "--lr", "0.1"), list(sys.path)
+    monkeypatch.chdir("/")
+    module()
+    assert told.read_text() == "__main__ ['--lr', '0.1'] 7"
+    assert (sys.path, module.__name__) == (before, "package_to_run")
+    assert "from .near import value" in module.source
+    for name in ("nowhere", "nowhere.train", "package_to_run.nowhere", "sys"):
+        with pytest.raises(InvalidInput, match=f"no module '{name}' to run"):
+            Module.found(name)
