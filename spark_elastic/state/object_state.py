@@ -87,13 +87,12 @@ class ObjectState(State):
     def sync(self) -> None:
         """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
         group = self.group_of_process() if self._seat is None else self._seat.group
-        if group is None:
-            return
         # Those come first: who breaks there has not taken over the rest, and claims nothing.
         self._sync_each(self._custom())
-        if group.rank == self.source_rank:  # elsewhere it would pass for the state that is to come
+        # Elsewhere it would pass for the state that is to come.
+        if group is None or group.rank == self.source_rank:
             self._commits.take(self._number, self._capture)
-        arrived = hand_over(group, self._commits, self.source_rank)
+        arrived = None if group is None else hand_over(group, self._commits, self.source_rank)
         if arrived is not None:
             self._commits.adopt(arrived)
             self._load(arrived)

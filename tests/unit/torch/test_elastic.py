@@ -239,6 +239,17 @@ def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPat
     assert among_fakes(2, work) == [(5, [0.0], [4, 6]), (5, [0.0], [5, 7])]
 
 
+def test_alone_a_sync_saves_and_divides_what_is_left_too() -> None:
+    sampler = hvd.elastic.ElasticSampler(range(4), shuffle=False)
+    state: Any = hvd.elastic.TorchState(sampler=sampler, epoch=1)
+    sampler.record_batch(0, 3)
+    state.epoch = 2
+    state.sync()
+    assert list(sampler) == [3]
+    state.restore()
+    assert state.epoch == 2
+
+
 def test_a_sampler_needs_no_rank() -> None:
     assert list(hvd.elastic.ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
 
