@@ -227,7 +227,7 @@ verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of i
 
 verb_s3() { # stores and a training on a real S3 API (moto's server)
     setup
-    packages_beside s3 s3fs "moto[s3]" flask flask-cors
+    packages_beside s3 "s3fs>=2025.2" "moto[s3]>=5,<6" "flask>=3,<4" "flask-cors>=5,<7"
     PYTHONPATH=$PWD/build/s3${PYTHONPATH:+:$PYTHONPATH} python -m pytest tests/component/s3 "$@"
 }
 
