@@ -76,8 +76,9 @@ def test_outputs_by_name_are_labels_in_order() -> None:
     assert scored("a", "b").logged["loss_a"] == pytest.approx(logged["loss_far"])
     with pytest.raises(InvalidInput, match="the model returns far, near, and label_cols names near, far"):
         scored("near", "far")
-    with pytest.raises(InvalidInput, match="loss has 1 losses, but the model returned 2"):
-        scored("far")
+    model.structure = lambda far, near: {"far": far}
+    with pytest.raises(InvalidInput, match="loss has 2 losses, but the model returned 1"):
+        scored("far", "near")
 
 
 @pytest.mark.parametrize("at_once", [6, 4, 1])
