@@ -67,6 +67,10 @@ class TableRows:
         return self._df.sparkSession
 
     def check(self, request: Request) -> None:
+        if self._df.isStreaming:
+            raise InvalidInput(
+                "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
+            )
         check_columns(
             self._df.schema,
             request.feature_cols,
