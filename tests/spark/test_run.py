@@ -54,6 +54,25 @@ def test_an_executor_is_killed_in_a_hand_written_loop(
     assert results.report.recoveries
 
 
+@pytest.mark.faults
+@pytest.mark.scenario("G16")
+@pytest.mark.timeout(180)
+def test_w3_steps_that_nobody_committed_are_counted_once_though_an_executor_dies_and_another_joins(
+    spark: SparkSession, standalone: StandaloneCluster, fault: Fault
+) -> None:
+    """The loss goes back to the commit of step 8; who joins finds the values of step 14, which nobody committed."""
+    stream = Strike(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
+    given = (STEPS, 4, True, {10: 2, 14: 3})
+    results = spark_elastic.run(
+        count, given, spark=spark, num_proc=3, min_np=1, stdout=stream, gather_timeout=60.0
+    )
+    stream.thread.join()
+    assert {result["number"] for result in results} == {STEPS}
+    assert results.report.recoveries
+    ends = {tuple(result["trained"][-(STEPS - 8) :]) for result in results}
+    assert ends == {tuple(range(8, STEPS)), tuple(range(14, STEPS))}
+
+
 def test_a_captured_session_broadcast_or_frame_is_refused_by_its_name(spark: SparkSession) -> None:
     shared, table = spark.sparkContext.broadcast(3), spark.range(3)
     sc = spark.sparkContext
