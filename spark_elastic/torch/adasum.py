@@ -15,9 +15,9 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet
-from spark_elastic.torch.buckets import layout_hash
-from spark_elastic.torch.rounds import end_exchange, group_for, rounds_of_process
-from spark_elastic.torch.trainable import specs, trainable
+from spark_elastic.torch.gradients.buckets import layout_hash
+from spark_elastic.torch.gradients.rounds import end_exchange, group_for, rounds_of_process
+from spark_elastic.torch.gradients.trainable import specs, trainable
 from spark_elastic.torch.untraced import untraced
 from spark_elastic.torch.wrapped import Wrapped
 from spark_elastic.training.trailer import Verdict

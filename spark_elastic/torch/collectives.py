@@ -10,8 +10,8 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.ops.request import named
 from spark_elastic.torch.gathering import grouped_allgather_async
+from spark_elastic.torch.gradients.rounds import rounds_of_process
 from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.rounds import rounds_of_process
 
 
 def join(device: int = -1) -> int:

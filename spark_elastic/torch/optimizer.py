@@ -20,11 +20,11 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Adasum, Average, ReduceOp
 from spark_elastic.ops.reduction import How
 from spark_elastic.torch.adasum import ByDeltas, Deltas
-from spark_elastic.torch.buckets import even_groups
+from spark_elastic.torch.gradients.buckets import even_groups
+from spark_elastic.torch.gradients.rounds import Rounds
+from spark_elastic.torch.gradients.terms import as_set
 from spark_elastic.torch.named import named_parameters_of
 from spark_elastic.torch.optimizers import multiply_rates
-from spark_elastic.torch.rounds import Rounds
-from spark_elastic.torch.terms import as_set
 from spark_elastic.torch.untraced import untraced
 from spark_elastic.torch.wrapped import Wrapped
 from spark_elastic.worker.context import current

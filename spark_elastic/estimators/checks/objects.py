@@ -19,12 +19,12 @@ from spark_elastic.estimators.checks.factory import DRAWING
 from spark_elastic.estimators.checks.travelling import check_travels
 from spark_elastic.estimators.checks.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.torch.gradients.trainable import trainable
 from spark_elastic.torch.optimizers import made
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import named
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.state_bytes import readable
-from spark_elastic.torch.trainable import trainable
 
 Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # an optimizer over a copy, and its schedules
 

@@ -13,7 +13,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position
-from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.train.buffers import BufferExchange
 from spark_elastic.torch.train.coupling import shares_statistics

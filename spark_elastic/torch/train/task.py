@@ -15,9 +15,9 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.protocol.types import Position
-from spark_elastic.torch.exchange import GradientExchange
+from spark_elastic.torch.gradients.exchange import GradientExchange
+from spark_elastic.torch.gradients.terms import as_set
 from spark_elastic.torch.optimizers import made
-from spark_elastic.torch.terms import as_set
 from spark_elastic.torch.train.columns import Columns
 from spark_elastic.torch.train.coupling import world_dependence
 from spark_elastic.torch.train.hooks import Hooks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spark_elastic.ops import world as ops_world
-from spark_elastic.torch import rounds
+from spark_elastic.torch.gradients import rounds
 from spark_elastic.worker import seat
 from spark_elastic.worker.context import Current, Floor
 from tests.unit.torch.loops import Here

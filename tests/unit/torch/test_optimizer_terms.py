@@ -14,7 +14,8 @@ from elastic_collectives.arithmetic import reduced
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.compression import Compressor
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum, tuning
+from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
+from spark_elastic.torch.gradients import tuning
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
 

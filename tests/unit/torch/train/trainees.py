@@ -12,8 +12,8 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.torch.exchange import GradientExchange
-from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.gradients.exchange import GradientExchange
+from spark_elastic.torch.gradients.terms import Terms
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.objective import ModelLoss
 from spark_elastic.torch.train.precision import Scaling

@@ -11,8 +11,8 @@ from torch import nn
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.exchange import GradientExchange
-from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.gradients.exchange import GradientExchange
+from spark_elastic.torch.gradients.terms import Terms
 from tests.unit.torch.worlds import in_a_world
 
 

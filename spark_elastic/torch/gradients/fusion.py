@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.torch.buckets import Bucket
+from spark_elastic.torch.gradients.buckets import Bucket
 from spark_elastic.torch.tensors import tell_of_gpus
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.torch import fusion, tensors
-from spark_elastic.torch.buckets import layout
-from spark_elastic.torch.fusion import Fusion
-from spark_elastic.torch.trainable import specs
+from spark_elastic.torch import tensors
+from spark_elastic.torch.gradients import fusion
+from spark_elastic.torch.gradients.buckets import layout
+from spark_elastic.torch.gradients.fusion import Fusion
+from spark_elastic.torch.gradients.trainable import specs
 from spark_elastic.worker.context import Floor
 
 

@@ -22,16 +22,16 @@ from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.torch import sparse
-from spark_elastic.torch.agreement import agree
-from spark_elastic.torch.buckets import layout, layout_hash
-from spark_elastic.torch.fusion import Fusion
-from spark_elastic.torch.hooks import hook_gradients
-from spark_elastic.torch.own_compression import allreduce_as
-from spark_elastic.torch.stalls import inspected
-from spark_elastic.torch.terms import PLAIN, Terms
-from spark_elastic.torch.trainable import specs, trainable
-from spark_elastic.torch.tuning import Tuner
+from spark_elastic.torch.gradients import sparse
+from spark_elastic.torch.gradients.agreement import agree
+from spark_elastic.torch.gradients.buckets import layout, layout_hash
+from spark_elastic.torch.gradients.fusion import Fusion
+from spark_elastic.torch.gradients.hooks import hook_gradients
+from spark_elastic.torch.gradients.own_compression import allreduce_as
+from spark_elastic.torch.gradients.stalls import inspected
+from spark_elastic.torch.gradients.terms import PLAIN, Terms
+from spark_elastic.torch.gradients.trainable import specs, trainable
+from spark_elastic.torch.gradients.tuning import Tuner
 from spark_elastic.worker.engine_thread import EngineThread
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_elastic.config import operations_from_env
 from spark_elastic.ops.compression import Compressor
-from spark_elastic.torch.buckets import BUCKET_BYTES
+from spark_elastic.torch.gradients.buckets import BUCKET_BYTES
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from itertools import zip_longest
 import numpy as np
 
 from elastic_collectives import Group, MismatchError
-from spark_elastic.torch.buckets import Spec
-from spark_elastic.torch.terms import Terms
+from spark_elastic.torch.gradients.buckets import Spec
+from spark_elastic.torch.gradients.terms import Terms
 
 
 def agree(group: Group, layout: int, specs: Sequence[Spec], terms: Terms) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.buckets import Spec
+from spark_elastic.torch.gradients.buckets import Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

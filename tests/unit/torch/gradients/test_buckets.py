@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.torch.buckets import ALIGN, FIRST_BUCKET, Spec, layout, layout_hash
+from spark_elastic.torch.gradients.buckets import ALIGN, FIRST_BUCKET, Spec, layout, layout_hash
 
 SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
 DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])

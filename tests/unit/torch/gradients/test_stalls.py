@@ -10,8 +10,8 @@ from torch import nn
 
 from elastic_collectives import CollectiveTimeout, Group
 from spark_elastic.clock import SystemClock
-from spark_elastic.torch.exchange import GradientExchange
-from spark_elastic.torch.terms import Terms, as_set
+from spark_elastic.torch.gradients.exchange import GradientExchange
+from spark_elastic.torch.gradients.terms import Terms, as_set
 from tests.unit.torch.worlds import in_a_world
 
 CLOCK = SystemClock()
@@ -30,7 +30,7 @@ def step(group: Group, terms: Terms, delays: tuple[float, ...] = (0.0, 0.0)) -> 
 
 
 def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "spark_elastic.torch.stalls"):
+    with caplog.at_level(logging.WARNING, "spark_elastic.torch.gradients.stalls"):
         in_a_world(2, lambda group: step(group, Terms(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")

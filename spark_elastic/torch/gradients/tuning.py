@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from spark_elastic.torch.buckets import BUCKET_BYTES
+from spark_elastic.torch.gradients.buckets import BUCKET_BYTES
 
 CANDIDATES = (BUCKET_BYTES, 8 << 20, 64 << 20)
 STEPS = 5  # of each; the first has new memory and is not counted
