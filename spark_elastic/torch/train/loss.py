@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -55,23 +56,29 @@ def module_of(loss: Any) -> Any:
     Raises:
         InvalidInput: the partial holds what the module does not take.
     """
-    function, settings = loss, {}
-    if isinstance(loss, functools.partial) and not loss.args:
-        function, settings = loss.func, loss.keywords
-    if not getattr(function, "__hash__", None) or function not in _MODULES:
+    module = _known(loss)
+    if module is None:
         return loss
+    if not isinstance(loss, functools.partial):
+        return module()
     try:
-        return _MODULES[function](**settings)
+        return module(**loss.keywords)
     except TypeError:
         raise InvalidInput(
-            f"loss is a partial of {function.__name__} with {', '.join(settings)}, which "
-            f"{_MODULES[function].__name__} does not take: pass a function that returns one loss per row."
+            f"loss is a partial of {loss.func.__name__} with {', '.join(loss.keywords)}, which {module.__name__} does "
+            "not take: pass a function that returns one loss per row."
         ) from None
 
 
 def by_element(loss: Any) -> bool:
-    """Whether it is one of torch's that compare number by number."""
-    return type(module_of(loss)) in _ELEMENTWISE
+    """Whether it is one of torch's that compare number by number, whatever its settings."""
+    return (_known(loss) or type(loss)) in _ELEMENTWISE
+
+
+def _known(loss: Any) -> type[_Loss] | None:
+    """Of which module one of torch's functions, or a `partial` of it, has the name."""
+    function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
+    return _MODULES.get(function) if isinstance(function, FunctionType) else None
 
 
 class RowLoss:

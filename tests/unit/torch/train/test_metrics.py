@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,9 +126,11 @@ def test_a_label_per_row_meets_an_output_of_one_column() -> None:
     def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return (output[:, 0] - label).abs().mean()
 
-    metrics = Metrics({"l1": torch.nn.functional.l1_loss, "theirs": theirs, "own": own}, ["y"], logs=False)
+    l1 = torch.nn.functional.l1_loss
+    given = {"l1": l1, "no_module": functools.partial(l1, weight=None), "theirs": theirs, "own": own}
+    metrics = Metrics(given, ["y"], logs=False)
     metrics._update([torch.tensor([[1.0], [2.0], [4.0]])], [torch.tensor([1.0, 1.0, 1.0])])
-    assert metrics.results() == pytest.approx({"l1": 4 / 3, "theirs": 4 / 3, "own": 4 / 3})
+    assert metrics.results() == pytest.approx(dict.fromkeys(given, 4 / 3))
 
 
 def test_what_computes_no_numbers_is_named() -> None:
