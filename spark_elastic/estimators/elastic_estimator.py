@@ -43,7 +43,8 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
         signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
         keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
-        self._setDefault(settings={}, **{k.name: k.default for k in keywords if self.hasParam(k.name)})
+        defaults = {k.name: k.default for k in keywords if k.default is not k.empty and self.hasParam(k.name)}
+        self._setDefault(settings={}, **defaults)
         self.setParams(**given)
 
     def setParams(self, **values: Any) -> Self:

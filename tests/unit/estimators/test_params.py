@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pyspark")
+
+from pyspark.ml.util import DefaultParamsWriter
 
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
@@ -61,6 +65,18 @@ def test_a_subclass_has_the_defaults_but_for_its_own() -> None:
 
     ours = Ours(batch_size=8)
     assert (ours.getEpochs(), ours.getBatchSize(), ours.getMinWorkers(), ours.getStore()) == (7, 8, 1, None)
+
+
+def test_a_keyword_that_a_subclass_demands_keeps_its_default() -> None:
+    class Demands(ElasticTorchEstimator):
+        def __init__(self, *, epochs: int, **rest: Any) -> None:
+            super().__init__(epochs=epochs, **rest)
+
+    demands = Demands(epochs=3)
+    metadata = DefaultParamsWriter._get_metadata_to_save(demands, SimpleNamespace(version="3.5"))
+    assert json.loads(metadata)["paramMap"]["epochs"] == 3
+    demands.clear(demands.getParam("epochs"))
+    assert demands.getEpochs() == ElasticTorchEstimator().getEpochs()
 
 
 def test_options_of_the_store_are_not_shown() -> None:
