@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
@@ -81,6 +82,10 @@ class Batch(tuple[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         return self.columns[key] if isinstance(key, str) else super().__getitem__(key)
+
+
+# torch's tree_map takes a subclass of tuple for one value, and would multiply it as a whole.
+register_pytree_node(Batch, lambda batch: (list(batch), None), lambda parts, _: tuple(parts))
 
 
 class LightningLoss:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position
@@ -54,6 +55,20 @@ def test_a_module_is_told_where_training_stands(phase: Phase, global_step: int) 
     assert "log" not in vars(model)
     with pytest.raises(AttributeError, match=r"self.trainer has no strategy here: no Trainer runs"):
         assert trainer.strategy
+
+
+def test_a_batch_is_mapped_as_the_tuple_that_it_is() -> None:
+    seen: list[Any] = []
+
+    class Maps(Duck):
+        def training_step(self, batch: Any, number: int) -> Any:
+            seen.append(tree_map(lambda tensor: tensor * 2, batch))
+            return super().training_step(batch, number)
+
+    stepped(Maps(2, 1).train(), Position(0, Phase.TRAIN, 0))
+    ((features, labels),) = seen
+    assert torch.equal(features, 2 * SHARE.features[0])
+    assert torch.equal(labels, 2 * SHARE.labels[0])
 
 
 def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
