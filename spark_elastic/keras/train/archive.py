@@ -137,16 +137,26 @@ def own_of(things: Iterable[Any]) -> dict[str, Any]:
 
 def things_of(model: Any) -> Iterator[Any]:
     """Everything in a model that may be of the user's making."""
-    for layer in model._flatten_layers():
+    layers = list(model._flatten_layers())
+    makers = tuple({f"{known.__qualname__}." for layer in layers for known in type(layer).__mro__})
+    for layer in layers:
         yield layer
-        yield from (
-            part for part in vars(layer).values() if inspect.isfunction(part) or isinstance(part, _PARTS)
-        )
+        yield from _given(layer, makers)
     optimizer = getattr(model, "optimizer", None)  # there is no such attribute before compile()
     if optimizer is not None:
         yield optimizer
         yield optimizer._learning_rate
     yield from leaves(getattr(getattr(model, "_compile_config", None), "config", {}))
+
+
+def _given(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
+    """Functions and parts that a layer was given: neither methods, of which Keras keeps wrappers in each layer, nor
+    functions defined inside of the model's own classes, which make them again when they are read back."""
+    for name, part in vars(layer).items():
+        is_method = inspect.isfunction(getattr(type(layer), name, None))
+        is_given = inspect.isfunction(part) and not is_method and not part.__qualname__.startswith(makers)
+        if is_given or isinstance(part, _PARTS):
+            yield part
 
 
 def _is_inner(own: Any) -> bool:

@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.prediction.outputs import Outputs
-from spark_elastic.keras.train.archive import Archive
+from spark_elastic.keras.train.archive import Archive, custom_of
 from spark_elastic.keras.train.order import ordered_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
 
@@ -255,6 +255,43 @@ def test_an_estimator_is_saved_with_the_functions_that_it_was_given() -> None:
     assert float(found["loss"](1.0, 3.0)) == float(found["metrics"][1](1.0, 3.0)) == 2.0
     x = np.array([[1.0, 2.0]])
     np.testing.assert_allclose(found["model"].predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+class Weighing(keras.layers.Layer):
+    """Its build() is its own."""
+
+    def build(self, shape: Any) -> None:
+        self.weight = self.add_weight(shape=(shape[-1], 2), name="weight")
+
+    def call(self, x: Any) -> Any:
+        return x @ self.weight
+
+
+class Acting(keras.layers.Layer):
+    """Makes the functions that it calls, and gives one to a layer of its own."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.supports_masking = True
+        self.first = lambda x: keras.ops.relu(x) * FACTOR * self.supports_masking
+        self.second = keras.layers.Lambda(lambda x: keras.ops.relu(x) * FACTOR)
+
+    def build(self, shape: Any) -> None:
+        self.second.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("layer", [Weighing, Acting])
+def test_a_layer_of_the_users_travels_as_its_class(layer: type) -> None:
+    model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    archive = keras_brought(values(model=model)).model
+    assert custom_of(model) == {layer.__name__: layer}
+    assert archive.inner() == {}
+    x = np.array([[1.0, 2.0], [0.5, -1.0]])
+    np.testing.assert_allclose(archive.load().predict(x, verbose=0), model.predict(x, verbose=0))
 
 
 @pytest.mark.parametrize(
