@@ -15,6 +15,9 @@ from typing import Any
 import cloudpickle
 import torch
 
+# Modules of ours that saved models name, and where what was in them is now.
+_MOVED = {"spark_elastic.estimators.predictor": "spark_elastic.estimators.prediction.predictor"}
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -81,3 +84,6 @@ class _Unpickler(pickle.Unpickler):
             tensor = self._tensors[key].requires_grad_(requires_grad)
             self._made[key] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
         return self._made[key]
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_MOVED.get(module, module), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import pickle
+import sys
 from decimal import Decimal as D
 from typing import Any
 
@@ -235,3 +236,13 @@ def test_rows_are_what_training_had(dtype: str, shape: tuple[int, ...], rows: An
     array = stacked(rows, Column("x", dtype, shape))
     assert array.dtype == np.dtype(dtype)
     assert array.tolist() == found
+
+
+def test_a_transformed_module_saved_from_a_former_place_loads(monkeypatch: Any) -> None:
+    now, former = "spark_elastic.estimators.prediction.predictor", "spark_elastic.estimators.predictor"
+    with monkeypatch.context() as then:
+        then.setitem(sys.modules, former, sys.modules[now])
+        then.setattr(Transformed, "__module__", former)
+        packed = pack(Transformed(torch.nn.Linear(1, 1), dict))
+    assert former.encode() in packed.architecture
+    assert Predictor(packed, ()).model()(torch.ones(1)).shape == (1,)
