@@ -20,10 +20,9 @@ import keras
 
 from spark_elastic.keras.schedules import DONE_BEFORE
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.keras_state import KerasState
-from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
 from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.states import KerasState, ObjectState
 
 __all__ = [
     "CommitStateCallback",

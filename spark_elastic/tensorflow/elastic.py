@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state import object_state
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import REGISTRY, Registry
-from spark_elastic.state.keras_state import KerasState
-from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
 from spark_elastic.state.variables import VariablesHandler
 from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.states import KerasState, ObjectState
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -39,7 +37,7 @@ class _Variables(list[Any]):
     """What a `TensorFlowState` handles as variables."""
 
 
-class TensorFlowState(object_state.ObjectState):
+class TensorFlowState(ObjectState):
     """Variables and plain values by name, all parts of one snapshot.
 
     variables: of TensorFlow or Keras, in the same order on all workers. session: only None.

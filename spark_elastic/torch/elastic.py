@@ -18,7 +18,6 @@ import torch
 
 from spark_elastic.data import sampler
 from spark_elastic.ops.topology import rank, size
-from spark_elastic.state import object_state
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
     REGISTRY,
@@ -31,7 +30,8 @@ from spark_elastic.state.state import State
 from spark_elastic.torch.handlers import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import register_handlers, registered_handlers
-from spark_elastic.worker.seat import group_of_process, seat_of_process
+from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.states import ObjectState
 
 __all__ = [
     "ElasticSampler",
@@ -73,7 +73,7 @@ def _registry() -> Registry:
     return ((torch.nn.Module, ModelStateHandler), (torch.optim.Optimizer, OptimizerStateHandler), *REGISTRY)
 
 
-class ElasticSampler(sampler.ElasticSampler):
+class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):
     """Indices of this worker's rows that are still to be processed in the epoch, in whatever world it is.
 
     pad: see `spark_elastic.data.sampler.ElasticSampler`.
@@ -81,11 +81,6 @@ class ElasticSampler(sampler.ElasticSampler):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
         super().__init__(dataset, shuffle, seed, rank=rank, size=size, pad=pad)
-
-
-class ObjectState(object_state.ObjectState):
-    __doc__ = object_state.ObjectState.__doc__
-    group_of_process = staticmethod(group_of_process)
 
 
 class TorchState(ObjectState):

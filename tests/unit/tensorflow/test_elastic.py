@@ -10,9 +10,11 @@ import pytest
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
+from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.variables import array_of
+from tests.unit.ops.workers import among_fakes, per_thread
 from tests.unit.state.stage import Event, Seat, Stage
 
 STEPS = 8
@@ -76,6 +78,25 @@ def test_newcomers_and_survivors_hold_the_same_whatever_they_began_with(make: Ca
     assert len(results) == 2
     assert all(result == results[0] for result in results)
     assert results[0][1] == STEPS
+
+
+@pytest.mark.parametrize("make", [keras_state, plain_state])
+def test_a_state_is_synced_outside_of_the_run_loop(
+    make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> tuple[list[Any], int]:
+        state, _, all_there_is = make(group.rank)
+        state.step = 5 - group.rank
+        state.sync()
+        return all_there_is(), state.step
+
+    _, _, firsts = make(0)
+    (first, five), (second, as_well) = among_fakes(2, work)
+    assert first == second
+    assert first[0] == firsts()[0]
+    assert (five, as_well) == (5, 5)
 
 
 def test_a_state_asks_for_what_it_needs() -> None:
