@@ -19,6 +19,7 @@ class ElasticSampler:
     pad: all ranks have equally many, so that their loops take equally many steps: where the rows do not divide by
     `size`, the last step of the epoch has up to size - 1 of its own rows twice. Without, no row comes twice, and where
     fewer than `size` rows are left for the last step the highest ranks have none: their loops end one step earlier.
+    num_samples, total_size: of this rank and of all, since the last `reset`.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class ElasticSampler:
         shared = list(self.remaining_indices)
         while self.pad and len(shared) % self.num_replicas:  # cycling: there may be fewer rows than ranks
             shared += self.remaining_indices[: -len(shared) % self.num_replicas]
+        self.total_size = len(shared)
         self._mine = shared[self.rank :: self.num_replicas]
+        self.num_samples = len(self._mine)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._mine)

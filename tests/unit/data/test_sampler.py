@@ -58,6 +58,7 @@ def test_w5_padded_ranks_have_equally_many_rows_and_only_the_last_come_twice(
     lists = [list(sampler) for sampler in samplers]
     left = max(0, rows - processed)
     assert {len(mine) for mine in lists} == {-(-left // size)}
+    assert {(s.num_samples * size, s.total_size) for s in samplers} == {(sum(map(len, lists)),) * 2}
     in_turn = [row for step in zip(*lists, strict=True) for row in step]
     assert in_turn[:left] == samplers[0].remaining_indices
     assert len(set(in_turn)) == left
