@@ -58,9 +58,9 @@ def _alltoall(
     name: str | None,
     process_set: ProcessSet,
 ) -> Handle:
-    if tensor.dim() == 0:
-        raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     working = on_host(tensor)
+    if working.dim() == 0:
+        raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     sent = None if splits is None else [int(rows) for rows in splits]
     request = Request(
         kinds.ALLTOALL,

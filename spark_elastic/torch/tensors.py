@@ -24,12 +24,14 @@ def name_of(dtype: torch.dtype) -> str:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where it is contiguous on the CPU, a copy like that of any other."""
+    _check(tensor)
     dense = tensor.detach()
     return dense if dense.device.type == "cpu" and dense.is_contiguous() else host_copy(tensor)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, on the CPU, shared with nobody."""
+    _check(tensor)
     if tensor.layout is not torch.strided:
         raise InvalidInput(f"this takes dense tensors; got {tensor.layout}: see sparse_allreduce_async.")
     dense = tensor.detach()
@@ -37,6 +39,11 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if on_gpu:
         tell_of_gpus()
     return torch.empty(dense.shape, dtype=dense.dtype, pin_memory=on_gpu).copy_(dense)
+
+
+def _check(tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"this takes tensors; got a {type(tensor).__name__}: use torch.as_tensor(...).")
 
 
 def tell_of_gpus() -> None:

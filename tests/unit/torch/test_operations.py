@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,6 +361,11 @@ def test_second_derivatives(world: World) -> None:
 
 
 def test_arguments_that_make_no_sense() -> None:
+    for operation in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        with pytest.raises(InvalidInput, match="takes tensors; got a ndarray"):
+            operation(np.ones(2))  # type: ignore[operator]
+    with pytest.raises(InvalidInput, match="takes tensors; got a float"):
+        hvd.broadcast(1.0, 0)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="average or op"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with pytest.raises(InvalidInput, match="op must be"):
