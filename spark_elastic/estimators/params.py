@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from pyspark.ml.param import Param, Params
 
 P = TypeVar("P", bound=type[Params])
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's as Python's: grids are made by `arange` and `logspace`."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def names(value: Any) -> list[str]:
@@ -35,7 +41,7 @@ def hidden(value: Any) -> Any:
     return value if value is None else Hidden(value)
 
 
-def declare(doc: str, converter: Callable[[Any], Any] | None = None) -> Any:
+def declare(doc: str, converter: Callable[[Any], Any] = plain) -> Any:
     """A Param whose name is that of the attribute it is assigned to."""
     return _Declaration(doc, converter)
 
@@ -43,7 +49,7 @@ def declare(doc: str, converter: Callable[[Any], Any] | None = None) -> Any:
 class _Declaration:
     """Becomes a Param once the class body that holds it says its name."""
 
-    def __init__(self, doc: str, converter: Callable[[Any], Any] | None) -> None:
+    def __init__(self, doc: str, converter: Callable[[Any], Any]) -> None:
         self._doc = doc
         self._converter = converter
 

@@ -7,10 +7,12 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyspark")
 
+from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.ml.util import DefaultParamsWriter
 
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator
@@ -44,6 +46,13 @@ def test_set_returns_the_holder_and_goes_before_the_default() -> None:
 
 def test_one_column_may_be_given_by_its_name() -> None:
     assert Holder().setFeatureCols("x").getFeatureCols() == ["x"]
+
+
+def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:
+    assert type(ElasticTorchEstimator(epochs=np.int64(3)).getEpochs()) is int
+    rate = ElasticTorchEstimator.learning_rate
+    grid = ParamGridBuilder().addGrid(rate, np.float32([0.5, 0.25])).build()
+    assert [type(point[rate]) for point in grid] == [float, float]
 
 
 def test_a_copy_with_other_values_leaves_the_original() -> None:
