@@ -119,17 +119,22 @@ def release_idle(turn: Turn) -> None:
 
 
 def yield_slots(turn: Turn, reason: str) -> None:
-    """R17: short of a world, leave the slots to another job, all attempts of them, and ask again later. The survivor
-    that holds the newest state stays (P3)."""
+    """R17: short of a world, leave the slots to another job, all attempts of them, and ask again later. A survivor that
+    holds the newest state stays (P3)."""
     state = turn.state
     if state.stage is Stage.RUNNING or state.absent:
         return
     state.yielded = reason
     survivors = turn.survivors()
     newest = newest_position(survivors)
-    kept = next((w.slot for w in survivors if newest is not None and w.position == newest), None)
+    holders = [worker for worker in survivors if newest is not None and worker.position == newest]
+    holders.sort(
+        key=lambda worker: bool(worker.draining)
+    )  # of equals the first, but rather one that is not to leave
+    # With all attempts of its task: one that returned would have Spark end the survivor (R14).
+    kept = state.slots[holders[0].slot].job if holders else None
     for slot in tuple(state.slots.values()):
-        if slot.slot == kept:
+        if slot.job == kept:
             continue
         job = state.jobs.get(slot.job)
         if job is not None:
