@@ -66,6 +66,7 @@ class Coordinator:
             admit=self.admit,
             run=run,
             key=self.box.key,
+            gathered=lambda: launcher.mail.post({"gathered": True}),
             parted=lambda: launcher.mail.post({"parted": True}),
         )
         told = _Told(launcher.mail)
@@ -227,8 +228,9 @@ class Client:
             case {"progress": dict(numbers)}:
                 self._teller.progress(partial(self._narrate.progress, numbers))
             case {"world": int(size), "reason": str(reason)}:
-                self._turn.gathered()
                 self._teller.tell(partial(self._narrate.world, size, reason))
+            case {"gathered": True}:
+                self._turn.gathered()
             case {"parted": True}:
                 self._turn.parted()
             case {"tell": str(text)}:

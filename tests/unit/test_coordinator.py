@@ -160,7 +160,8 @@ def test_r17_the_clients_turn_learns_that_the_coordinators_world_is_over() -> No
     box = Box(memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = Client(box, "job", launcher, turn, Silent(), clock)
     with turn.lives, turn:
-        client._heard({"world": 2, "reason": "all are there"})
+        client._heard({"gathered": True})
         client._heard({"parted": True})
+        client._heard({"world": 2, "reason": "all are there"})  # its narrator is behind
         clock.advance(60.0)
         assert turn._is_short()
