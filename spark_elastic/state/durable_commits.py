@@ -37,9 +37,12 @@ class DurableCommits:
         self._handed = 0  # number of the newest commit that was
         self._read: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
+    def begun(self) -> None:
+        """A commit is about to be made: the world that began from a checkpoint stands."""
+        self._read = None
+
     def committed(self, fence: Fence, former: Snapshot | None) -> None:
         """Another commit is about to be made; `former` is the one before it. Rank 0 alone calls this."""
-        self._read = None  # the world that began from it stands
         if self._schedule.step():
             self._offer(fence, former)
 

@@ -65,8 +65,10 @@ class ObjectState(State):
 
     def count_save(self) -> None:
         seat = self._seat
-        if seat is not None and seat.durable is not None and seat.group.rank == 0:
-            seat.durable.committed(seat.world.fence, self._commits.newest())
+        if seat is not None and seat.durable is not None:
+            seat.durable.begun()
+            if seat.group.rank == 0:
+                seat.durable.committed(seat.world.fence, self._commits.newest())
         self.save()
 
     def save_again(self) -> None:

@@ -11,7 +11,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Checkpoint, Fence
+from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.durable_commits import DurableCommits
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
@@ -81,7 +81,7 @@ def test_p7_what_was_read_for_a_world_that_broke_is_there_for_the_next(
         assert durable.restore(list(written)) is first
     assert durable.restore(written[1:]).version < first.version
     again = durable.restore(written)
-    durable.committed(Fence(1, 1), None)
+    durable.begun()
     assert durable.restore(written) is not again, "it is kept for as long as the training takes"
     durable.close()
 
