@@ -273,7 +273,7 @@ def _give_up_on_the_blacklisted(turn: Turn, deadline: float) -> None:
 def _shortage(turn: Turn, count: int) -> str:
     state = turn.state
     hosts = sorted({slot.host for slot in state.slots.values()})
-    silent = [str(job.job) for job in state.jobs.values() if job.slots == 0]
+    silent = [str(job.job) for job in state.jobs.values() if job.slots == 0 and job.job not in state.put_off]
     starting = [turn.title(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
     parts = [
         f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "

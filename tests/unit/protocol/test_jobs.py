@@ -262,6 +262,42 @@ def test_r17_all_attempts_of_a_slot_are_left_to_the_other_job() -> None:
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
 
 
+def _parted() -> Bench:
+    """A world of three that cannot go on with fewer."""
+    bench = Bench(replace(FOUR, num_workers=3, min_workers=3, max_workers=3))
+    bench.start(1, 2, 3)
+    return bench
+
+
+def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -> None:
+    bench = _parted()
+    for job in (2, 3):
+        bench.on(on.SlotJobEnded(0, job, "executor lost", host_lost=True))
+    bench.join(name(1), bench.fence, at(7))
+    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(on.SlotsWanted(0, "another fit"))
+    assert "1-1" not in {release.slot for release in bench.all(ReleaseSlot)}
+
+
+def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
+    bench = _parted()
+    bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
+    bench.on(on.SlotJobEnded(0, 3, "executor lost", host_lost=True))
+    bench.join(name(1), bench.fence, at(7))
+    bench.join(name(2), bench.fence, at(7))
+    bench.on(on.SlotsWanted(0, "another fit"))
+    assert set(bench.state.slots) == {"2-0"}
+
+
+def test_a_slot_job_that_was_not_asked_for_yet_is_no_reason() -> None:
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
+    while not bench.all(End):
+        asked = bench.all(LaunchSlot)[-1].job
+        bench.on(on.SlotJobEnded(0, asked, "no room"))
+        bench.wait(0.2)
+    assert "did not start" not in bench.end.reason
+
+
 def test_r17_a_world_keeps_its_slots() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
