@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import runpy
 import traceback
 from pathlib import Path
@@ -12,7 +13,7 @@ LINE_AT_MOST = (
     2000  # characters; both are cut in the middle: the first ones say what it is, the last ones of what
 )
 TRACEBACK_AT_MOST = 64 << 10
-CALLERS = (str(Path(__file__).parents[1]), runpy.run_path.__code__.co_filename)
+CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
 
 
 def fingerprint(error: BaseException) -> str:

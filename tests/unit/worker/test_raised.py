@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.worker import raised as raised_module
 from spark_elastic.worker.raised import LINE_AT_MOST, TRACEBACK_AT_MOST, fingerprint, traceback_of
 from spark_elastic.worker.script import Script
 
@@ -65,6 +66,16 @@ def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
     first, at, *_ = text.splitlines()
     assert (first, at.split(",")[0]) == ("Traceback (most recent call last):", f'  File "{path}"')
     assert text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_code_beside_ours_is_the_users() -> None:
+    beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
+    code = compile("def step():\n    int('x')\nstep()", beside, "exec")
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        exec(code, {"int": lambda text: int(text)})
+    ours = caught.value.__traceback__
+    assert ours is not None
+    assert traceback_of(caught.value.with_traceback(ours.tb_next)).count(beside) == 2
 
 
 def test_a_traceback_without_users_code_is_whole() -> None:
