@@ -114,6 +114,7 @@ class Mesh : public gloo::transport::Context {
   const OnWait onWait_;
   std::atomic<std::chrono::milliseconds::rep> limit_;
   std::atomic<Clock::rep> limitedAt_{0};
+  Clock::time_point idled_{};  // when a waiter last did what is done now and then; under the mutex
   std::vector<SocketAddress> addresses_;
   std::mutex mu_;
   std::condition_variable news_;

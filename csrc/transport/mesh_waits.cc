@@ -68,9 +68,15 @@ void Mesh::timeOut(const char* what, bool suspectAll) {
 
 // One turn of the event loop in a wait that has lasted since `begin`.
 void Mesh::lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
-  if (turn(lock, slice) > 0 || failure_) return;
+  const int ready = turn(lock, slice);
+  const auto now = Clock::now();
+  // By time: peers that wait say so as often as we look, and would keep us from ever being idle.
+  if (failure_ || (ready > 0 && now - std::max(begin, idled_) < kSlice)) return;
+  idled_ = now;
   whenIdle(begin);
-  if (!failure_) tellOfWait(lock, begin, awaited(true));
+  if (failure_) return;
+  const std::vector<int> ranks = awaited(true);
+  if (ready <= 0 || !ranks.empty()) tellOfWait(lock, begin, ranks);
 }
 
 void Mesh::tellOfWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks) {

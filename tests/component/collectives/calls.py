@@ -298,6 +298,16 @@ def reduce_late(member: Member, delay: float, limit: float | None) -> list[tuple
     return told
 
 
+def gather_late(member: Member, delay: float) -> list[tuple[float, list[int]]]:
+    """As `reduce_late`, with a gathering."""
+    told: list[tuple[float, list[int]]] = []
+    member.live.barrier()
+    member.live.watch(lambda seconds, ranks: told.append((seconds, list(ranks))))
+    time.sleep(delay)
+    member.live.allgather(np.ones(3))
+    return told
+
+
 def reduce_once_limited(member: Member, limit: float) -> None:
     """A sum whose limit is set by another thread, once it has begun."""
     member.live.barrier()

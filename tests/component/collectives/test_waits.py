@@ -43,3 +43,13 @@ def test_a_limit_that_is_set_meanwhile_counts_from_then(pool: Pool, hosts: tuple
     assert {(end.kind, end.ranks) for end in (first, last)} == {("CollectiveTimeout", (1,))}
     assert "timed out after 600 ms" in first.reason
     assert late.kind == "CollectiveTimeout"
+
+
+@pytest.mark.faults
+def test_ranks_that_hear_each_other_wait_are_not_taken_for_the_one_who_is_missing(pool: Pool) -> None:
+    ranks = pool.take(13)
+    pool.world(ranks, timeout=60)
+    for number, rank in enumerate(ranks):
+        rank.call(calls.gather_late, 4.6 if number == 12 else 0.0)
+    told = [line for lines in answers(ranks) for line in lines]
+    assert {missing for _, ranks in told for missing in ranks} == {12}
