@@ -148,7 +148,12 @@ verb_demo() { # train on real digits while an executor is killed
 verb_test() { # everything but the long fault plans and the benchmarks
     setup
     native_programs
-    if (($#)); then python -m pytest -m "not faults or ci" "$@"; else two_streams -m "not faults or ci" --durations=30; fi
+    if (($#)); then
+        python -m pytest -m "not faults or ci" "$@"
+    else
+        s3_packages
+        two_streams -m "not faults or ci" --durations=30
+    fi
 }
 
 # Tests on Spark mostly wait and the others mostly compute, so both run at once; the others' output comes at the end.
@@ -207,13 +212,14 @@ own_venv() {
 
 # build/NAME, packages that only some tests need; on PYTHONPATH they come before those of .venv: packages_beside NAME package ...
 packages_beside() {
-    local own=$PWD/build/$1
+    local own=$PWD/build/$1 wanted
     shift
-    if [ "$(cat "$own/.ready" 2>/dev/null)" = "$*" ]; then return; fi
+    wanted="$(python --version) $*"
+    if [ "$(cat "$own/.ready" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "setting up $own (a minute, once)"
     rm -rf "$own"
     python -m pip install -qq --disable-pip-version-check --target "$own" "$@"
-    echo "$*" >"$own/.ready"
+    echo "$wanted" >"$own/.ready"
 }
 
 verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of its own with old versions of pyarrow and numpy
@@ -227,8 +233,14 @@ verb_petastorm() { # Spark 3.5, and the reader petastorm, in an environment of i
 
 verb_s3() { # stores and a training on a real S3 API (moto's server)
     setup
-    packages_beside s3 "s3fs>=2025.2" "moto[s3]>=5,<6" "flask>=3,<4" "flask-cors>=5,<7"
+    s3_packages
     PYTHONPATH=$PWD/build/s3${PYTHONPATH:+:$PYTHONPATH} python -m pytest tests/component/s3 "$@"
+}
+
+s3_packages() {
+    packages_beside s3 "s3fs>=2025.2" "moto[s3]>=5,<6" "flask>=3,<4" "flask-cors>=5,<7"
+    PYTHONPATH=$PWD/build/s3 python -W ignore -c 'import s3fs, moto.server' ||
+        fail "a package that the tests on S3 need is not in build/s3: add it in s3_packages."
 }
 
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
