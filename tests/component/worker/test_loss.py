@@ -156,7 +156,7 @@ def test_a_silent_host_is_given_up_and_fenced_when_it_wakes(fault: Fault) -> Non
             fault(process.send_signal, signal.SIGSTOP)
 
     def thaw() -> None:
-        for process in frozen:
+        for process in reversed(frozen):  # the slot comes last, since it kills its worker
             process.send_signal(signal.SIGCONT)
 
     job.at_step(3, freeze)
