@@ -68,11 +68,15 @@ def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
     assert text.endswith("ZeroDivisionError: division by zero\n")
 
 
+def as_number(text: str) -> int:
+    return int(text)
+
+
 def test_code_beside_ours_is_the_users() -> None:
     beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
     code = compile("def step():\n    int('x')\nstep()", beside, "exec")
     with pytest.raises(ValueError, match="invalid literal") as caught:
-        exec(code, {"int": lambda text: int(text)})
+        exec(code, {"int": as_number})
     ours = caught.value.__traceback__
     assert ours is not None
     assert traceback_of(caught.value.with_traceback(ours.tb_next)).count(beside) == 2
