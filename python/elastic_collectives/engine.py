@@ -127,7 +127,7 @@ def connect(
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
     peers = [blob.decode() for blob in blobs]
-    return EngineGroup(_Origin(endpoint, peers, fence, timeout, local), rank)
+    return EngineGroup(_Origin(endpoint, peers, range(size), fence, timeout, local), rank)
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ class _Origin:
 
     endpoint: Endpoint
     peers: list[str]
+    members: Sequence[int]
     fence: tuple[int, int]
     timeout: float
     local: list[int]
@@ -149,8 +150,8 @@ class _Origin:
 
     def among(self, ranks: Sequence[int], channel: int) -> _Origin:
         local = [place for place, rank in enumerate(ranks) if rank in self.local]
-        peers = [self.peers[rank] for rank in ranks]
-        return replace(self, peers=peers, local=local, channel=channel)
+        peers, members = [self.peers[rank] for rank in ranks], [self.members[rank] for rank in ranks]
+        return replace(self, peers=peers, members=members, local=local, channel=channel)
 
 
 class EngineGroup(ReducingGroup):
@@ -164,6 +165,7 @@ class EngineGroup(ReducingGroup):
         self._lock = threading.Lock()  # owns the two
         self.rank = rank
         self.size = len(origin.peers)
+        self.members = origin.members
         self.fence = origin.fence
         self.timeout = origin.timeout
 

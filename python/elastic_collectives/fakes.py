@@ -40,10 +40,18 @@ class _Meeting:
 
 
 class FakeFabric:
-    """What the groups of one generation share. timeout: seconds that a collective waits for the missing ranks."""
+    """What the groups of one generation share. timeout: seconds that a collective waits for the missing ranks.
+    members: as `Group`'s; None: it is of no subgroup."""
 
-    def __init__(self, size: int, fence: tuple[int, int] = (1, 1), timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        fence: tuple[int, int] = (1, 1),
+        timeout: float = 10.0,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.size = size
+        self.members = range(size) if members is None else members
         self.fence = fence
         self.timeout = timeout
         self._news = threading.Condition()
@@ -99,7 +107,8 @@ class FakeFabric:
         with self._news:
             known = self._beside.get(channel)
             if known is None:
-                fabric = FakeFabric(len(members), self.fence, self.timeout)
+                among = [self.members[rank] for rank in members]
+                fabric = FakeFabric(len(members), self.fence, self.timeout, among)
                 self._beside[channel] = members, fabric
                 fabric._failure = self._failure
                 fabric._gone = {members.index(r): why for r, why in self._gone.items() if r in members}
@@ -182,6 +191,7 @@ class FakeGroup(GatheringGroup):
         self._calls = 0
         self.rank = rank
         self.size = fabric.size
+        self.members = fabric.members
         self.fence = fabric.fence
         self.timeout = fabric.timeout
 

@@ -28,6 +28,11 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     @property
+    def members(self) -> Sequence[int]:
+        """What its ranks are in the group that `connect` made: for a subgroup of some of them not 0, 1, and so on."""
+        ...
+
+    @property
     def fence(self) -> tuple[int, int]:
         """(attempt, generation)."""
         ...

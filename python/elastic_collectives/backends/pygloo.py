@@ -93,7 +93,7 @@ class PyglooGroup(GatheringGroup):
 
     def __init__(self, context: Any, rank: int, size: int, fence: tuple[int, int]) -> None:
         self._context = context
-        self.rank, self.size, self.fence = rank, size, fence
+        self.rank, self.size, self.members, self.fence = rank, size, range(size), fence
         self._failure: CollectiveError | None = None
 
     def meet_generation(self) -> None:

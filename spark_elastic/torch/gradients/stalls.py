@@ -34,7 +34,7 @@ def inspected(
             told = seconds
             log.warning(
                 "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not brought theirs.",
-                _listed(names()), seconds, ", ".join(map(str, ranks)),
+                _listed(names()), seconds, ", ".join(str(group.members[rank]) for rank in ranks),
             )  # fmt: skip
 
     group.watch(waits)

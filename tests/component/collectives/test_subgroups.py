@@ -56,6 +56,18 @@ def test_groups_of_one_world_work_side_by_side_in_threads_of_their_own(worlds: W
     assert [third for _, _, third in results] == [expected(2), None, expected(2)]
 
 
+def test_members_are_named_as_the_whole_group_names_them(worlds: Worlds) -> None:
+    def work(group: Group) -> Any:
+        assert list(group.members) == [0, 1, 2, 3]
+        if group.rank == 0:
+            return None
+        some = group.subgroup(1, [1, 2, 3])
+        last = some.subgroup(2, [1, 2]) if some.rank else None
+        return list(some.members), last and list(last.members)
+
+    assert worlds(4, work) == [None, ([1, 2, 3], None), *[([1, 2, 3], [2, 3])] * 2]
+
+
 def test_a_connection_that_another_group_began_to_accept(worlds: Worlds) -> None:
     """Rank 0 dials the one while rank 1 may still be turning the other's event loop, for the last time."""
 

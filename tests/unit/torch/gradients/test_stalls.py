@@ -37,6 +37,18 @@ def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.
     assert line.endswith("for rank(s) 1, which have not brought theirs.")
 
 
+def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
+    def work(group: Group) -> None:
+        if group.rank in (1, 3):
+            step(group.subgroup(1, [1, 3]), Terms(warn_after=2.5), (0.0, 3.5))
+        group.barrier()
+
+    with caplog.at_level(logging.WARNING, "spark_elastic.torch.gradients.stalls"):
+        in_a_world(4, work)
+    (line,) = caplog.messages
+    assert line.endswith("for rank(s) 3, which have not brought theirs.")
+
+
 def test_they_are_given_up_after_wait_at_most_and_later_waits_are_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
