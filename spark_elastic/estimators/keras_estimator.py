@@ -16,7 +16,12 @@ from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.estimators.checks.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.estimators.checks.keras_objects import (
+    activation_of,
+    check_lambdas,
+    compiled,
+    keras_brought,
+)
 from spark_elastic.estimators.checks.validation import checked
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fit.fit_rows import RowSource
@@ -121,6 +126,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
         objects, parts = dict(objects), {}
         configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
+        check_lambdas(leaves(configured))
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
         custom = {**own_of(leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):
@@ -140,11 +146,11 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         custom = (
             cloudpickle.loads(parts["custom"]) if "custom" in parts else found.get("custom_objects") or {}
         )
+        safe = "custom" not in parts  # what runs code comes from the same path
         if "model.keras" in parts:
-            content, floatx, safe = parts["model.keras"], parts["floatx"].decode(), "custom" not in parts
+            content, floatx = parts["model.keras"], parts["floatx"].decode()
             found["model"] = Archive(content, cloudpickle.dumps(custom), floatx, safe).load()
         plain = json.loads(parts["configured"])
-        found.update(
-            {name: keras.saving.deserialize_keras_object(value, custom) for name, value in plain.items()}
-        )
+        load = keras.saving.deserialize_keras_object
+        found.update({name: load(value, custom, safe_mode=safe) for name, value in plain.items()})
         return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -41,7 +41,7 @@ def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
     transformation = values["transformation_fn"]
     if transformation is not None and not callable(transformation):
         raise InvalidInput(f"transformation_fn must be a function; got {kind(transformation)}.")
-    _check_lambdas(model)
+    check_lambdas(things_of(model))
     archive = Archive.of(model, values["custom_objects"])
     _check_losses(_read_back(archive))
     return KerasBrought(
@@ -72,6 +72,21 @@ def compiled(values: Mapping[str, Any]) -> Any:
             "loss."
         )
     return model
+
+
+def check_lambdas(things: Iterable[Any]) -> None:
+    """Keras saves their code, and nothing that it goes by.
+
+    Raises:
+        InvalidInput: one of them uses a global name.
+    """
+    for function in filter(inspect.isfunction, things):
+        used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
+        if used:
+            raise InvalidInput(
+                f"a lambda of the model, its loss or its metrics uses {', '.join(used)}, which Keras does not save "
+                "with it: make it a function with a name (def)."
+            )
 
 
 def activation_of(model: Any) -> str | None:
@@ -146,17 +161,6 @@ def _check_steps(model: Any) -> None:
         raise InvalidInput(
             "gradient_accumulation_steps: use backward_passes_per_step of the estimator instead."
         )
-
-
-def _check_lambdas(model: Any) -> None:
-    """Keras saves their code, and nothing that it goes by."""
-    for function in filter(inspect.isfunction, things_of(model)):
-        used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
-        if used:
-            raise InvalidInput(
-                f"a lambda of the model, its loss or its metrics uses {', '.join(used)}, which Keras does not save "
-                "with it: make it a function with a name (def)."
-            )
 
 
 def _read_back(archive: Archive) -> Any:

@@ -257,6 +257,16 @@ def test_an_estimator_is_saved_with_the_functions_that_it_was_given() -> None:
     np.testing.assert_allclose(found["model"].predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
+def test_an_estimator_is_saved_with_a_lambda_as_its_loss_or_metric() -> None:
+    estimator = ElasticKerasEstimator()
+    given = {"loss": lambda y, p: (y - p) ** 2, "metrics": ["mae", lambda y, p: y * p]}
+    found = estimator._unpacked(estimator._packed(given))
+    assert (found["loss"](3, 1), found["metrics"][1](3, 1)) == (4, 3)
+    with pytest.raises(InvalidInput, match="its loss or its metrics uses FACTOR, which Keras"):
+        estimator._packed({"loss": lambda y, p: (y - p) * FACTOR})
+
+
 class Weighing(keras.layers.Layer):
     """Its build() is its own."""
 
