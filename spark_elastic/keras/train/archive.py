@@ -130,7 +130,7 @@ def own_of(things: Iterable[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for thing in things:
         known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
-        if not str(known.__module__).startswith(("keras.", "builtins")):
+        if _is_users(known):
             found[keras.saving.get_registered_name(known)] = known
     return found
 
@@ -138,7 +138,8 @@ def own_of(things: Iterable[Any]) -> dict[str, Any]:
 def things_of(model: Any) -> Iterator[Any]:
     """Everything in a model that may be of the user's making."""
     layers = list(model._flatten_layers())
-    makers = tuple({f"{known.__qualname__}." for layer in layers for known in type(layer).__mro__})
+    classes = {known for layer in layers for known in type(layer).__mro__ if _is_users(known)}
+    makers = tuple(f"{known.__qualname__}." for known in classes)
     for layer in layers:
         yield layer
         yield from _given(layer, makers)
@@ -157,6 +158,10 @@ def _given(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
         is_given = inspect.isfunction(part) and not is_method and not part.__qualname__.startswith(makers)
         if is_given or isinstance(part, _PARTS):
             yield part
+
+
+def _is_users(known: Any) -> bool:
+    return not str(known.__module__).startswith(("keras.", "builtins"))
 
 
 def _is_inner(own: Any) -> bool:

@@ -304,9 +304,18 @@ def test_a_layer_of_the_users_travels_as_its_class(layer: type) -> None:
     np.testing.assert_allclose(archive.load().predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+class Model:
+    """Of the name of a class of Keras."""
+
+    @staticmethod
+    def layer() -> Any:
+        return keras.layers.Lambda(lambda x: x * FACTOR)
+
+
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
+        (Model.layer, "a lambda of the model, .* uses FACTOR, which Keras"),
         (
             lambda: keras.layers.Lambda(lambda x: x * FACTOR),
             "a lambda of the model, .* uses FACTOR, which Keras",
