@@ -14,6 +14,7 @@ class Alone:
 
     rank = 0
     size = 1
+    members = (0,)
     fence = (0, 0)
     timeout = 60.0
 

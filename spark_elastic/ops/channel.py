@@ -54,7 +54,7 @@ class Channel:
         self._clock = desk.clock
         self._limits = limits
         self._longest = group.timeout if limits.wait_at_most is None else limits.wait_at_most
-        self._overdue = OverdueOperations(name, limits.warn_after)
+        self._overdue = OverdueOperations(name, limits.warn_after, group.members)
         self._negotiation = Negotiation(group.rank, group.size)
         self._news = desk.news  # owns the rest
         self._new: list[Operation] = []

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
 
 class OverdueOperations:
-    """Warns again after each further `warn_after` seconds. name: of the process set; "" for the whole world."""
+    """Warns again after each further `warn_after` seconds. name: of the process set; "" for the whole world. members:
+    what its ranks are in the world."""
 
-    def __init__(self, name: str, warn_after: float) -> None:
+    def __init__(self, name: str, warn_after: float, members: Sequence[int]) -> None:
         self._where = f" of {name}" if name else ""
         self._warn_after = warn_after
+        self._members = members
         self._since: dict[str, float] = {}
         self._warned: dict[str, float] = {}
 
@@ -28,5 +30,5 @@ class OverdueOperations:
                 self._warned[label] = now
                 log.warning(
                     "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not ask for it.",
-                    label, self._where, now - since, ", ".join(map(str, missing)),
+                    label, self._where, now - since, ", ".join(str(self._members[rank]) for rank in missing),
                 )  # fmt: skip

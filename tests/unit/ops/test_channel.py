@@ -6,7 +6,7 @@ import faulthandler
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,8 +33,15 @@ def summed(channel: Channel, name: str | None, array: np.ndarray[Any, Any], op: 
 
 def on_ranks(size: int, work: Callable[[Channel], Any], limits: OperationConfig | None = None) -> list[Any]:
     """`work` on every rank; what it returned, or the CollectiveError that it raised."""
-    fabric = FakeFabric(size, timeout=PATIENCE)
-    channels = [Channel(group, Desk(CLOCK), limits or OperationConfig()) for group in fabric.groups]
+    return on_groups(FakeFabric(size, timeout=PATIENCE).groups, work, limits)
+
+
+def on_groups(
+    groups: Sequence[Group], work: Callable[[Channel], Any], limits: OperationConfig | None = None
+) -> list[Any]:
+    """As `on_ranks`, on groups that are there."""
+    size = len(groups)
+    channels = [Channel(group, Desk(CLOCK), limits or OperationConfig()) for group in groups]
     all_done = threading.Barrier(size)
 
     def be(channel: Channel) -> Any:
@@ -142,6 +149,19 @@ def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(
         assert error.ranks == (1,)
     assert "operation 'late' has been waiting" in caplog.text
     assert "for rank(s) 1, which did not ask for it" in caplog.text
+
+
+def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
+    def work(channel: Channel) -> None:
+        summed(channel, "first", np.ones(1)).wait()
+        if channel.group.rank == 0:
+            summed(channel, "late", np.ones(1)).wait()
+
+    fabric = FakeFabric(4, timeout=PATIENCE)
+    groups = [fabric.group(rank).subgroup(1, [1, 3]) for rank in (1, 3)]
+    with caplog.at_level(logging.WARNING):
+        on_groups(groups, work, OperationConfig(warn_after=0.05, wait_at_most=0.8))
+    assert "for rank(s) 3, which did not ask for it" in caplog.text
 
 
 def test_a_name_is_under_way_once() -> None:
