@@ -59,6 +59,7 @@ class SlotAgent:
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
+        self._told: Child | None = None  # to end by itself
         self._started = 0
         self._memory_kills = MemoryKills()
         self._beat_every = 1.0
@@ -158,10 +159,11 @@ class SlotAgent:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
                     self._active.kill()
-                elif orders.release is not None:
-                    self._active.await_end(PATIENCE)
                 else:
+                    self._told = self._active
                     self._later(PATIENCE, self._active.kill)
+        if orders.release is not None and self._active is not None and self._told is self._active:
+            self._active.await_end(PATIENCE)
         return orders.release
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
