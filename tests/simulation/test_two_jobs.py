@@ -106,12 +106,18 @@ def _pass(seconds: float, clock: FakeClock, cores: Cores, *jobs: Job) -> None:
         cores.start()
 
 
-def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_then_the_second() -> None:
+def _two_that_train() -> tuple[FakeClock, Cores, Job, Job]:
+    """On all the cores there are."""
     application, clock, cores = Application(), FakeClock(), Cores(free=6)
     first = Job(cores, application, "first", clock)
     cores.start()
     second = Job(cores, application, "second", clock)
     cores.start()
+    return clock, cores, first, second
+
+
+def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_then_the_second() -> None:
+    clock, cores, first, second = _two_that_train()
     assert first.world.size == second.world.size == 3
     first.loses(1)
     second.loses(1)  # the same host
@@ -126,11 +132,7 @@ def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_the
 
 
 def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_the_second_goes_on() -> None:
-    application, clock, cores = Application(), FakeClock(), Cores(free=6)
-    first = Job(cores, application, "first", clock)
-    cores.start()
-    second = Job(cores, application, "second", clock)
-    cores.start()
+    clock, cores, first, second = _two_that_train()
     for number in (1, 2):
         first.loses(number)
     second.loses(1)
