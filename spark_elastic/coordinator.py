@@ -67,7 +67,7 @@ class Coordinator:
             run=run,
             key=self.box.key,
             gathered=lambda: launcher.mail.post({"gathered": True}),
-            parted=lambda: launcher.mail.post({"parted": True}),
+            lacks=lambda slots: launcher.mail.post({"lacks": slots}),
         )
         told = _Told(launcher.mail)
         try:
@@ -231,8 +231,8 @@ class Client:
                 self._teller.tell(partial(self._narrate.world, size, reason))
             case {"gathered": True}:
                 self._turn.gathered()
-            case {"parted": True}:
-                self._turn.parted()
+            case {"lacks": bool(slots)}:
+                self._turn.lacks(slots)
             case {"tell": str(text)}:
                 self._teller.tell(partial(self._narrate.tell, text))
             case {"record": [level, name, text, told]}:

@@ -162,7 +162,7 @@ class Classic:
             admit=admit(facts(), order.needs),
             run=order.run,
             gathered=turn.gathered,
-            parted=turn.parted,
+            lacks=turn.lacks,
         )
 
 
@@ -243,7 +243,7 @@ class Connect:
             admit=admit(facts(), order.needs),
             run=order.run,
             gathered=turn.gathered,
-            parted=turn.parted,
+            lacks=turn.lacks,
         )
 
     def _by_mail(

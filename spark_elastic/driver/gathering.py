@@ -107,7 +107,7 @@ class GatherTurn:
         self.lives = threading.Lock()
         self._over = threading.Event()
         self._trains = False
-        self._parted: float | None = None
+        self._short_since: float | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GatherTurn:
@@ -155,7 +155,6 @@ class GatherTurn:
     def gathered(self) -> None:
         """It has a world: the next may gather. Any thread, any number of times."""
         self._trains = True
-        self._parted = None
         here = self._application
         with here.change:
             if here.gathering is self:
@@ -175,9 +174,9 @@ class GatherTurn:
         if self._thread is not None:
             self._thread.join()
 
-    def parted(self) -> None:
-        """Its world is over before its time. Any thread."""
-        self._parted = self._clock.now()
+    def lacks(self, slots: bool) -> None:
+        """Whether it has no world and too few slots for one: to be told at each change. Any thread."""
+        self._short_since = self._clock.now() if slots else None
 
     def _mind(self, post: Post) -> None:
         """Now and then, as long as there is no world: others may need the slots more."""
@@ -217,6 +216,6 @@ class GatherTurn:
         return min(self._limits.gather_timeout, self._limits.start_timeout / 2)
 
     def _is_short(self) -> bool:
-        """It lost its world and found no other so far."""
-        parted = self._parted
-        return parted is not None and self._clock.now() - parted >= self._patience
+        """It lost its world, and for a while had too few slots for another."""
+        since = self._short_since
+        return self._trains and since is not None and self._clock.now() - since >= self._patience

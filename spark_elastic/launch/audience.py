@@ -6,7 +6,7 @@ Called by the driver loop and by the server's threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +18,9 @@ from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.log_files import LogFiles
 from spark_elastic.observe.teller import Teller
 from spark_elastic.observe.told_log import TOLD
+from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import World
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
 
@@ -36,8 +39,8 @@ class WorldSpan:
 @dataclass
 class Audience:
     """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails, or blocks, harms no
-    job: neither the driver's loop nor the server's wait for it. gathered, parted: called at each world, and when one is
-    over before its time."""
+    job: neither the driver's loop nor the server's wait for it. gathered: called at each world. lacks: whenever the job
+    begins to lack slots for its next world, or has enough again."""
 
     narrator: Narrator
     clock: Clock
@@ -45,14 +48,22 @@ class Audience:
     stalls: StallWatch
     files: LogFiles | None = None
     gathered: Callable[[], None] = lambda: None
-    parted: Callable[[], None] = lambda: None
+    lacks: Callable[[bool], None] = lambda slots: None
     teller: Teller = field(default_factory=Teller)
     chronicle: Chronicle = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
+    short: bool = False  # what `lacks` was told last
 
     def __post_init__(self) -> None:
         self.chronicle = Chronicle(self.started, self.changed)
+
+    def turn(self, event: DriverEvent, commands: Sequence[DriverCommand], after: DriverState | None) -> None:
+        """Each of the driver machine's, as the journal has it."""
+        if after is not None and after.lacks_slots != self.short:
+            self.short = after.lacks_slots
+            self.lacks(self.short)
+        self.chronicle.turn(event, commands, after)
 
     def world(self, world: World) -> None:
         self.gathered()
@@ -65,7 +76,6 @@ class Audience:
         self.teller.tell(lambda: self.narrator.tell(str(change)))
 
     def over(self, reason: str) -> None:
-        self.parted()
         self.stalls.over()
         log.info("%s", reason)
 

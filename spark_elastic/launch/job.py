@@ -66,8 +66,8 @@ class Site:
 
     encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
     or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints. key: the job's,
-    where others have it already. gathered, parted: called at each world, and when one is over before its time, by the
-    driver's thread.
+    where others have it already. gathered: called at each world; lacks: whenever the job begins to lack slots for its
+    next world, or has enough again. Both by the driver's thread.
     """
 
     bind: str = "127.0.0.1"
@@ -77,7 +77,7 @@ class Site:
     run: HeldRun | None = None
     key: bytes | None = field(default=None, repr=False)
     gathered: Callable[[], None] = field(default=lambda: None)
-    parted: Callable[[], None] = field(default=lambda: None)
+    lacks: Callable[[bool], None] = field(default=lambda slots: None)
 
 
 def supervise(
@@ -98,8 +98,8 @@ def supervise(
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     run = site.run
     files = _log_files(run, config, clock)
-    audience = Audience(narrator, clock, clock.now(), stalls, files, site.gathered, site.parted)
-    journal = Journal(config.journal, audience.chronicle.turn)
+    audience = Audience(narrator, clock, clock.now(), stalls, files, site.gathered, site.lacks)
+    journal = Journal(config.journal, audience.turn)
     key = site.key or secrets.token_bytes(32)
     recipients = Recipients(stalls.post, audience.lines, site.admit, audience.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise, tls.chosen(config, site.encrypted))

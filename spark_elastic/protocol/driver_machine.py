@@ -81,9 +81,9 @@ def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
 
 
 def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
-    """Slots that another job has are taken, not missing. A job that has its slots waits for its own workers alone."""
+    """Slots that another job has are taken, not missing."""
     state = turn.state
-    if len(state.slots) - len(state.barred) >= state.limits.min_workers:
+    if not state.lacks_slots:
         return
     if not event.taken:
         jobs.yield_slots(turn, event.reason)

@@ -141,6 +141,12 @@ class DriverState:
         """Of the last published world; generation 0 before the first."""
         return Fence(self.attempt, self.generation)
 
+    @property
+    def lacks_slots(self) -> bool:
+        """Whether there is no world, and too few slots for one. Otherwise the job waits for its own workers alone."""
+        usable = len(self.slots) - len(self.barred)
+        return self.stage in (Stage.GATHERING, Stage.REGROUPING) and usable < self.limits.min_workers
+
     def copy(self) -> DriverState:
         """A shallow one. Every event makes one: `replace` would take ten times as long."""
         made = object.__new__(DriverState)

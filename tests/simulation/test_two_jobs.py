@@ -37,6 +37,8 @@ class Job(Bench):
         super().__init__(LIMITS)
         self.cores, self.clock, self.step = cores, clock, 7
         self.running: set[int] = set()
+        self.late = ""  # the slot of a member that does not come back from its world
+        self._lacked = False
         self.turn = GatherTurn(application, name, LIMITS, clock)
         self.turn.lives.acquire()
         self.turn.__enter__()
@@ -46,6 +48,9 @@ class Job(Bench):
     def play(self, event: on.DriverEvent) -> None:
         self.now = self.clock.now()
         self.on(event)
+        if self.state.lacks_slots != self._lacked:
+            self._lacked = self.state.lacks_slots
+            self.turn.lacks(self._lacked)
         self._obey()
 
     def _obey(self) -> None:
@@ -59,9 +64,8 @@ class Job(Bench):
                     self.turn.gathered()
                     self.form()
                 case Abort():
-                    self.turn.parted()
                     for member in self.world.members:
-                        if member.worker in self.state.workers:
+                        if member.worker in self.state.workers and member.slot != self.late:
                             self.play(
                                 on.WorkerJoins(0, member.worker, member.slot, self.fence, at(self.step))
                             )
@@ -142,3 +146,15 @@ def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_th
     _pass(60.0, clock, cores, first, second)
     assert first.end.outcome is Outcome.NOT_ENOUGH_WORKERS
     assert (len(second.all(Publish)), second.world.position) == (2, at(7))
+
+
+def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_late_member() -> None:
+    clock, cores, first, second = _two_that_train()
+    first.late = "1-0"
+    member = next(member for member in first.world.members if member.slot != first.late)
+    first.play(on.WorkerJoins(0, member.worker, member.slot, first.fence, at(7), reason="its peer is silent"))
+    second.loses(1)
+    _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
+    assert len(first.all(Publish)) == 1
+    assert first.state.absent == 1
+    assert not second.all(ReleaseSlot), "its survivors stay warm for a new host"

@@ -154,14 +154,14 @@ def test_a_run_that_stands_still_ends() -> None:
         going_on(attempt, lambda: 0)
 
 
-def test_r17_the_clients_turn_learns_that_the_coordinators_world_is_over() -> None:
+def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast(Any, None)
     turn = lone_turn(clock)
     box = Box(memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = Client(box, "job", launcher, turn, Silent(), clock)
     with turn.lives, turn:
         client._heard({"gathered": True})
-        client._heard({"parted": True})
+        client._heard({"lacks": True})
         client._heard({"world": 2, "reason": "all are there"})  # its narrator is behind
         clock.advance(60.0)
         assert turn._is_short()

@@ -160,12 +160,12 @@ def test_r17_of_jobs_that_are_short_after_a_loss_the_later_give_way_to_the_first
             jobs.enter_context(turn.lives)
             jobs.enter_context(turn)
             turn.gathered()
-        first.parted()
-        third.parted()
+        first.lacks(True)
+        third.lacks(True)
         assert third.wanted() is None, "it may find its next world at once"
         clock.advance(LIMITS.gather_timeout)
         assert first.wanted() == Wanted("b", taken=True)
         assert second.wanted() is None
         assert third.wanted() == Wanted("a", taken=False)
-        first.gathered()
+        first.lacks(False)
         assert third.wanted() == Wanted("a", taken=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.launch.audience import Audience
 from spark_elastic.launch.narrators import Silent
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.driver_state import Stage
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines
 from spark_elastic.testing.clock import FakeClock
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
 class Listener(Silent):
@@ -30,9 +35,25 @@ def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> N
     assert record.message == "memory will not do (slot 1-0)"
 
 
-def test_r17_whoever_shares_the_cluster_learns_that_a_world_is_over() -> None:
-    clock, heard = FakeClock(), list[str]()
+def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> None:
+    clock, heard = FakeClock(), list[bool]()
     stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
-    audience = Audience(Silent(), clock, 0.0, stalls, parted=lambda: heard.append("parted"))
-    audience.over("world 1 is over: executor lost")
-    assert heard == ["parted"]
+    audience = Audience(Silent(), clock, 0.0, stalls, lacks=heard.append)
+    bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
+
+    def play(event: on.DriverEvent) -> None:
+        audience.turn(event, bench.on(event), bench.state)
+
+    play(on.Tick(0))
+    for job in (1, 2, 3):
+        play(on.SlotRegistered(0, f"{job}-0", f"h{job}", job))
+    assert heard == [True, False]
+    for job in (1, 2):
+        play(on.WorkerStarted(0, f"{job}-0", name(job)))
+        play(on.WorkerJoins(0, name(job), f"{job}-0", None, None))
+    play(on.WorkerExited(0, name(1), -9))
+    assert bench.state.stage is Stage.REGROUPING
+    assert heard == [True, False], "the slot starts another worker"
+    play(on.SlotJobEnded(0, 1, "executor lost", host_lost=True))
+    play(on.Tick(0))
+    assert heard == [True, False, True]
