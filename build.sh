@@ -277,6 +277,13 @@ verb_sanitize() { # the engine's own tests under the address, undefined-behaviou
 # Test programs in C++, where CMake knows some.
 native_programs() { ctest --test-dir "$NATIVE" --output-on-failure --no-tests=ignore; }
 
+verb_fuzz() { # fuzz [SECONDS]: the rendezvous server's endpoints under a fuzzer led by coverage
+    setup
+    python -m pip install -qq --disable-pip-version-check "atheris>=3,<4"
+    mkdir -p build/fuzz
+    (cd build/fuzz && python ../../tests/faults/fuzz.py --seconds "${1:-600}")
+}
+
 verb_browser() { # the status page in a headless Chromium; its pictures go to docs/images
     setup
     system_package chromium has_browser

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.status_page import pages
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous import auth
@@ -130,6 +132,14 @@ def start_driver(
     server = RendezvousServer(KEY, ATTEMPT, recipients, SystemClock(), bind, door)
     server.start()
     return Driver(server, events, logs, reports)
+
+
+def start_driver_with_pages() -> Driver:
+    """With a status page, and a first world of one worker."""
+    clock = SystemClock()
+    made = start_driver(door=StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock))
+    made.server.publish(world(1, "0-0.1"))
+    return made
 
 
 def read_all(connection: socket.socket) -> bytes:
