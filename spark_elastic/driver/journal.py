@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.events import DriverEvent, SlotBeat, Tick
 from spark_elastic.rendezvous import codec
 

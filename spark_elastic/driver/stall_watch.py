@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 
 from spark_elastic.clock import Clock
+from spark_elastic.protocol.driver.stall import stalls
 from spark_elastic.protocol.events import DriverEvent, SlotBeat, WorkerStalled
-from spark_elastic.protocol.stall import stalls
 from spark_elastic.protocol.types import SlotId, WorkerId, World
 
 log = logging.getLogger("spark_elastic.driver")

@@ -19,7 +19,7 @@ from spark_elastic.observe.log_files import LogFiles
 from spark_elastic.observe.teller import Teller
 from spark_elastic.observe.told_log import TOLD
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import World
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report

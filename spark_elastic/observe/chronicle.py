@@ -18,7 +18,7 @@ from spark_elastic.observe.curve import Curve, CurvePoint, Speed, steps_done
 from spark_elastic.observe.report import PHASES, JobReport
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.types import Phase, Position, World
 
 MOST_CHANGES = 5000

@@ -11,8 +11,8 @@ from typing import Any
 
 from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.report import JobReport
-from spark_elastic.protocol.driver_state import DriverState
-from spark_elastic.protocol.registry import SlotRecord
+from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.registry import SlotRecord
 
 MOST_SLOTS = 400
 MOST_CHANGES = 200

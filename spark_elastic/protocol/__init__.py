@@ -1,1 +1,4 @@
-"""The elastic protocol: pure machines, no clock, no I/O, no thread. Shells and the simulation run the same code."""
+"""The elastic protocol: two pure machines, without clock, I/O or threads. Processes and simulation run the same code.
+
+`driver_machine` decides about worlds, `worker_machine` about one training process. Both turn events into commands.
+"""

@@ -1,8 +1,8 @@
 """The driver's decisions: `step(state, event) -> (state, commands)`, pure.
 
-Handlers (`slot_events`, `worker_events`) turn an event into records (`registry`) and evidence (`evidence`,
-`failures`); `forming.settle` then looks at how things stand and decides on worlds, announcements and the end. It
-must not know clocks, sockets or Spark.
+Its parts are in the folder `driver`. Handlers (`slot_events`, `worker_events`) turn an event into records (`registry`)
+and evidence (`evidence`, `failures`). Then `forming.settle` looks at the new state and decides on worlds, announcements
+and the end. None of them knows clocks, sockets or Spark.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from spark_elastic.protocol import durable, jobs, listing, slot_events, stall, worker_events
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
-from spark_elastic.protocol.durable import connection_changed
-from spark_elastic.protocol.evidence import hear, judge, mark_hiccup, notice_sleep, scan
-from spark_elastic.protocol.forming import end, settle
-from spark_elastic.protocol.registry import JobRecord
+from spark_elastic.protocol.driver import durable, jobs, listing, slot_events, stall, worker_events
+from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
+from spark_elastic.protocol.driver.durable import connection_changed
+from spark_elastic.protocol.driver.evidence import hear, judge, mark_hiccup, notice_sleep, scan
+from spark_elastic.protocol.driver.forming import end, settle
+from spark_elastic.protocol.driver.registry import JobRecord
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]

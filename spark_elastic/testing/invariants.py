@@ -11,8 +11,8 @@ from dataclasses import fields
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver_state import DriverState, Stage
-from spark_elastic.protocol.membership import capacity
+from spark_elastic.protocol.driver.driver_state import DriverState, Stage
+from spark_elastic.protocol.driver.membership import capacity
 from spark_elastic.protocol.types import Fence, Position, WorkerStatus, World
 
 STORY = 80  # lines kept

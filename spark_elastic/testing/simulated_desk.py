@@ -15,7 +15,7 @@ from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver_state import DriverState
+from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.types import Checkpoint, Fence, World
 from spark_elastic.state.held_run import HeldRun, Several
 from spark_elastic.testing.fault_plan import Moment

@@ -14,7 +14,7 @@ from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
-from spark_elastic.protocol.evidence import STOPPED
+from spark_elastic.protocol.driver.evidence import STOPPED
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
 from spark_elastic.worker.child import Child

@@ -6,7 +6,6 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.assignment import Place, assign, source_of
 from spark_elastic.protocol.commands import (
     AbortGroup,
     CloseGroup,
@@ -19,6 +18,7 @@ from spark_elastic.protocol.commands import (
     Sync,
     WorkerCommand,
 )
+from spark_elastic.protocol.driver.assignment import Place, assign, source_of
 from spark_elastic.protocol.types import START, Fence, Position, World
 from tests.unit.protocol.driver_bench import at
 

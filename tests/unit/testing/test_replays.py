@@ -10,7 +10,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver_state import DriverState, Stage
+from spark_elastic.protocol.driver.driver_state import DriverState, Stage
 from spark_elastic.protocol.events import DriverEvent, WorkerJoins
 from spark_elastic.testing import ReplayDiffers, replay
 from spark_elastic.testing.fault_plan import Kind, random_plan

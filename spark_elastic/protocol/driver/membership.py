@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spark_elastic.protocol.registry import WorkerRecord
+from spark_elastic.protocol.driver.registry import WorkerRecord
 from spark_elastic.protocol.types import Limits, Position
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.driver.driver_state import Stage, Turn
+from spark_elastic.protocol.driver.evidence import STOPPED
 from spark_elastic.protocol.events import SlotBeat, WorkerStalled
-from spark_elastic.protocol.evidence import STOPPED
 from spark_elastic.protocol.types import Member, SlotId, World
 
 SILENT_BEATS = 2.5  # that have not come from a slot

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver_state import Turn
-from spark_elastic.protocol.durable import job_is_gone
-from spark_elastic.protocol.evidence import STOPPED, lose_slot
-from spark_elastic.protocol.forming import end
-from spark_elastic.protocol.jobs import follow, give_back, refuse
-from spark_elastic.protocol.listing import refusal
-from spark_elastic.protocol.registry import JobRecord, SlotEnd, SlotRecord
-from spark_elastic.protocol.worker_events import adopt
+from spark_elastic.protocol.driver.driver_state import Turn
+from spark_elastic.protocol.driver.durable import job_is_gone
+from spark_elastic.protocol.driver.evidence import STOPPED, lose_slot
+from spark_elastic.protocol.driver.forming import end
+from spark_elastic.protocol.driver.jobs import follow, give_back, refuse
+from spark_elastic.protocol.driver.listing import refusal
+from spark_elastic.protocol.driver.registry import JobRecord, SlotEnd, SlotRecord
+from spark_elastic.protocol.driver.worker_events import adopt
 
 
 def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.protocol.driver_state import Stage, Turn
+from spark_elastic.protocol.driver.driver_state import Stage, Turn
 from spark_elastic.protocol.types import LAST_CHANGE
 
 GRACE = 60.0  # seconds for the way to the next boundary; some functions have none

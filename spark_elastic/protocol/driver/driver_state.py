@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from spark_elastic.protocol.blacklist import Blacklist
 from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.driver.blacklist import Blacklist
+from spark_elastic.protocol.driver.registry import Gone, JobRecord, PutOff, SlotRecord, Unsure, WorkerRecord
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.protocol.registry import Gone, JobRecord, PutOff, SlotRecord, Unsure, WorkerRecord
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
     Checkpoint,

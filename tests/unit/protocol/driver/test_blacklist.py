@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.blacklist import JITTER, Blacklist, delay
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
 from spark_elastic.protocol.types import Limits
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver_state import Failure, Stage, Turn
-from spark_elastic.protocol.durable import seen_dead
-from spark_elastic.protocol.evidence import break_world, hear, lose, suspect, took_part
-from spark_elastic.protocol.failures import blame, spell, starve
-from spark_elastic.protocol.forming import end
-from spark_elastic.protocol.jobs import give_back, strike
-from spark_elastic.protocol.listing import unwanted
-from spark_elastic.protocol.registry import Gone, SlotRecord, WorkerRecord
+from spark_elastic.protocol.driver.driver_state import Failure, Stage, Turn
+from spark_elastic.protocol.driver.durable import seen_dead
+from spark_elastic.protocol.driver.evidence import break_world, hear, lose, suspect, took_part
+from spark_elastic.protocol.driver.failures import blame, spell, starve
+from spark_elastic.protocol.driver.forming import end
+from spark_elastic.protocol.driver.jobs import give_back, strike
+from spark_elastic.protocol.driver.listing import unwanted
+from spark_elastic.protocol.driver.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 

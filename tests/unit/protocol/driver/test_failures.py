@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, Outcome
-from spark_elastic.protocol.failures import spell
+from spark_elastic.protocol.driver.failures import spell
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 

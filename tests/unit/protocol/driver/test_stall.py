@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from spark_elastic.protocol.driver.stall import Stall, stalls
 from spark_elastic.protocol.events import SlotBeat
-from spark_elastic.protocol.stall import Stall, stalls
 from spark_elastic.protocol.types import Fence, Member, World
 
 NOW, AFTER = 100.0, 3.0

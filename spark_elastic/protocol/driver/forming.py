@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spark_elastic.protocol.assignment import Place, assign, source_of
 from spark_elastic.protocol.commands import Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver_state import DriverState, Stage, Turn
-from spark_elastic.protocol.durable import old_members_may_live
-from spark_elastic.protocol.evidence import break_world, lose, retire
-from spark_elastic.protocol.failures import in_vain, whence
-from spark_elastic.protocol.jobs import (
+from spark_elastic.protocol.driver.assignment import Place, assign, source_of
+from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
+from spark_elastic.protocol.driver.durable import old_members_may_live
+from spark_elastic.protocol.driver.evidence import break_world, lose, retire
+from spark_elastic.protocol.driver.failures import in_vain, whence
+from spark_elastic.protocol.driver.jobs import (
     all_blacklisted,
     give_back,
     launch_due,
     recall,
     release_idle,
 )
-from spark_elastic.protocol.listing import look_at_barred
-from spark_elastic.protocol.membership import capacity, compose, names, newest_position, wanted_at_start
-from spark_elastic.protocol.registry import Gone, Leave, WorkerRecord
-from spark_elastic.protocol.time_limit import GRACE, is_told, may_end, time_is_up
+from spark_elastic.protocol.driver.listing import look_at_barred
+from spark_elastic.protocol.driver.membership import (
+    capacity,
+    compose,
+    names,
+    newest_position,
+    wanted_at_start,
+)
+from spark_elastic.protocol.driver.registry import Gone, Leave, WorkerRecord
+from spark_elastic.protocol.driver.time_limit import GRACE, is_told, may_end, time_is_up
 from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, SlotId, WorkerStatus, World
 
 PROMPTLY = 30.0  # seconds to build a world, to come to a planned stop, to report a result after rank 0's

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 
 from spark_elastic.protocol.commands import Outcome
-from spark_elastic.protocol.driver_state import DriverState, Failure, Turn
+from spark_elastic.protocol.driver.driver_state import DriverState, Failure, Turn
 from spark_elastic.protocol.types import START, Position, WorkerId
 
 STARVED_BORNE = 2  # kills for want of memory within the failure window that a job bears
