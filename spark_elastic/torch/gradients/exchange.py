@@ -1,17 +1,14 @@
 """Gradients of one step, summed over the world while backward still runs.
 
-Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks tell which are there; the
-engine's thread reduces buckets strictly in the layout's order (R7), but for the last one: with nothing left to overlap,
-the training thread, which owns everything else, reduces it in `finish`. A failed exchange leaves no parameter touched:
-only bucket memory is void. A step given up half-way is drained before the next one begins. Layout and memory belong to
-one group, and change at a step's opening only.
+Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks tell which gradients are
+there; complete buckets are dispatched strictly in the layout's order (R7). The training thread owns everything here. A
+failed exchange changes no parameter: only the memory of the buckets is void. A step that is given up half-way is
+drained before the next one begins. Layout and memory belong to one group, and change only when a step is opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from types import TracebackType
 
 import numpy as np
@@ -23,12 +20,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients import sparse
-from spark_elastic.torch.gradients.agreement import agree
-from spark_elastic.torch.gradients.buckets import layout, layout_hash
+from spark_elastic.torch.gradients.buckets import Bucket, layout, layout_hash
+from spark_elastic.torch.gradients.dispatch import Dispatch
 from spark_elastic.torch.gradients.fusion import Fusion
 from spark_elastic.torch.gradients.hooks import hook_gradients
-from spark_elastic.torch.gradients.own_compression import allreduce_as
-from spark_elastic.torch.gradients.stalls import inspected
 from spark_elastic.torch.gradients.terms import PLAIN, Terms
 from spark_elastic.torch.gradients.trainable import specs, trainable
 from spark_elastic.torch.gradients.tuning import Tuner
@@ -80,10 +75,7 @@ class GradientExchange:
         self._own = EngineThread()
         self._engine_now = engine
         self._timeline_now = timeline
-        self._timeline: Timeline | None = None  # of the open step
-        self._engine = self._own  # of the open step
-        self._sent: Future[None] | None = None  # what the open step handed over last
-        self._held: Callable[[], None] | None = None  # the last bucket, once complete
+        self._dispatch: Dispatch | None = None  # of the newest step; None: it trains alone
         self._unhook = hook_gradients(self._parameters, self._arrived)
 
     def __enter__(self) -> GradientExchange:
@@ -149,7 +141,7 @@ class GradientExchange:
                 raise InvalidInput(
                     f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
                 )
-        self._engine, self._sent, self._held = self._engine_now() or self._own, None, None
+        engine = self._engine_now() or self._own
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse, self._bucket_bytes = frozenset(), self._terms.bucket_bytes
             total = sum(spec.numel * spec.itemsize for spec in self._specs) if self._terms.tuned else 0
@@ -158,9 +150,12 @@ class GradientExchange:
         self._group, self._passes, self._launched, self._open = group, passes, 0, True
         self._arrivals = [0] * len(self._parameters)
         self._began = self._clock.now()
-        self._timeline = self._timeline_now()
         self._found_sparse[:] = False
-        buckets = [] if self._fusion is None else self._fusion.buckets
+        self._dispatch = None
+        buckets: Sequence[Bucket] = ()
+        if self._fusion is not None:
+            buckets = self._fusion.buckets
+            self._dispatch = Dispatch(self._fusion, self._names, self._terms, engine, self._timeline_now())
         self._waiting = [len(bucket.slices) * passes for bucket in buckets]
         self._versions = [None] * len(buckets)
 
@@ -194,24 +189,20 @@ class GradientExchange:
                 self._adopt(index)
         while self._launched < len(self._waiting):
             self._launch()
-        if self._held is not None:
-            if self._sent is not None:
-                self._sent.result()
-            self._engine.run(self._held)
-        rows = self._send_sparse()
-        if self._sent is not None:
-            self._sent.result()
-        if self._fusion is not None:
+        if self._dispatch is not None and self._fusion is not None:
+            self._dispatch.reduce_last()
+            self._send_sparse(self._dispatch)
+            self._dispatch.wait()
             self._fusion.receive()
-        for index, gradient in rows.items():
-            self._parameters[index].grad = gradient
+            for index, gradient in self._dispatch.rows.items():
+                self._parameters[index].grad = gradient
         self._tuner.took(self._clock.now() - self._began)
         self._open = False
 
     def drain(self) -> None:
         """Until the buckets that have gone out are back, or broke."""
-        if self._sent is not None:
-            self._sent.exception()
+        if self._dispatch is not None:
+            self._dispatch.drain()
 
     def abandon(self) -> None:
         """Give up the open step, if any: nothing of it is under way when this returns. Its group is of no more use
@@ -247,7 +238,7 @@ class GradientExchange:
         self._own.close()
         self._unhook()
         self.clear()
-        self._fusion, self._laid = None, None
+        self._fusion = self._laid = self._dispatch = None
 
     def _lay(self, group: Group | None) -> None:
         """Buckets as agreed on, in the memory of `group`."""
@@ -321,77 +312,22 @@ class GradientExchange:
         return gradient.detach().to_dense()
 
     def _launch(self) -> None:
-        number, fusion = self._launched, self._fusion
+        number, dispatch = self._launched, self._dispatch
         self._launched += 1
-        assert fusion is not None  # or there would be no bucket
-        group = fusion.group
-        self._greet(group)
-        fusion.send(number)
-        array, dtype = fusion.array(number), fusion.buckets[number].dtype
-        wire = self._terms.wire if dtype == "float32" else None
-        own, scale = self._terms.compressor, self._terms.factors(group.size)
-        timeline, complete = self._timeline, self._clock.now()
+        assert dispatch is not None  # or there would be no bucket
+        self._greet(dispatch)
+        dispatch.send(number)
 
-        def reduce() -> None:
-            fusion.ready(number)
-            begin = self._clock.now()
-            with self._inspected(group, [part.index for part in fusion.buckets[number].slices]):
-                if own is None:
-                    group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
-                else:
-                    allreduce_as(own, group, fusion.gradients(number), scale)
-            if timeline is not None:
-                timeline.gradients(f"gradients {number}", array.nbytes, complete, begin, self._clock.now())
+    def _greet(self, dispatch: Dispatch) -> None:
+        """Before anything else goes out to a group for the first time."""
+        if self._group is not self._agreed:
+            dispatch.compare(self.layout_hash, self._specs)
+            self._agreed = self._group
 
-        if self._launched < len(self._waiting):
-            self._submit(reduce)
-        else:
-            self._held = reduce
-
-    def _greet(self, group: Group) -> None:
-        if group is not self._agreed:
-            self._submit(lambda: self._agree_on_terms(group))
-            self._agreed = group
-
-    def _agree_on_terms(self, group: Group) -> None:
-        with self._inspected(group, range(len(self._names))):
-            agree(group, self.layout_hash, self._specs, self._terms)
-
-    def _send_sparse(self) -> dict[int, torch.Tensor]:
-        """Gradients that lie in no bucket; filled by the engine's thread, in the order of the parameters."""
-        arrived: dict[int, torch.Tensor] = {}
-        if self._fusion is None:
-            return arrived
-        group = self._fusion.group
-        factor = float(np.prod(self._terms.factors(group.size)))
+    def _send_sparse(self, dispatch: Dispatch) -> None:
+        """The gradients that lie in no bucket, in the order of the parameters."""
         for index in sorted(self._sparse):
-            self._greet(group)
-            gradient = self._parameters[index].grad
-            own = sparse.checked(
-                self._names[index],
-                torch.zeros_like(self._parameters[index]) if gradient is None else gradient,
-            )
-
-            def gather(index: int = index, own: torch.Tensor = own) -> None:
-                with self._inspected(group, [index]):
-                    arrived[index] = sparse.summed(group, own, factor)
-
-            self._submit(gather)
-        return arrived
-
-    def _inspected(self, group: Group, indices: Sequence[int]) -> AbstractContextManager[None]:
-        terms = self._terms
-        return inspected(
-            group, lambda: [self._names[i] for i in indices], terms.warn_after, terms.wait_at_most
-        )
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        """To the engine's thread. What the step sent before has broken: raises that instead."""
-        before = self._sent
-
-        def next_one() -> None:
-            if before is not None:
-                before.result()
-            work()
-
-        self._sent = self._engine.submit(next_one)
+            self._greet(dispatch)
+            parameter = self._parameters[index]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dispatch.gather(index, sparse.checked(self._names[index], gradient))
