@@ -198,7 +198,7 @@ def tcp_store(size: int) -> float:
     """Seconds for `size` ranks to read each other's address, one by one, from torch's TCPStore."""
     from torch.distributed import TCPStore
 
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = []
     for first in range(min(size, PROCESSES)):
         mine, theirs = CONTEXT.Pipe()
@@ -217,7 +217,9 @@ def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: in
     from torch.distributed import TCPStore
 
     patience = timedelta(seconds=CLIENT_TIMEOUT)
-    stores = [TCPStore("127.0.0.1", port, None, False, patience, False) for _ in ranks]
+    stores = [
+        TCPStore("127.0.0.1", port, is_master=False, timeout=patience, wait_for_workers=False) for _ in ranks
+    ]
 
     def read(store: Any, rank: int) -> None:
         store.set(str(rank), os.urandom(swarm.BLOB))

@@ -120,7 +120,7 @@ class Worker:
         sent, due = 0, first
         while due < end:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            every = (await self._slot.ask(m.Beat(slot, worker, "S", True, 0.1)))["beat_every"]
+            every = (await self._slot.ask(m.Beat(slot, worker, "S", waits=True, seconds=0.1)))["beat_every"]
             sent += 1
             due = max(due + every * paced, time.monotonic())
         return sent
@@ -130,14 +130,16 @@ class Worker:
             watch.cancel()
 
     async def _watch_slot(self) -> None:
-        while (await self._slot.ask(m.WatchSlot(self._names[1], 0), m.HOLD, True))["release"] is None:
+        while (await self._slot.ask(m.WatchSlot(self._names[1], 0), m.HOLD, watching=True))[
+            "release"
+        ] is None:
             pass
 
     async def _watch_worker(self) -> None:
         over, version, stop = None, 0, None
         while stop is None:
             request = m.WatchWorker(*self._names, over, version)
-            news = await self._worker.ask(request, m.HOLD, True)
+            news = await self._worker.ask(request, m.HOLD, watching=True)
             version, stop = news["version"], news["stop"]
             over = Fence(**news["over"]) if news["over"] else None
 

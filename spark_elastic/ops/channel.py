@@ -136,14 +136,14 @@ class Channel:
 
     def _add(self, operation: Operation, awaited: bool) -> None:
         self._new.append(operation)
-        self._set_idle(False)
+        self._set_idle(idle=False)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
             self._thread.start()
         if not awaited:
             self._wanted.set()
 
-    def _set_idle(self, idle: bool) -> None:
+    def _set_idle(self, *, idle: bool) -> None:
         """Nobody waits for an idle round: a rank that cannot come to it, in a long call that holds the interpreter's
         lock, breaks nothing. With what is asked for meanwhile, the group's timeout begins."""
         if idle is not self._idle:
@@ -236,7 +236,7 @@ class Channel:
             if (self._live or self._join) and self._negotiation.everybody_waits:
                 self._news.wait_for(lambda: self._new or self._error, self._back_off)
             new, self._new = self._new, []
-            self._set_idle(not (new or self._live or self._join))
+            self._set_idle(idle=not (new or self._live or self._join))
         if new:
             self._quiet_since = self._clock.now()
         words = [Word(None if o.request is JOIN else o.request, joined=self._steps) for o in new]
