@@ -16,8 +16,9 @@ from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot,
 from spark_elastic.protocol.driver import durable, jobs, listing, slot_events, stall, worker_events
 from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.driver.durable import connection_changed
+from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import hear, judge, mark_hiccup, notice_sleep, scan
-from spark_elastic.protocol.driver.forming import end, settle
+from spark_elastic.protocol.driver.forming import settle
 from spark_elastic.protocol.driver.registry import JobRecord
 from spark_elastic.protocol.types import Checkpoint, Limits
 

@@ -1,7 +1,7 @@
 """The driver machine's state, and the turn in which one event changes it.
 
-Everything in a `DriverState` is immutable but its own fields; a turn works on a shallow copy, which nobody changes
-once the turn is over.
+A turn works on a shallow copy of the state, which nobody changes once the turn is over. All values in the fields are
+immutable, so a shallow copy is enough.
 """
 
 from __future__ import annotations
@@ -52,89 +52,78 @@ class Failure:
 
 @dataclass
 class DriverState:
-    """What the driver knows.
-
-    absent, unformed: how many living members of the world have not come back from it / have not built it yet.
-    waiting: warm newcomers, by order of arrival. cut: workers whose connection is broken, and since when.
-    suspected: members that peers saw break in this world. late: those that were given up since they did not come to the
-    regroup. hiccup: when last all workers were cut at once.
-    scanned: when the leases were last looked at. deaf: when last the driver itself was cut off or asleep.
-    slots_on, slots_of: living slots by host and by slot job. starting: how many workers have that status.
-    stalled: members of this world that kept others waiting, and what they were doing.
-    regroup_since: since when absent members are waited for. change_since: since when a planned change is wanted.
-    began: when the first event came.
-    starved: when workers were killed because memory ran out.
-    fruitless_end: what the last slot job said that ended before its worker was warm.
-    checkpoints: those that count, newest first. unsure: given up members that may be alive;
-    unsure_in: numbers of their slot jobs.
-    listed: discovery's newest answer. hosts: all that ever had a slot. early: orders that wait for the first world.
-    kills: by slot, how many of its workers in a row were killed before they took
-    part in a world. killed: when workers of a slot were. yielded: why slots were given back while there were too few.
-    barred: slots that may not take part and are not sent back before the other attempts of their jobs (R14).
-    put_off: those of `jobs` that are not launched yet.
-    withheld: slot jobs that are not asked for before a member is lost. recall: one was.
-    vain, vain_since: how many worlds in a row broke with nobody lost and no progress, and since when.
-    short_since: since when there are too few workers. done_since: when the job's result was there.
-    """
+    """What the driver knows of a job. Times are monotonic seconds, in the sense of `Event.now`."""
 
     limits: Limits
     attempt: int
     stage: Stage = Stage.GATHERING
-    next_job: int = 1
-    jobs: Table[int, JobRecord] = field(default_factory=Table)
-    put_off: Table[int, PutOff] = field(default_factory=Table)
-    slots: Table[SlotId, SlotRecord] = field(default_factory=Table)
-    workers: Table[WorkerId, WorkerRecord] = field(default_factory=Table)
-    gone_slots: Table[SlotId, str] = field(default_factory=Table)
-    gone_workers: Table[WorkerId, Gone] = field(default_factory=Table)
-    waiting: Table[WorkerId, None] = field(default_factory=Table)
-    cut: Table[WorkerId, float] = field(default_factory=Table)
-    draining_hosts: Table[HostId, str] = field(default_factory=Table)
-    slots_on: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
-    slots_of: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
-    starting: int = 0
-    listed: tuple[tuple[str, int], ...] | None = None
-    hosts: frozenset[HostId] = frozenset()
+    began: float | None = None  # when the first event came
+
+    # Slot jobs
+    next_job: int = 1  # the number of the next one
+    jobs: Table[int, JobRecord] = field(default_factory=Table)  # that are alive, or put off
+    put_off: Table[int, PutOff] = field(default_factory=Table)  # those of `jobs` that are not launched yet
+    withheld: int = 0  # how many are not asked for again before a member is lost
+    recall: bool = False  # a member was lost, so those that are withheld are asked for again
+    yielded: str = ""  # why slots were given back although there are too few
+    fruitless_end: str = ""  # what the last one said that ended before its worker was warm
+
+    # Hosts and slots
+    slots: Table[SlotId, SlotRecord] = field(default_factory=Table)  # that are alive
+    slots_on: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)  # the same by host
+    slots_of: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same by slot job
+    gone_slots: Table[SlotId, str] = field(default_factory=Table)  # and why
+    barred: Table[SlotId, None] = field(default_factory=Table)  # take no part, but must not return yet (R14)
+    hosts: frozenset[HostId] = frozenset()  # all that ever had a slot
+    listed: tuple[tuple[str, int], ...] | None = None  # discovery's newest answer: hosts and their slots
+    draining_hosts: Table[HostId, str] = field(default_factory=Table)  # and why
+    early: tuple[DrainRequested, ...] = ()  # orders that wait for the first world
     blacklist: Blacklist = field(default_factory=Blacklist)
-    kills: Table[SlotId, int] = field(default_factory=Table)
-    killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)
-    yielded: str = ""
-    barred: Table[SlotId, None] = field(default_factory=Table)
-    withheld: int = 0
-    recall: bool = False
-    early: tuple[DrainRequested, ...] = ()
-    arrivals: int = 0
-    draining: int = 0
-    world: World | None = None
-    generation: int = 0
-    absent: int = 0
-    unformed: int = 0
-    suspected: frozenset[WorkerId] = frozenset()
-    late: frozenset[WorkerId] = frozenset()
-    stalled: Table[WorkerId, str] = field(default_factory=Table)
-    results: Table[WorkerId, str] = field(default_factory=Table)
-    version: int = 0
-    announced: bool = False
+    kills: Table[SlotId, int] = field(default_factory=Table)  # workers killed in a row before they took part
+    killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # when workers were killed
+
+    # Workers
+    workers: Table[WorkerId, WorkerRecord] = field(default_factory=Table)  # that are alive
+    gone_workers: Table[WorkerId, Gone] = field(default_factory=Table)
+    starting: int = 0  # how many of `workers` have that status
+    draining: int = 0  # how many of `workers` drain
+    waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
+    arrivals: int = 0  # how many newcomers have come so far
     failures: tuple[Failure, ...] = ()
-    starved: tuple[float, ...] = ()
-    vain: int = 0
+    starved: tuple[float, ...] = ()  # when workers were killed because memory ran out
+    unsure: Table[WorkerId, Unsure] = field(default_factory=Table)  # given up members that may be alive (R18)
+    unsure_in: frozenset[str] = frozenset()  # the numbers of their slot jobs
+
+    # The world
+    world: World | None = None  # the newest
+    generation: int = 0
+    version: int = 0  # of the membership: grows with each announced change
+    announced: bool = False  # the world was told to stop at its next boundary
+    absent: int = 0  # living members that have not come back from it
+    unformed: int = 0  # living members that have not built it yet
+    suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
+    late: frozenset[WorkerId] = frozenset()  # members given up because they did not come to the regroup
+    stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
+    results: Table[WorkerId, str] = field(default_factory=Table)
+    because: str = ""  # why it broke
+    vain: int = 0  # how many worlds in a row broke with nobody lost and no progress
     vain_since: float = 0.0
+    checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
+
+    # Connections and leases
+    cut: Table[WorkerId, float] = field(default_factory=Table)  # whose connection is broken, and since when
+    hiccup: float = float("-inf")  # when last all workers were cut at once
+    deaf: float = float("-inf")  # when last the driver itself was cut off or asleep
+    scanned: float = float("inf")  # when the leases were last looked at
     next_lease_scan: float = 0.0
-    hiccup: float = float("-inf")
-    scanned: float = float("inf")
-    deaf: float = float("-inf")
-    gather_since: float | None = None
-    regroup_since: float | None = None
-    published_at: float = 0.0
-    change_since: float | None = None
-    short_since: float | None = None
-    done_since: float | None = None
-    began: float | None = None
-    because: str = ""
-    fruitless_end: str = ""
-    checkpoints: tuple[Checkpoint, ...] = ()
-    unsure: Table[WorkerId, Unsure] = field(default_factory=Table)
-    unsure_in: frozenset[str] = frozenset()
+
+    # Deadlines count from these
+    gather_since: float | None = None  # there is a newcomer, and no world
+    published_at: float = 0.0  # the newest world
+    change_since: float | None = None  # a planned change is wanted
+    regroup_since: float | None = None  # absent members are waited for
+    short_since: float | None = None  # there are too few workers
+    done_since: float | None = None  # the job's result is there
 
     @property
     def fence(self) -> Fence:

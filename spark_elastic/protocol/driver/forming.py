@@ -1,20 +1,21 @@
-"""From the state to the next world, an announcement or the end of the job: looked at after every event.
+"""Worlds: when the running one is to stop, and when the next one is published. Looked at after every event.
 
-Level-triggered: it asks only how things stand now, so that nothing is lost when two changes come together.
+Level-triggered: only the present state counts, never which event led to it. So nothing is lost when two changes come
+together.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from spark_elastic.protocol.commands import Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import Announce, Outcome, Publish, StopWorker
 from spark_elastic.protocol.driver.assignment import Place, assign, source_of
 from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
 from spark_elastic.protocol.driver.durable import old_members_may_live
+from spark_elastic.protocol.driver.ending import end, finish, promptly
 from spark_elastic.protocol.driver.evidence import break_world, lose, retire
 from spark_elastic.protocol.driver.failures import in_vain, whence
 from spark_elastic.protocol.driver.jobs import (
-    all_blacklisted,
     give_back,
     launch_due,
     recall,
@@ -29,20 +30,20 @@ from spark_elastic.protocol.driver.membership import (
     wanted_at_start,
 )
 from spark_elastic.protocol.driver.registry import Gone, Leave, WorkerRecord
+from spark_elastic.protocol.driver.shortage import enough
 from spark_elastic.protocol.driver.time_limit import GRACE, is_told, may_end, time_is_up
 from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, SlotId, WorkerStatus, World
 
-PROMPTLY = 30.0  # seconds to build a world, to come to a planned stop, to report a result after rank 0's
 PATIENCE_WITH_THE_LAST = 10  # times regroup_timeout
 
 
 def settle(turn: Turn) -> None:
-    """Do what the state asks for."""
+    """Do whatever is due in the present state."""
     state = turn.state
     if state.stage is Stage.ENDED:
         return
     if state.done_since is not None:
-        _finish(turn)
+        finish(turn)
         return
     if state.barred:
         look_at_barred(turn)
@@ -62,40 +63,10 @@ def settle(turn: Turn) -> None:
         _gather(turn)
 
 
-def end(turn: Turn, outcome: Outcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
-    """The job is over: everybody is told, then the caller."""
-    state = turn.state
-    if state.stage is Stage.ENDED:
-        return
-    state.stage = Stage.ENDED
-    for worker in state.workers.values():
-        turn.say(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
-    for slot in state.slots.values():
-        turn.say(ReleaseSlot(f"the job is over ({outcome.value}): {reason}", slot.slot))
-    turn.say(End(reason, outcome, results, detail))
-
-
-def _finish(turn: Turn) -> None:
-    """R15: what makes a success is in; others that are about to succeed may do so."""
-    state = turn.state
-    assert state.world is not None
-    assert state.done_since is not None
-    late = state.absent > 0
-    if late and turn.now - state.done_since < _promptly(turn):
-        return
-    members = state.world.members
-    missing = [member.worker for member in members if member.worker not in state.results]
-    reason = f"all {len(members)} workers of world {state.generation} are done"
-    if missing:
-        reason = f"rank 0 of world {state.generation} is done; no result came from {names(missing)}"
-    results = tuple(state.results.get(member.worker, "null") for member in members)
-    end(turn, Outcome.SUCCESS, reason, results=results)
-
-
 def _mind_running(turn: Turn, over_time: str) -> None:
-    """A world that runs: it may stop as planned, be late with that or with its forming, or be asked to stop."""
+    """A world is published: it has stopped as planned, is late with stopping or forming, or shall be asked to stop."""
     state = turn.state
-    wait = GRACE if over_time else _promptly(turn)  # a last checkpoint is written before they come
+    wait = GRACE if over_time else promptly(turn)  # a last checkpoint is written before they come
     if state.absent == 0:
         state.stage = Stage.REGROUPING
     elif state.regroup_since is not None:
@@ -113,7 +84,8 @@ def _mind_running(turn: Turn, over_time: str) -> None:
 
 
 def _announce(turn: Turn, over_time: str) -> None:
-    """A planned change that would change the world, once no other is about to join it; or the job's end."""
+    """Ask the world to stop for a planned change, or because the job's time is up. Changes that come close together are
+    announced as one (`debounce`)."""
     state = turn.state
     if state.results or (state.announced and not (over_time and not is_told(turn))):
         return
@@ -143,7 +115,7 @@ def _change_possible(state: DriverState) -> bool:
 
 
 def _change_wanted(turn: Turn) -> str:
-    """What the next world would have or lose that this one has not; "" where it would be the same."""
+    """Who would join and leave if the next world were formed now; "" if nobody would."""
     state = turn.state
     # At a planned boundary all members stand at one position, whichever that will be.
     members = [replace(worker, position=START) for worker in turn.survivors()]
@@ -163,19 +135,14 @@ def _difference(joining: list[str], leaving: list[str]) -> str:
     return "; ".join(part for part in (joined, left) if part)
 
 
-def _promptly(turn: Turn) -> float:
-    """How long what no user code is part of may take."""
-    return min(PROMPTLY, turn.state.limits.regroup_timeout)
-
-
 def _patience(turn: Turn) -> float:
-    """How long a member that runs is waited for: it may be the only one that holds the newest state (P3)."""
+    """Seconds to wait for a member that has not come back. It is far longer if nobody who came has a state (P3)."""
     kept = any(worker.came and worker.position is not None for worker in turn.survivors())
     return turn.state.limits.regroup_timeout * (1 if kept else PATIENCE_WITH_THE_LAST)
 
 
 def _regroup(turn: Turn) -> None:
-    """The world is over. Once every member has come or is lost, the next one is formed."""
+    """The world is over. The next one is formed once every member has come back or is lost."""
     state = turn.state
     if state.absent:
         wait = _patience(turn)
@@ -195,10 +162,10 @@ def _regroup(turn: Turn) -> None:
         )
         return
     most = len(state.workers) - state.starting
-    if most < state.limits.min_workers and not _enough(turn, most):
+    if most < state.limits.min_workers and not enough(turn, most):
         return
     chosen = compose(turn.survivors(), turn.newcomers(), state.limits)
-    if _enough(turn, len(chosen)) and not _would_not_try_again(turn, len(chosen)):
+    if enough(turn, len(chosen)) and not _would_not_try_again(turn, len(chosen)):
         _publish(turn, chosen)
 
 
@@ -215,13 +182,13 @@ def _would_not_try_again(turn: Turn, size: int) -> bool:
     if not returned and (newest_position(survivors) or START) != START:
         return False
     since = state.regroup_since if state.regroup_since is not None else turn.now
-    until = since + min(state.limits.gather_timeout, _promptly(turn))
+    until = since + min(state.limits.gather_timeout, promptly(turn))
     failed = {f.worker.rpartition(".")[0] for f in state.failures if f.generation == state.generation}
     return turn.now < until and any(_returns(turn, slot, until) for slot in failed)
 
 
 def _returns(turn: Turn, name: SlotId, until: float) -> bool:
-    """Whether the slot may have a worker for the next world by then."""
+    """Whether the slot lives and is out of its cooldown by then, so that its worker could be in the next world."""
     slot = turn.state.slots.get(name)
     if slot is None:
         return False
@@ -237,71 +204,12 @@ def _gather(turn: Turn) -> None:
         state.gather_since = None
     elif state.gather_since is None:
         state.gather_since = turn.now
-    if not _enough(turn, count) or old_members_may_live(turn):
+    if not enough(turn, count) or old_members_may_live(turn):
         return
     assert state.gather_since is not None
     waited = turn.now - state.gather_since
     if count >= wanted_at_start(state.limits) or waited >= state.limits.gather_timeout:
         _publish(turn, turn.newcomers()[: capacity(state.limits)])
-
-
-def _enough(turn: Turn, count: int) -> bool:
-    """Whether `min_workers` are there; ends the job where they have been missing for `start_timeout`."""
-    state = turn.state
-    if count >= state.limits.min_workers:
-        state.short_since = None
-        return True
-    state.recall |= state.withheld > 0  # what was given back is needed now
-    if state.short_since is None:
-        state.short_since = turn.now
-    elif turn.now - state.short_since >= state.limits.start_timeout:
-        end(turn, Outcome.NOT_ENOUGH_WORKERS, _shortage(turn, count))
-    else:
-        _give_up_on_the_blacklisted(turn, state.short_since + state.limits.start_timeout)
-    return False
-
-
-def _give_up_on_the_blacklisted(turn: Turn, deadline: float) -> None:
-    """No host is left that could bring a worker in time: nothing is gained by waiting."""
-    found = all_blacklisted(turn) if turn.state.blacklist else None
-    if found is None or found[1] <= deadline:
-        return
-    hosts, first = found
-    when = "never" if first == float("inf") else f"in {first - turn.now:.0f} s"
-    end(
-        turn,
-        Outcome.NOT_ENOUGH_WORKERS,
-        f"all hosts are blacklisted since their workers failed: {names(hosts)}; the first returns {when} "
-        f"(cooldown_range), and the job waits for workers for {turn.state.limits.start_timeout:g} s (start_timeout)",
-    )
-
-
-def _shortage(turn: Turn, count: int) -> str:
-    state = turn.state
-    hosts = sorted({slot.host for slot in state.slots.values()})
-    silent = [str(job.job) for job in state.jobs.values() if job.slots == 0 and job.job not in state.put_off]
-    starting = [turn.title(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
-    parts = [
-        f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
-        "(min_workers)",
-        f"hosts: {names(hosts) or 'none'}",
-    ]
-    if silent:
-        parts.append(f"waited for slot jobs that the cluster did not start: {names(silent)}")
-    if starting:
-        parts.append(f"waited for {names(starting)} to get warm")
-    cooling = [
-        f"{worker.worker} (its slot failed, for {until - turn.now:.0f} s)"
-        for worker in state.workers.values()
-        if (until := state.blacklist.slot_until(worker.slot, worker.host, turn.now)) is not None
-    ]
-    if cooling:
-        parts.append(f"cooling down: {names(cooling)}")
-    if state.yielded:
-        parts.append(f"its slots were given back in between: {state.yielded}")
-    if state.fruitless_end:
-        parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
-    return "; ".join(parts)
 
 
 def _resets_used_up(state: DriverState) -> bool:

@@ -1,4 +1,4 @@
-"""Who there is: the driver's records of slot jobs, slots and workers. Values only; `driver_machine` changes them."""
+"""The driver machine's records of slot jobs, slots and workers, alive or gone. Values only."""
 
 from __future__ import annotations
 
@@ -18,67 +18,57 @@ class Leave(Enum):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A slot job that is alive. fruitless: how many of its predecessors in a row ended without a warm worker.
-    slots: how many of its attempts are alive. warmed: one of them brought a warm worker. withheld: once it has ended,
-    no other follows it before a member is lost."""
+    """A slot job that is alive, or will be launched."""
 
     job: int
-    fruitless: int = 0
-    slots: int = 0
-    warmed: bool = False
-    host_lost: bool = False
-    withheld: bool = False
+    fruitless: int = 0  # how many of its predecessors in a row ended without a warm worker
+    slots: int = 0  # how many of its attempts are alive
+    warmed: bool = False  # an attempt brought a warm worker
+    host_lost: bool = False  # an attempt's host was lost
+    withheld: bool = False  # once it has ended, no other job follows it before a member is lost
 
 
 @dataclass(frozen=True)
 class PutOff:
-    """A slot job that is launched later. reason: why it is launched at all."""
+    """A slot job that is launched later."""
 
     until: float
-    reason: str
+    reason: str  # why it is launched at all
 
 
 @dataclass(frozen=True)
 class SlotRecord:
-    """A slot task that is alive. extra: the job had another one alive when it came (R14). heard: its last beat.
-    cut: since when its control connection is broken. node: its machine's name. unfit: why what its host runs cannot
-    take part, "" if it can."""
+    """A slot task that is alive."""
 
     slot: SlotId
     job: int
     host: HostId
-    heard: float
-    extra: bool = False
+    heard: float  # when its last beat came
+    extra: bool = False  # another attempt of its job was alive when it came (R14)
     worker: WorkerId | None = None
-    cut: float | None = None
-    node: str = ""
-    unfit: str = ""
+    cut: float | None = None  # since when its control connection is broken
+    node: str = ""  # its machine's name
+    unfit: str = ""  # why what its host runs cannot take part, "" if it can
 
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """A living worker.
-
-    heard: when it was last known to run. arrival: order in which newcomers came, 0 while it has not. rank: in the
-    last published world, None for who is not in it. formed: built that world. came: left it, by a join or a
-    result, at `position`. draining: why it shall leave, "" if not; leave: of which kind that is. arrived: when it
-    came as a newcomer.
-    """
+    """A living worker."""
 
     worker: WorkerId
     slot: SlotId
     host: HostId
-    heard: float
+    heard: float  # when it was last known to run
     status: WorkerStatus = WorkerStatus.STARTING
-    arrival: int = 0
-    rank: int | None = None
-    formed: bool = False
-    came: bool = False
+    arrival: int = 0  # its number in the order in which newcomers came; 0: it has not come yet
+    rank: int | None = None  # in the newest world; None: it is no member
+    formed: bool = False  # it has built that world
+    came: bool = False  # it has left that world, by a join or a result, at `position`
     position: Position | None = None
-    draining: str = ""
-    leave: Leave | None = None
-    arrived: float = 0.0
-    extra: bool = False
+    draining: str = ""  # why it shall leave, "" if it need not
+    leave: Leave | None = None  # of which kind that reason is
+    arrived: float = 0.0  # when it came as a newcomer
+    extra: bool = False  # as in its `SlotRecord`
 
 
 class SlotEnd(Enum):
@@ -86,27 +76,27 @@ class SlotEnd(Enum):
 
     SEEN = "it ended"  # and whatever ran in it
     TOLD = "it was told to end, or will be once it speaks"
-    DISOWNED = "its executor is lost"  # as Spark says, which may have lost sight of it only
+    DISOWNED = "its executor is lost"  # says Spark, which may only have lost sight of it
 
 
 @dataclass(frozen=True)
 class Unsure:
-    """A member that was given up and may be alive (R18). until: when it has ended itself, for want of the driver.
-    heard: when it or its slot last spoke. hung_up: its connection or its slot's ended while it still spoke, as that of
-    a process does that dies, not that of a host that is cut off. disowned: Spark says that its executor is lost."""
+    """A member that was given up and may be alive (R18)."""
 
-    until: float
-    heard: float
+    until: float  # by then it has ended itself, for want of the driver
+    heard: float  # when it or its slot last spoke
+    # Its connection or its slot's ended while it still spoke: so ends that of a dying process, not of a host cut off.
     hung_up: bool = False
-    disowned: bool = False
+    disowned: bool = False  # Spark says that its executor is lost
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A worker that ended or was given up. liable: should its slot report a failed exit later, that is a failure of
-    its own and not yet counted. took_part: it had been in a world."""
+    """A worker that ended or was given up."""
 
     reason: str
     status: WorkerStatus
-    liable: bool = False
-    took_part: bool = False
+    liable: bool = (
+        False  # if its slot reports a failed exit later, that is a failure of its own, not yet counted
+    )
+    took_part: bool = False  # it had been in a world

@@ -8,8 +8,8 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.driver_state import Turn
 from spark_elastic.protocol.driver.durable import job_is_gone
+from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import STOPPED, lose_slot
-from spark_elastic.protocol.driver.forming import end
 from spark_elastic.protocol.driver.jobs import follow, give_back, refuse
 from spark_elastic.protocol.driver.listing import refusal
 from spark_elastic.protocol.driver.registry import JobRecord, SlotEnd, SlotRecord

@@ -8,9 +8,9 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.driver_state import Failure, Stage, Turn
 from spark_elastic.protocol.driver.durable import seen_dead
+from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import break_world, hear, lose, suspect, took_part
 from spark_elastic.protocol.driver.failures import blame, spell, starve
-from spark_elastic.protocol.driver.forming import end
 from spark_elastic.protocol.driver.jobs import give_back, strike
 from spark_elastic.protocol.driver.listing import unwanted
 from spark_elastic.protocol.driver.registry import Gone, SlotRecord, WorkerRecord

@@ -8,7 +8,8 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, StopWorker
-from spark_elastic.protocol.driver.forming import PATIENCE_WITH_THE_LAST, PROMPTLY
+from spark_elastic.protocol.driver.ending import PROMPTLY
+from spark_elastic.protocol.driver.forming import PATIENCE_WITH_THE_LAST
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
