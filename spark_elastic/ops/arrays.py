@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastic_collectives.group import Array
-from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
 from spark_elastic.ops.reduce_op import Average, ReduceOp
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds.request import Request
 
 
 def for_engine(array: Array) -> Array:

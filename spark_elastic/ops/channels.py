@@ -15,9 +15,9 @@ from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channel import Channel
-from spark_elastic.ops.operation import Desk
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.rounds.channel import Channel
+from spark_elastic.ops.rounds.operation import Desk
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.world import world
 from spark_elastic.worker.context import current, floor_of_process

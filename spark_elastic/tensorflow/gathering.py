@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import request as kinds
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
 from spark_elastic.ops.reduce_op import Average
 from spark_elastic.ops.reduction import How
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds.request import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import reduced
 from spark_elastic.tensorflow.arrays import Tensor, copies, name_of

@@ -8,7 +8,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
-from spark_elastic.ops.request import named
+from spark_elastic.ops.rounds.request import named
 from spark_elastic.torch.gathering import grouped_allgather_async
 from spark_elastic.torch.gradients.rounds import rounds_of_process
 from spark_elastic.torch.handles import Handle

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
 from spark_elastic.ops.reduce_op import Average
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds.request import Request
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.handles import Handle
 from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back, tensor_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_collectives.group import Array
-from spark_elastic.ops.operation import Operation
+from spark_elastic.ops.rounds.operation import Operation
 from spark_elastic.torch.untraced import untraced
 
 

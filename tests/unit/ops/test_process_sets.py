@@ -10,7 +10,6 @@ import pytest
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import request as kinds
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import (
     ProcessSet,
@@ -21,7 +20,8 @@ from spark_elastic.ops.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds.request import Request
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 

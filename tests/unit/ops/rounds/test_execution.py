@@ -11,12 +11,12 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
-from spark_elastic.ops import request as kinds
 from spark_elastic.ops.alone import Alone
-from spark_elastic.ops.channel import Channel
-from spark_elastic.ops.execution import Task, batches, neutral
-from spark_elastic.ops.operation import Desk
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds.channel import Channel
+from spark_elastic.ops.rounds.execution import Task, batches, neutral
+from spark_elastic.ops.rounds.operation import Desk
+from spark_elastic.ops.rounds.request import Request
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from elastic_collectives import CollectiveError
 from elastic_collectives.group import Array
 from spark_elastic.clock import Clock
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds.request import Request
 
 POLLED_AGAIN = 0.5  # seconds: who asks more rarely has other things to do meanwhile
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds.request import Request
 
 CAPACITY = 4096
 _NEW = 0xFFFF

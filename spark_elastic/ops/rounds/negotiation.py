@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
-from spark_elastic.ops.request import JOINABLE, Request, disagreement
-from spark_elastic.ops.vocabulary import Vocabulary, Word
+from spark_elastic.ops.rounds.request import JOINABLE, Request, disagreement
+from spark_elastic.ops.rounds.vocabulary import Vocabulary, Word
 
 
 @dataclass(frozen=True)

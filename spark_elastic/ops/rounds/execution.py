@@ -17,9 +17,9 @@ from elastic_collectives.arithmetic import narrowed
 from elastic_collectives.group import Array
 from elastic_collectives.operands import as_array, as_reduction, as_rows, checked_root, checked_splits
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import request as kinds
-from spark_elastic.ops.operation import Operation
-from spark_elastic.ops.request import Request
+from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds.operation import Operation
+from spark_elastic.ops.rounds.request import Request
 
 FUSED_AT_MOST = 1 << 20  # bytes of one operation; copying more of it costs more than a call of its own
 
