@@ -27,6 +27,10 @@ def blame(turn: Turn, failure: Failure, end: Ending) -> None:
     if poison:
         end(turn, Outcome.USER_ERROR, poison, failure.detail)
         return
+    of_all, detail = _raised_by_all(state, failure)
+    if of_all:
+        end(turn, Outcome.USER_ERROR, of_all, detail)
+        return
     count = len({_once(f) for f in state.failures})
     if count > state.limits.failure_budget:
         end(
@@ -56,10 +60,8 @@ def starve(turn: Turn, detail: str, end: Ending) -> None:
 
 
 def _once(failure: Failure) -> Hashable:
-    """One exception that several members of a world raise is one failure."""
-    if failure.generation and failure.fingerprint:
-        return failure.generation, failure.fingerprint
-    return failure.worker
+    """What members of a world raise is one failure: the others' exceptions may only tell of the first one's end."""
+    return failure.generation if failure.generation and failure.fingerprint else failure.worker
 
 
 def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
@@ -75,12 +77,23 @@ def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> s
                 f"worker {new.worker} raised in world {new.generation} what worker {old.worker} had raised in world "
                 f"{old.generation}, both at {spell(new.position)}"
             )
-    world = state.world
-    raised = {f.worker for f in state.failures if f.generation == new.generation and f.fingerprint}
-    if world is not None and world.fence.generation == new.generation and len(raised) == world.size:
-        who = f"all {world.size} workers" if world.size > 1 else "the only worker"
-        return f"{who} of world {new.generation} raised an exception, the last at {spell(new.position)}"
     return ""
+
+
+def _raised_by_all(state: DriverState, new: Failure) -> tuple[str, str]:
+    """Reason and detail, where nobody of its world is left to go on; of the first one, from whose end the others'
+    exceptions may follow."""
+    world = state.world
+    if world is None or world.fence.generation != new.generation:
+        return "", ""
+    raised = [f for f in state.failures if f.fingerprint and f.generation == new.generation]
+    if len({f.worker for f in raised}) < world.size:
+        return "", ""
+    first = raised[0]
+    who = f"all {world.size} workers" if world.size > 1 else "the only worker"
+    which = f", the first was {first.worker}" if world.size > 1 else ""
+    reason = f"{who} of world {new.generation} raised an exception{which}, at {spell(first.position)}"
+    return reason, first.detail
 
 
 def _before_any_world(state: DriverState) -> str:

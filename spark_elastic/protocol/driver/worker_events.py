@@ -210,19 +210,22 @@ def _killed(turn: Turn, slot: SlotId) -> int:
     return len(times)
 
 
-def _blame(turn: Turn, failure: Failure) -> None:
+def _blame(turn: Turn, failure: Failure, slots_fault: bool = True) -> None:
     """No worker of a slot that takes no part, which can do no harm."""
     name = failure.worker.rpartition(".")[0]
     if name in turn.state.barred:
         return
     blame(turn, failure, end)
     slot = turn.state.slots.get(name)
-    if slot is not None and turn.state.stage is not Stage.ENDED:
+    if slots_fault and slot is not None and turn.state.stage is not Stage.ENDED:
         strike(turn, slot.slot, slot.host)
 
 
 def worker_failed(turn: Turn, event: on.WorkerFailed) -> None:
+    """What is raised in a world that is over says nothing of the slot: user code with connections of its own, as those
+    of torch.distributed, raises since a peer is gone."""
     state = turn.state
+    over = state.stage is Stage.REGROUPING and event.fence == state.fence
     worker, gone = state.workers.get(event.worker), state.gone_workers.get(event.worker)
     if worker is not None:
         lose(
@@ -234,7 +237,7 @@ def worker_failed(turn: Turn, event: on.WorkerFailed) -> None:
         return
     generation = event.fence.generation if event.fence is not None else 0
     failure = Failure(turn.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
-    _blame(turn, failure)
+    _blame(turn, failure, slots_fault=not over)
 
 
 def _last_line(traceback: str) -> str:

@@ -46,15 +46,31 @@ def test_r13_another_position_or_another_exception_is_not() -> None:
 def test_r13_what_every_member_raises_is_the_users() -> None:
     bench = Bench(replace(FOUR, failure_budget=1))
     bench.start(1, 2, 3, 4)
-    for job in (1, 2, 3):
-        _raise(bench, name(job), f"rank {job}" if job == 3 else "the same")
-        assert job == 3 or not bench.all(End)
-    assert bench.end.outcome is Outcome.FAILURE_BUDGET  # two different ones are two failures
-    bench = Bench(replace(FOUR, failure_budget=1))
-    bench.start(1, 2, 3, 4)
     for job in (1, 2, 3, 4):
+        assert not bench.all(End)
         _raise(bench, name(job), "the same")
     assert bench.end.outcome is Outcome.USER_ERROR
+
+
+def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_fault() -> None:
+    """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
+    bench = Bench(replace(FOUR, failure_budget=1, all_results=True))
+    bench.start(1, 2, 3, 4)
+    bench.on(on.WorkerExited(0, name(2), -9))
+    for job in (1, 3, 4):
+        _raise(bench, name(job), f"connection {job} closed by peer", step=0)
+    assert not bench.all(End)
+    assert not bench.state.blacklist
+
+
+def test_r13_where_all_raise_the_first_one_is_told() -> None:
+    bench = Bench(replace(FOUR, all_results=True))
+    bench.start(1, 2)
+    _raise(bench, name(2), "row 17", step=0)
+    _raise(bench, name(1), "connection closed by peer", step=0)
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert name(2) in bench.end.reason
+    assert "ValueError: row 17" in bench.end.detail
 
 
 def test_a_program_that_nobody_can_load_ends_the_job() -> None:
