@@ -6,8 +6,6 @@ until then it is a warm spare with everything imported. The end of standard inpu
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -18,9 +16,8 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import cloudpickle
 
@@ -30,13 +27,13 @@ from spark_elastic.config import operations_from_env
 from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.control import Control
+from spark_elastic.worker.ending import code_of, end
 from spark_elastic.worker.loop import Identity, WorkerLoop
 from spark_elastic.worker.program import Program
 from spark_elastic.worker.raised import fingerprint, traceback_of
 from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
 
 PR_SET_PDEATHSIG = 1
-AT_EXIT = 2.0  # seconds that `atexit` has; less than a slot's patience
 
 
 @dataclass(frozen=True)
@@ -189,34 +186,12 @@ def _end_with(descriptor: int) -> None:
 
 
 def _run() -> int:
-    """The exit code, as the interpreter would have it."""
+    """The exit code."""
     try:
         return main()
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        sys.stderr.write(f"{end.code}\n")
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-
-
-def _end(code: int) -> NoReturn:
-    """With what is registered with `atexit`, such as a logger's last words, but for no longer than it has time.
-
-    Threads of user code or of a framework do not keep a finished worker alive.
-    """
-    late = threading.Timer(AT_EXIT, os._exit, (code,))
-    late.daemon = True
-    late.start()
-    with contextlib.suppress(BaseException):  # told by the interpreter already
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it: no reason for another code
-            stream.flush()
-    os._exit(code)
+    except BaseException as error:
+        return code_of(error)
 
 
 if __name__ == "__main__":
-    _end(_run())
+    end(_run())

@@ -20,6 +20,7 @@ from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker import results
 from spark_elastic.worker.context import begin_call, current
+from spark_elastic.worker.ending import forks_end_here
 from spark_elastic.worker.program import Completed, Outcome, Session
 from spark_elastic.worker.surroundings import surround
 
@@ -77,7 +78,8 @@ class FunctionProgram:
         try:
             surround(world, group, here.address, here.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)
-            value = fn(*args, **kwargs)
+            with forks_end_here():
+                value = fn(*args, **kwargs)
             last = (current() or here).group or group  # an elastic function has gone on to later worlds
             return Completed(results.encode(value, last.rank))
         except MismatchError as error:

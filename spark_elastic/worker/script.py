@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.ending import forks_end_here
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[
     sys.argv = [name, *arguments]
     with _found_in(folder):
         try:
-            yield
+            with forks_end_here():
+                yield
         except SystemExit as exit:
             if exit.code not in (None, 0):
                 raise
