@@ -20,7 +20,7 @@ from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.fit.run_record import RunRecord
 from spark_elastic.spark.dataframes.materialize import Split, Writing, materialize, materialize_split
 from spark_elastic.spark.dataframes.sameness import How, difference
-from spark_elastic.spark.dataframes.schema import check_columns
+from spark_elastic.spark.dataframes.schema import check_columns, check_marks
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
 
@@ -78,11 +78,8 @@ class TableRows:
             request.sample_weight_col,
             transformed=request.brought.transformation is not None,
         )
-        if isinstance(request.validation, str) and request.validation not in self._df.columns:
-            raise InvalidInput(
-                f"validation names the column {request.validation!r}, which the table has not; it has: "
-                f"{', '.join(self._df.columns)}."
-            )
+        if isinstance(request.validation, str):
+            check_marks(self._df.schema, request.validation)
 
     def validates(self, request: Request) -> bool:
         return request.validation is not None

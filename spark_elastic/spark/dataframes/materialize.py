@@ -22,7 +22,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.dataframes.fingerprint import fingerprint
 from spark_elastic.spark.dataframes.missing import Dropping, Missing, quoted
 from spark_elastic.spark.dataframes.scan import Scan, prepared
-from spark_elastic.spark.dataframes.schema import ColumnType, column_type, row_bytes
+from spark_elastic.spark.dataframes.schema import ColumnType, check_marks, column_type, row_bytes
 from spark_elastic.spark.dataframes.sides import probe_sides, spark_url
 from spark_elastic.spark.description import described
 
@@ -93,8 +93,7 @@ class Split:
     def condition(self, df: DataFrame, names: Sequence[str]) -> SparkColumn:
         """Whether a row validates; `names` are the columns that are hashed."""
         if self.column is not None:
-            if self.column not in df.columns:
-                raise InvalidInput(f"There is no validation column {self.column!r}: there are {df.columns}.")
+            check_marks(df.schema, self.column)
             return F.coalesce(quoted(self.column).cast("double") > 0, F.lit(False))
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")

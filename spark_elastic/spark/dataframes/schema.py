@@ -97,6 +97,19 @@ def check_columns(
                 )
 
 
+def check_marks(schema: StructType, name: str) -> None:
+    """InvalidInput unless a column can say which rows validate, by truth values or by numbers; starts no job."""
+    if name not in schema.names:
+        raise InvalidInput(
+            f"validation names the column {name!r}, which the table has not; it has: {', '.join(schema.names)}."
+        )
+    if type(schema[name].dataType) not in _DTYPES:
+        raise InvalidInput(
+            f"The validation column {name!r} is {schema[name].dataType.simpleString()}: it must be true, or a number "
+            f"above 0, in the rows to validate with; make such a column of it (df.withColumn)."
+        )
+
+
 def column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
     """What the column becomes; InvalidInput where it is missing or holds no numbers. `role` is for the message."""
     called = f"{role} column {name!r}".strip()

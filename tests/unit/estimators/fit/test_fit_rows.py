@@ -9,12 +9,23 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from pyspark.sql.types import DoubleType, StringType, StructType
+
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit.fit_rows import TableRows
+from tests.unit.estimators.requests import request
 
 
 def test_a_stream_is_refused() -> None:
     stream: Any = SimpleNamespace(isStreaming=True)
-    request: Any = SimpleNamespace()
     with pytest.raises(InvalidInput, match=r"is a stream, which has no end: read its source with spark.read"):
-        TableRows(stream).check(request)
+        TableRows(stream).check(request())
+
+
+def test_strings_do_not_say_which_rows_validate() -> None:
+    schema = StructType().add("x", DoubleType()).add("y", DoubleType()).add("part", StringType())
+    table: Any = SimpleNamespace(isStreaming=False, schema=schema, columns=schema.names)
+    with pytest.raises(
+        InvalidInput, match="The validation column 'part' is string: it must be true, or a number"
+    ):
+        TableRows(table).check(request(validation="part"))

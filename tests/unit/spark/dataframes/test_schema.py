@@ -7,6 +7,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
+    BooleanType,
     DateType,
     DecimalType,
     FloatType,
@@ -16,7 +17,13 @@ from pyspark.sql.types import (
 )
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.dataframes.schema import ColumnType, check_columns, column_type, row_bytes
+from spark_elastic.spark.dataframes.schema import (
+    ColumnType,
+    check_columns,
+    check_marks,
+    column_type,
+    row_bytes,
+)
 
 SCHEMA = (
     StructType()
@@ -28,6 +35,7 @@ SCHEMA = (
     .add("image", BinaryType())
     .add("day", DateType())
     .add("tags", ArrayType(StringType()))
+    .add("held_out", BooleanType())
 )
 
 
@@ -72,3 +80,25 @@ def test_bad_columns_are_one_sentence(
 ) -> None:
     with pytest.raises(InvalidInput, match=says):
         check_columns(SCHEMA, features, labels, weight)
+
+
+@pytest.mark.parametrize("name", ["held_out", "y", "price"])
+def test_truth_values_and_numbers_say_which_rows_validate(name: str) -> None:
+    check_marks(SCHEMA, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "name",
+            "validation column 'name' is string: it must be true, or a number above 0, in the rows to validate",
+        ),
+        ("v", "validation column 'v' is vector"),
+        ("day", "validation column 'day' is date"),
+        ("z", r"validation names the column 'z', which the table has not; it has: x, v, y"),
+    ],
+)
+def test_other_columns_do_not(name: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_marks(SCHEMA, name)
