@@ -29,15 +29,22 @@ def made(
         raise InvalidInput(
             f"optimizer must return a torch optimizer when called with parameters; it returned {type(given).__name__}."
         )
-    if isinstance(given, torch.optim.LBFGS):
-        raise InvalidInput(
-            "optimizer is LBFGS, whose step evaluates the loss several times (a closure): a step here has one forward "
-            "and one backward pass, so use an optimizer whose step() needs no closure."
-        )
     if learning_rate is not None:
         _set_rate(given, learning_rate)
     multiply_rates(given, times)
     return given, schedules
+
+
+def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """InvalidInput for an optimizer such as LBFGS or SAM. optimizer: of a trial, without gradients."""
+    try:
+        optimizer.step()
+    except Exception as error:  # whatever else it lacks in a trial, it may find in a training
+        if "closure" in str(error):
+            raise InvalidInput(
+                f"optimizer is {type(optimizer).__name__}, whose step evaluates the loss several times (a closure): a "
+                "step here has one forward and one backward pass, so use an optimizer whose step() needs no closure."
+            ) from None
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

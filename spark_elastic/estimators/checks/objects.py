@@ -20,7 +20,7 @@ from spark_elastic.estimators.checks.travelling import check_travels
 from spark_elastic.estimators.checks.wording import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.gradients.trainable import trainable
-from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.optimizers import check_steps_alone, made
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import named
 from spark_elastic.torch.train.spec import Brought
@@ -178,6 +178,7 @@ def _tried(
     """What they watch. optimizer, schedules: of a trial. Checkpoints will hold the state of all of them."""
     watched = []
     readable(optimizer.state_dict(), type(optimizer).__name__)
+    check_steps_alone(optimizer)
     for callback in (*schedules, *callbacks):
         tried = callback
         if isinstance(callback, LearningRateSchedule):

@@ -54,6 +54,14 @@ def test_what_callbacks_watch_is_known() -> None:
     assert plateau._scheduler is None  # the user's own stays as it is
 
 
+class Sharpness(torch.optim.SGD):
+    """Asks for its closure only once it is called, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure"
+        return super().step(closure)
+
+
 class Queues(Callback):
     def __init__(self) -> None:
         self.seen = deque([1])
@@ -124,6 +132,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"optimizer": lambda p: torch.optim.LBFGS(list(p))},
         "LBFGS, whose step evaluates the loss several times",
+    ),
+    (
+        {"optimizer": lambda p: Sharpness(p, lr=0.1)},
+        "Sharpness, whose step evaluates the loss several times",
     ),
     ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
