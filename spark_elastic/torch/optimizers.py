@@ -9,20 +9,27 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.torch.trainer import TRIAL, TrainerPlan, told
 
 
 def made(
-    model: torch.nn.Module, given: Any, learning_rate: float | None, times: int = 1
+    model: torch.nn.Module,
+    given: Any,
+    learning_rate: float | None,
+    times: int = 1,
+    trainer: TrainerPlan = TRIAL,
 ) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
     """(the optimizer, schedules that came with it). given: as `Brought.optimizer`; learning_rate: of all groups.
-    times: what the rates are multiplied by, also those that a schedule made beforehand starts from.
+    times: what the rates are multiplied by, also those that a schedule made beforehand starts from. trainer: what
+    `configure_optimizers` is told.
 
     Raises:
         InvalidInput: it cannot be used here; the sentence says why.
     """
     schedules: tuple[Callback, ...] = ()
     if given is None:
-        given, schedules = _configured(model)
+        with told(model, trainer):
+            given, schedules = _configured(model)
     elif not isinstance(given, torch.optim.Optimizer):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.train.loss import RowLoss
 from spark_elastic.torch.train.objective import Scored, autocast, given_loss, widened
+from spark_elastic.torch.trainer import TrainerPlan, TrainerStandIn, told
 from spark_elastic.training.share import Share
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
@@ -44,37 +43,6 @@ _UNCALLED = (
 )
 
 
-@dataclass(frozen=True)
-class TrainerStandIn:
-    """What `self.trainer` tells a LightningModule of where it runs, by Lightning's names.
-
-    global_step: optimizer steps taken since the training began, whatever worlds took them.
-    """
-
-    current_epoch: int
-    global_step: int
-    global_rank: int
-    world_size: int
-    training: bool
-    sanity_checking: bool = False
-    logger: None = None
-    loggers: tuple[()] = ()
-
-    @property
-    def validating(self) -> bool:
-        return not self.training
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"self.trainer has no {name} here: no Trainer runs this LightningModule; there are current_epoch, "
-            "global_step, global_rank, world_size, is_global_zero, training and validating."
-        )
-
-
 class Batch(tuple[Any, Any]):
     """(features, labels), each a tensor, or a tuple where there are several columns; `batch["x"]` is the column x."""
 
@@ -100,13 +68,13 @@ class LightningLoss:
     def __init__(
         self,
         weighted: bool,
+        plan: TrainerPlan,
         precision: str | None = None,
-        epoch_steps: int = 0,
         columns: Sequence[str] = (),
     ) -> None:
-        """epoch_steps: steps of an epoch. columns: names of the features, then of the labels."""
+        """columns: names of the features, then of the labels."""
         self._precision = precision
-        self._epoch_steps = epoch_steps
+        self._plan = plan
         self._columns = tuple(columns)
         self._loss = RowLoss(given_loss, weighted)
         self._logged: dict[str, float] = {}
@@ -121,7 +89,8 @@ class LightningLoss:
         self._logged = {}
         evaluates = not model.training and _overrides(model, "validation_step")
         step: Any = model.validation_step if evaluates else model.training_step
-        with self._with_trainer(model), autocast(self._precision):
+        trainer = self._trainer(model.training)
+        with told(model, trainer, log=self._log, log_dict=self._log_all), autocast(self._precision):
             value = step(batch, self._here.step)
         if isinstance(value, Mapping):
             if "loss" not in value and not evaluates:
@@ -135,21 +104,17 @@ class LightningLoss:
         summed = self._loss(widened(value), part.labels, part.weights)
         return Scored(summed.total, summed.denominator, logged=self._logged)
 
-    @contextmanager
-    def _with_trainer(self, model: torch.nn.Module) -> Iterator[None]:
-        """Instance attributes for as long as a step: the module's own would ask for a Trainer."""
-        steps = self._here.epoch * self._epoch_steps + (
-            self._here.step if model.training else self._epoch_steps
+    def _trainer(self, training: bool) -> TrainerStandIn:
+        here, steps = self._here, self._plan.num_training_batches
+        return TrainerStandIn(
+            max_epochs=self._plan.max_epochs,
+            num_training_batches=steps,
+            current_epoch=here.epoch,
+            global_step=here.epoch * steps + (here.step if training else steps),
+            global_rank=self._rank,
+            world_size=self._size,
+            training=training,
         )
-        trainer = TrainerStandIn(self._here.epoch, steps, self._rank, self._size, model.training)
-        own: Any = vars(model)
-        before = {name: own[name] for name in ("log", "log_dict", "_trainer") if name in own}
-        own.update(log=self._log, log_dict=self._log_all, _trainer=trainer)
-        try:
-            yield
-        finally:
-            del own["log"], own["log_dict"], own["_trainer"]
-            own.update(before)
 
     def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
         if callable(getattr(value, "compute", None)):

@@ -12,6 +12,7 @@ from spark_elastic.torch.callbacks import Callback
 from spark_elastic.torch.train import identity
 from spark_elastic.torch.train.lightning import LightningLoss
 from spark_elastic.torch.train.objective import FunctionLoss, ModelLoss, ModelLosses, Objective
+from spark_elastic.torch.trainer import TrainerPlan
 from spark_elastic.training.identity import WEIGHTS, digest
 from spark_elastic.training.spec import TrainSpec
 
@@ -57,9 +58,14 @@ class Brought:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
         if not self.losses:
             columns = [*(column.name for column in spec.features), *spec.labels]
-            return LightningLoss(weighted, spec.precision, spec.plan.steps, columns)
+            return LightningLoss(weighted, trainer_plan(spec), spec.precision, columns)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
         pairs = zip(spec.labels, zip(self.losses, weights, strict=True), strict=True)
         return ModelLosses(dict(pairs), weighted, spec.precision)
+
+
+def trainer_plan(spec: TrainSpec) -> TrainerPlan:
+    """What a LightningModule may know of a training from its beginning."""
+    return TrainerPlan(max_epochs=spec.epochs, num_training_batches=spec.plan.steps)

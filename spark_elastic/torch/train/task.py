@@ -24,7 +24,7 @@ from spark_elastic.torch.train.hooks import Hooks
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import drawing_by
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import Brought, trainer_plan
 from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.torch.train.state_bytes import values_dumps
 from spark_elastic.torch.train.step import Rules, StepTaker
@@ -56,7 +56,9 @@ class TorchLearner:
         model = brought.model
         if not model.training:  # as a fitted model is; parts alone are still since the user wants them to be
             model.train()
-        optimizer, schedules = made(model, brought.optimizer, spec.learning_rate, spec.lr_times)
+        optimizer, schedules = made(
+            model, brought.optimizer, spec.learning_rate, spec.lr_times, trainer_plan(spec)
+        )
         self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
         metrics = [
             Metrics(brought.metrics, spec.labels, self._objective.logs, prefix) for prefix in ("", "val_")

@@ -10,6 +10,7 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.trainer import TrainerPlan
 from tests.unit.torch.loops import net
 
 
@@ -91,3 +92,25 @@ def test_a_model_of_two_optimizers_is_refused() -> None:
     model: Any = SimpleNamespace(configure_optimizers=lambda: both)
     with pytest.raises(InvalidInput, match="configure_optimizers returned 2 optimizers: training takes one"):
         made(model, None, None)
+
+
+def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
+    class Warms(torch.nn.Linear):
+        """As a LightningModule: its trainer is whatever somebody set."""
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            trainer: Any = self._trainer
+            assert (trainer.max_epochs, trainer.current_epoch, trainer.global_step) == (3, 0, 0)
+            with pytest.raises(AttributeError, match=r"self.trainer has no world_size here"):
+                trainer.world_size  # noqa: B018 - which changes
+            steps = trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)]
+
+    model = Warms(2, 1)
+    optimizer, (callback,) = made(
+        model, None, None, trainer=TrainerPlan(max_epochs=3, num_training_batches=7)
+    )
+    callback.bind(optimizer)
+    assert callback._scheduler.total_steps == 21
+    assert "_trainer" not in vars(model)

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_map
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.torch.optimizers import made
 from spark_elastic.torch.train.lightning import LightningLoss, check_lightning
+from spark_elastic.torch.trainer import TrainerPlan
 from spark_elastic.training.share import Share
 
 SHARE = Share(3, np.arange(3), (torch.ones(3, 2),), (torch.zeros(3),), None)
@@ -31,7 +33,7 @@ class Duck(torch.nn.Linear):
 
 
 def stepped(model: torch.nn.Module, here: Position) -> Any:
-    objective = LightningLoss(False, epoch_steps=10)
+    objective = LightningLoss(False, TrainerPlan(max_epochs=4, num_training_batches=10))
     objective.begin(GROUP, SHARE, here)
     return objective(model, SHARE)
 
@@ -50,10 +52,14 @@ def test_a_module_is_told_where_training_stands(phase: Phase, global_step: int) 
     stepped(model, Position(2, phase, 3))
     ((number, trainer),) = told
     assert (number, trainer.current_epoch, trainer.global_step) == (3, 2, global_step)
+    assert (trainer.max_epochs, trainer.estimated_stepping_batches) == (4, 40)
     assert (trainer.global_rank, trainer.world_size, trainer.validating) == (1, 4, phase is Phase.VALIDATE)
     assert vars(model)["_trainer"] is None
     assert "log" not in vars(model)
-    with pytest.raises(AttributeError, match=r"self.trainer has no strategy here: no Trainer runs"):
+    with pytest.raises(
+        AttributeError,
+        match=r"self.trainer has no strategy here: no Trainer runs .* are current_epoch, estimated_stepping_batches",
+    ):
         assert trainer.strategy
 
 
@@ -131,9 +137,13 @@ def test_the_real_package() -> None:
             return self.layer(batch[0])[:, 0]
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     model = Real().train()
+    assert len(made(model, None, None)[1]) == 1
     check_lightning(model)
     scored = stepped(model, Position(2, Phase.TRAIN, 3))
     assert scored.logged == {"epoch": 2.0, "step": 23.0, "number": 3.0, "rank": 1.0}
