@@ -6,6 +6,7 @@ gradient. Knows no loop. Main thread only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from elastic_collectives import Group
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.train.loss import RowLoss
 from spark_elastic.training.model_output import output_parts
@@ -45,6 +46,37 @@ class Objective(Protocol):
     def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None: ...
 
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored: ...
+
+
+# Of torch's errors where a layer, or a loss, is given numbers of a type that it does not take.
+_OF_TYPES = re.compile(
+    r"\b(dtype|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
+)
+
+
+class TypesTold:
+    """An objective that says which types its columns have, where a layer or the loss takes others."""
+
+    def __init__(self, objective: Objective, columns: Sequence[str]) -> None:
+        """columns: names of the features, then of the labels."""
+        self._objective, self._columns = objective, columns
+        self.logs = objective.logs
+
+    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+        self._objective.begin(group, share, here)
+
+    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+        try:
+            return self._objective(model, part)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ElasticError) or not _OF_TYPES.search(str(error)):
+                raise
+            tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
+            given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
+            raise InvalidInput(
+                f"a layer of the model, or the loss, takes numbers of another type than it was given {given}: cast the "
+                "column in Spark (to float, or to long for an Embedding), or the tensor in the model's forward."
+            ) from error
 
 
 class ModelLoss:

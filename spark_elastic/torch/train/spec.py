@@ -11,7 +11,13 @@ import torch
 from spark_elastic.torch.callbacks import Callback
 from spark_elastic.torch.train import identity
 from spark_elastic.torch.train.lightning import LightningLoss
-from spark_elastic.torch.train.objective import FunctionLoss, ModelLoss, ModelLosses, Objective
+from spark_elastic.torch.train.objective import (
+    FunctionLoss,
+    ModelLoss,
+    ModelLosses,
+    Objective,
+    TypesTold,
+)
 from spark_elastic.torch.trainer import TrainerPlan
 from spark_elastic.training.identity import WEIGHTS, digest
 from spark_elastic.training.spec import TrainSpec
@@ -53,11 +59,14 @@ class Brought:
         }
 
     def objective(self, spec: TrainSpec) -> Objective:
+        columns = [*(column.name for column in spec.features), *spec.labels]
+        return TypesTold(self._objective(spec, columns), columns)
+
+    def _objective(self, spec: TrainSpec, columns: list[str]) -> Objective:
         weighted = spec.weight is not None
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
         if not self.losses:
-            columns = [*(column.name for column in spec.features), *spec.labels]
             return LightningLoss(weighted, trainer_plan(spec), spec.precision, columns)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels)

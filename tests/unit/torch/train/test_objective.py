@@ -12,7 +12,7 @@ import torch
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
-from spark_elastic.torch.train.objective import ModelLoss, ModelLosses
+from spark_elastic.torch.train.objective import ModelLoss, ModelLosses, TypesTold
 from spark_elastic.training.share import Share
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -101,3 +101,34 @@ def test_r08_the_loss_of_each_output_does_not_depend_on_how_the_rows_are_split(
     divisor = (loss.weight[y] * weights).sum() if reduction == "mean" else 1.0
     assert told == pytest.approx(float(by_row.sum() / divisor), rel=1e-6)
     assert sum(float(scored.total) for _, scored in parts) / len(share) == pytest.approx(told, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (torch.nn.Linear(3, 1), torch.int64),
+        (torch.nn.LSTM(3, 1), torch.int64),
+        (torch.nn.BatchNorm1d(3), torch.int64),
+        (torch.nn.LayerNorm(3), torch.bool),
+        (torch.nn.Embedding(3, 1), torch.float32),
+    ],
+)
+def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
+    layer: torch.nn.Module, kind: torch.dtype
+) -> None:
+    whole = Share(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
+    objective = TypesTold(ModelLoss(torch.nn.MSELoss(), weighted=False), ["n", "y"])
+    with pytest.raises(
+        InvalidInput, match=f"given 'n' as {kind}, 'y' as torch.float32: cast the column in Spark"
+    ):
+        objective(layer, whole)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the loss is out of order"), InvalidInput("of that dtype")])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    def broken(output: Any, label: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        TypesTold(ModelLoss(broken, weighted=False), ["x", "y"])(torch.nn.Linear(3, 1), PART)
+    assert caught.value is error
