@@ -1,4 +1,4 @@
-"""No framework brings another one."""
+"""No framework brings another one, and predictions no engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from tests.sources import PACKAGES
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("imported", "absent"), [("torch", {"tensorflow", "keras"}), ("tensorflow", {"torch"})]
+    ("imported", "absent"),
+    [
+        ("torch", {"tensorflow", "keras"}),
+        ("tensorflow", {"torch"}),
+        (
+            "keras",
+            {"torch", "elastic_collectives", "spark_elastic.worker"},
+        ),  # fitted models have modules in it
+    ],
 )
-def test_the_half_of_one_framework_imports_no_other(imported: str, absent: set[str]) -> None:
+def test_a_half_imports_nothing_that_it_does_without(imported: str, absent: set[str]) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
         "TF_CPP_MIN_LOG_LEVEL": "3",

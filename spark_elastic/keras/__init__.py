@@ -1,6 +1,7 @@
 """Keras 3 on elastic workers: `import spark_elastic.keras as hvd` speaks Horovod's Keras API. Knows no Spark.
 
-What needs Keras is imported when it is first used, and Keras with it.
+What needs Keras is imported when it is first used, and Keras with it; likewise what all faces share, and the engine,
+which a fitted model does without.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from spark_elastic.ops import horovod_names
-from spark_elastic.ops.horovod_names import *
-
+_SHARED = "spark_elastic.ops.horovod_names"
 # Public name -> the module that defines it.
 _EXPORTS = {
     "Compression": "spark_elastic.keras.compression",
@@ -24,6 +23,7 @@ _EXPORTS = {
     "load_model": "spark_elastic.keras.optimizer",
     "reducescatter": "spark_elastic.keras.values",
 }
+_MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
     from spark_elastic.keras import callbacks, elastic
@@ -37,30 +37,36 @@ if TYPE_CHECKING:
         broadcast_variables,
         reducescatter,
     )
+    from spark_elastic.ops import horovod_names
+    from spark_elastic.ops.horovod_names import *
 
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_variables",
-    "callbacks",
-    "elastic",
-    "load_model",
-    "reducescatter",
-]
-__all__ += horovod_names.__all__
+    __all__ = [
+        "Compression",
+        "DistributedOptimizer",
+        "PartialDistributedOptimizer",
+        "allgather",
+        "allreduce",
+        "broadcast",
+        "broadcast_global_variables",
+        "broadcast_variables",
+        "callbacks",
+        "elastic",
+        "load_model",
+        "reducescatter",
+    ]
+    __all__ += horovod_names.__all__
 
 
 def __getattr__(name: str) -> object:
-    if name in ("callbacks", "elastic"):
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    module = _EXPORTS.get(name)
-    if module is None:
+    shared = importlib.import_module(_SHARED).__all__ if name not in _EXPORTS else []
+    value: object
+    if name == "__all__":
+        value = [*_EXPORTS, *_MODULES, *shared]
+    elif name in _EXPORTS or name in shared:
+        value = getattr(importlib.import_module(_EXPORTS.get(name, _SHARED)), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
