@@ -12,18 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, RankRows, together
+from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, LaneRows, RankBlock
 from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
-
-WIDE = 1024  # bytes of a row, from which on to put each in its place costs less than a second copy of all
 
 
 @dataclass(frozen=True)
@@ -72,49 +71,44 @@ class StepLoader:
             order = self.plan.order(epoch)
         return StepStream(self, order, first_step, rank, size)
 
-    def gather(
-        self, order: EpochOrder, shares: Sequence[RankRows], answered: Callable[[], None]
-    ) -> list[StepRows]:
-        """Read the rows of shares in the calling thread; those of all steps that lie in one row group at once.
-        answered: called behind each row group; what it raises ends the reading."""
-        groups = np.concatenate([share.groups for share in shares])
-        rows = np.concatenate([share.rows for share in shares])
-        parts = together(groups)
-        back = np.empty(len(rows), np.int64)
-        if parts:
-            back[np.concatenate([where for _, where in parts])] = np.arange(len(rows))
-        columns: Decoded = {c.name: np.empty((len(rows), *c.shape), dtype=c.dtype) for c in self._columns}
-        wide = {c.name for c in self._columns if c.row_bytes >= WIDE}
-        first = 0
-        for group, where in parts:
-            decoded, past = self._reader.fetch(group), first + len(where)
-            answered()
-            wanted = rows[where]
+    def gather(self, order: EpochOrder, block: RankBlock, answered: Callable[[], None]) -> list[StepRows]:
+        """Read the rows of a block in the calling thread. answered: called behind each row group; what it raises ends
+        the reading."""
+        shape = block.count, block.length
+        ids = np.empty(shape, np.int64)
+        columns: Decoded = {c.name: np.empty((*shape, *c.shape), c.dtype) for c in self._columns}
+        decoded: Decoded = {}
+        fetched = -1  # the row group of `decoded`, which two lanes that meet in it share
+        for lane in block.lanes:
+            numbers, taken = [], []
+            for group, rows in lane.runs:
+                if group != fetched:
+                    fetched, decoded = group, self._reader.fetch(group)
+                    answered()
+                numbers.append(self.plan.group_offsets[group] + rows)
+                taken.append({name: decoded[name].take(rows, axis=0) for name in columns})
+            _put(lane, numbers, ids)
             for name, out in columns.items():
-                if name in wide:
-                    out[where] = decoded[name][wanted]
-                else:
-                    # "clip" writes into `out` directly, "raise" by way of a buffer; the plan's rows are in range.
-                    decoded[name].take(wanted, axis=0, out=out[first:past], mode="clip")
-            first = past
-        placed = {n: array if n in wide else array.take(back, axis=0) for n, array in columns.items()}
-        return self._in_steps(order, shares, placed)
-
-    def _in_steps(self, order: EpochOrder, shares: Sequence[RankRows], columns: Decoded) -> list[StepRows]:
-        ends = np.cumsum([0, *map(len, shares)]).tolist()
+                _put(lane, [each[name] for each in taken], out)
         return [
             StepRows(
                 order.epoch,
-                share.step,
-                share.planned,
-                self.plan.row_ids(share),
-                {name: array[a:b] for name, array in columns.items()},
+                block.step + n,
+                block.planned,
+                ids[n],
+                {name: out[n] for name, out in columns.items()},
             )
-            for share, (a, b) in zip(shares, pairwise(ends), strict=True)
+            for n in range(block.count)
         ]
 
     def _finished(self, order: EpochOrder) -> None:
         self._order = order
+
+
+def _put(lane: LaneRows, runs: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
+    """Rows of a lane, step by step, to their places in each step. out: (steps, rows, ...)"""
+    whole = runs[0] if len(runs) == 1 else np.concatenate(runs)
+    out[:, lane.place : lane.place + lane.width] = whole.reshape(len(out), lane.width, *whole.shape[1:])
 
 
 class _Closed(Exception):
@@ -200,14 +194,14 @@ class StepStream:
         plan, step, count = self._loader.plan, self._next, 1
         try:
             while step < plan.steps:
-                count = min(count, plan.steps - step)
+                count = min(count, plan.alike(step))
                 # The longest share comes first.
                 most = self._bytes(-(-plan.step_size(step) // self._size))
                 count = max(1, min(count, self._limit.steps // 2, self._limit.bytes // 2 // most))
                 if not self._room(count, count * most):
                     return
-                shares = self._order.shares(step, count, self._rank, self._size)
-                gathered = self._loader.gather(self._order, shares, self._answered)
+                block = self._order.block(step, count, self._rank, self._size)
+                gathered = self._loader.gather(self._order, block, self._answered)
                 sizes = self._weighed(gathered)
                 with self._changed:
                     self._ready.extend(gathered)

@@ -7,11 +7,11 @@ keeps permutations and belongs to the one thread that uses it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,11 @@ def draws(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
 
 def _seeded(words: Sequence[int]) -> int:
     state = 0
-    for word in words:
-        absorbed = np.array([(state + word + _GOLDEN) & _WORD], dtype=np.uint64)
-        state = int(_mixed(absorbed)[0])
+    for word in words:  # as `_mixed` does; a number at a time, numpy takes ten times as long
+        x = (state + word + _GOLDEN) & _WORD
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
+        state = x ^ (x >> 31)
     return state
 
 
@@ -78,16 +80,27 @@ class RankRows:
         return len(self.rows)
 
 
-def together(groups: Int64s) -> list[tuple[int, Int64s]]:
-    """Each row group that is named, with the places where it is, in ascending order."""
-    if not len(groups):
-        return []
-    # Numpy sorts numbers of 16 bits in linear time, and wider ones by comparing them.
-    short = int(groups.max()) < 1 << 16
-    by_group = np.argsort(groups.astype(np.uint16) if short else groups, kind="stable")
-    ordered = groups[by_group]
-    cuts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
-    return [(int(ordered[a]), by_group[a:b]) for a, b in pairwise(cuts)]
+@dataclass(frozen=True)
+class LaneRows:
+    """What one lane gives to a rank in steps that follow one another: `width` rows of each step, at the same places of
+    its share, from `place` on. runs: row groups and rows inside them, all steps' together, step by step."""
+
+    place: int
+    width: int
+    runs: tuple[tuple[int, Int64s], ...]
+
+
+@dataclass(frozen=True)
+class RankBlock:
+    """One rank's rows of the steps `step ... step + count`, which have `planned` rows each, over all ranks. Its share
+    of each is the rows from `start` on, `length` of them."""
+
+    step: int
+    count: int
+    planned: int
+    start: int
+    length: int
+    lanes: tuple[LaneRows, ...]
 
 
 @dataclass(frozen=True)
@@ -189,16 +202,18 @@ class DataPlan:
     @cached_property
     def group_offsets(self) -> Int64s:
         """The global number of each row group's first row."""
-        return _starts(np.asarray(self.row_groups, dtype=np.int64))
+        return np.array([*accumulate(self.row_groups, initial=0)][:-1], dtype=np.int64)
 
     @cached_property
-    def lane_steps(self) -> tuple[Int64s, Int64s]:
-        """For each of the q places of a step: where in the epoch's order step 0 reads, and how far a step moves it."""
-        places = np.arange(self.base_rows, dtype=np.int64)
-        cuts = np.arange(self.lanes + 1, dtype=np.int64) * self.base_rows // self.lanes
-        lane = np.searchsorted(cuts, places, side="right") - 1
-        first = self.steps * cuts[lane] + (places - cuts[lane])
-        return first, np.diff(cuts)[lane]
+    def lane_places(self) -> list[tuple[int, int]]:
+        """Each lane's places in every step, from the first to behind the last; at the end those of the rows that only
+        longer steps have, which are as good as a lane of one place."""
+        cuts = [lane * self.base_rows // self.lanes for lane in range(self.lanes + 1)]
+        return [*pairwise(cuts), (self.base_rows, self.base_rows + 1)]
+
+    def alike(self, step: int) -> int:
+        """How many steps, from this one on, have as many rows."""
+        return (self.longer_steps if step < self.longer_steps else self.steps) - step
 
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.steps:
@@ -208,58 +223,72 @@ class DataPlan:
 class EpochOrder:
     """The order of one epoch's rows: row groups shuffled, rows shuffled inside each, lazily. For one thread.
 
-    Keeps the permutations of the row groups that a rank with all lanes has open at a time, and no more.
+    Keeps the permutation of the row group that each lane is in, and no more.
     """
 
     def __init__(self, plan: DataPlan, epoch: int) -> None:
         self.plan = plan
         self.epoch = epoch
         count = len(plan.row_groups)
-        self._groups = permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
-        self._starts = _starts(np.asarray(plan.row_groups, dtype=np.int64)[self._groups])
-        self._permuted: OrderedDict[int, Int64s] = OrderedDict()
-        self._kept = 2 * plan.lanes + 2
+        groups = permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
+        self._groups: list[int] = groups.tolist()
+        self._starts = list(accumulate((plan.row_groups[group] for group in self._groups), initial=0))
+        self._permuted: dict[int, tuple[int, Int64s]] = {}  # by lane: its row group, and the order of that
 
     def share(self, step: int, rank: int, size: int) -> RankRows:
         """The rows that `rank` of `size` takes in a step: places floor(n·rank/size) to floor(n·(rank+1)/size)."""
-        return self.shares(step, 1, rank, size)[0]
+        block = self.block(step, 1, rank, size)
+        runs = [run for lane in block.lanes for run in lane.runs]
+        groups = np.repeat([group for group, _ in runs], [len(rows) for _, rows in runs])
+        return RankRows(
+            step, block.planned, block.start, groups.astype(np.int64), _joined([r for _, r in runs])
+        )
 
-    def shares(self, first: int, count: int, rank: int, size: int) -> list[RankRows]:
-        """The same of `count` steps, worked out together: a step alone has few rows of each row group."""
+    def block(self, first: int, count: int, rank: int, size: int) -> RankBlock:
+        """The same of `count` steps that are `alike`, together: rows of a lane that follow one another."""
         if not 0 <= rank < size:
             raise InvalidInput(f"Rank {rank} is not in a world of {size}.")
-        sizes = [self.plan.step_size(step) for step in range(first, first + count)]
-        spans = [(planned * rank // size, planned * (rank + 1) // size) for planned in sizes]
-        places = np.concatenate([self._places(first + number, *span) for number, span in enumerate(spans)])
-        slots = np.searchsorted(self._starts, places, side="right") - 1
-        groups, rows = self._groups[slots], places - self._starts[slots]
-        if self.plan.shuffle:
-            for group, where in together(groups):
-                rows[where] = self._rows_of(group)[rows[where]]
-        ends = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
-        return [
-            RankRows(first + number, planned, spans[number][0], groups[a:b], rows[a:b])
-            for number, (planned, (a, b)) in enumerate(zip(sizes, pairwise(ends), strict=True))
-        ]
+        planned = self.plan.step_size(first)
+        start, stop = planned * rank // size, planned * (rank + 1) // size
+        lanes = []
+        for lane, (low, high) in enumerate(self.plan.lane_places):
+            a, b = max(low, start), min(high, stop)
+            if a < b:
+                runs = self._runs(lane, first, count, (a - low, b - low))
+                lanes.append(LaneRows(a - start, b - a, runs))
+        return RankBlock(first, count, planned, start, stop - start, tuple(lanes))
 
-    def _places(self, step: int, start: int, stop: int) -> Int64s:
-        """Where in the epoch's order the places `start ... stop` of a step are."""
-        first, move = self.plan.lane_steps
-        places = first[start:stop] + step * move[start:stop]
-        if stop > self.plan.base_rows and stop > start:
-            places = np.append(places, self.plan.steps * self.plan.base_rows + step)
-        return places
+    def _runs(
+        self, lane: int, first: int, count: int, taken: tuple[int, int]
+    ) -> tuple[tuple[int, Int64s], ...]:
+        """What a lane gives to `count` steps; taken: of its places in a step, from the first to behind the last."""
+        low, high = self.plan.lane_places[lane]
+        width, runs = high - low, []
+        begin = at = self.plan.steps * low + first * width  # in the epoch's order
+        end = begin + count * width
+        slot = bisect_right(self._starts, at) - 1
+        while at < end:
+            past = min(end, self._starts[slot + 1])
+            group, origin = self._groups[slot], self._starts[slot]
+            rows = self._rows_of(lane, group)[at - origin : past - origin]
+            if taken != (0, width):  # the other ranks' places lie between those of this rank
+                places = np.arange(at - begin, past - begin) % width
+                rows = rows[(places >= taken[0]) & (places < taken[1])]
+            if len(rows):
+                runs.append((group, rows))
+            at, slot = past, slot + 1
+        return tuple(runs)
 
-    def _rows_of(self, group: int) -> Int64s:
-        rows = self._permuted.get(group)
-        if rows is None:
-            rows = permutation(self.plan.row_groups[group], self.plan.seed, self.epoch, group)
-            self._permuted[group] = rows
-            if len(self._permuted) > self._kept:
-                self._permuted.popitem(last=False)
-        self._permuted.move_to_end(group)
+    def _rows_of(self, lane: int, group: int) -> Int64s:
+        there = self._permuted.get(lane)
+        if there is not None and there[0] == group:
+            return there[1]
+        count = self.plan.row_groups[group]
+        shuffled = self.plan.shuffle
+        rows = permutation(count, self.plan.seed, self.epoch, group) if shuffled else np.arange(count)
+        self._permuted[lane] = group, rows
         return rows
 
 
-def _starts(sizes: Int64s) -> Int64s:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)[:-1]])
+def _joined(parts: Sequence[Int64s]) -> Int64s:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
