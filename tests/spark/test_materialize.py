@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,17 @@ def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: S
     assert np.array_equal(found["m"][order][:, 0, 0], ids)
     assert np.array_equal(found["m"][order][:, 2], np.tile([4.0, 5.0], (25, 1)))
     assert np.array_equal(found["k"][order], np.stack([ids, -ids], axis=1))
+
+
+def test_a_table_is_written_by_one_job(spark: SparkSession, store: Store) -> None:
+    context, group = spark.sparkContext, uuid.uuid4().hex
+    context.setJobGroup(group, "writes rows")
+    try:
+        for _ in range(2):  # the second time they are found
+            materialize(spark.range(10), ["id"], store)
+            assert len(context.statusTracker().getJobIdsForGroup(group)) == 1
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
 
 
 def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store) -> None:

@@ -186,7 +186,7 @@ def _written(
     found = [_footers(target.store, target.folder + each) for each in folders]
     if not any(groups for _, groups in found):
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
-    shapes = scan.shapes(df.sparkSession.read.parquet(url))
+    shapes = scan.shapes(lambda: df.sparkSession.read.parquet(url))
     columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
     if not all(groups for _, groups in found):
         total = sum(group.rows for _, groups in found for group in groups)

@@ -6,7 +6,7 @@ its own would compute the user's DataFrame twice; Spark's `observe` adds a few c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import Column, DataFrame, Observation, Row
@@ -87,10 +87,10 @@ class Scan:
         deep = kind.dimensions
         return quoted(name).cast("array<" * deep + "float" + ">" * deep)
 
-    def shapes(self, written: DataFrame) -> dict[str, tuple[int, ...]]:
+    def shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, once it was written; InvalidInput for nulls and for ragged arrays.
 
-        `written` is the written table, from which a bad row is named.
+        written: opens the written table, by a job of its own, for a bad row to be named.
         """
         found = self._observation.get
         for number, name in enumerate(self._types):
@@ -110,11 +110,13 @@ class Scan:
             for number, (name, kind) in enumerate(self._types.items())
         }
 
-    def _length(self, counted: Mapping[str, int], number: int, level: int, written: DataFrame) -> int:
+    def _length(
+        self, counted: Mapping[str, int], number: int, level: int, written: Callable[[], DataFrame]
+    ) -> int:
         shortest, longest = counted[f"min{number}_{level}"], counted[f"max{number}_{level}"]
         name = list(self._types)[number]
         if shortest != longest:
-            row = self._row_with(written, name, level, shortest)
+            row = self._row_with(written(), name, level, shortest)
             raise InvalidInput(
                 f"The arrays of column {name!r} have different lengths, {shortest} and {longest}"
                 f"{f' (at depth {level + 1})' if level else ''}: {row} has {shortest}; "
