@@ -14,6 +14,7 @@ import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
+from spark_elastic.data.reading.readers import some_row
 from spark_elastic.keras.train.archive import saved
 from spark_elastic.keras.train.hooks import KerasHooks
 from spark_elastic.keras.train.metrics import StepMetrics
@@ -59,11 +60,12 @@ class KerasLearner:
         transformed = brought.transformation is not None
         inputs = Inputs.of(model, spec.features, free=transformed)
         change = brought.transformation
-        structure, outputs = self._tried(self._row(Columns(spec, inputs, spec.labels, change, None)))
+        row = self._row()
+        structure, outputs = self._tried(Columns(spec, inputs, spec.labels, change, None).share(row))
         labels = ordered_labels(model, outputs, spec.labels)
         self._columns = Columns(spec, inputs, labels, change, brought.class_weight)
         self._seen = Columns(spec, inputs, labels, change, None)  # as Keras validates
-        known = structure.outputs(list(self._row(self._seen).labels))
+        known = structure.outputs(list(self._seen.share(row).labels))
         objective = Objective(model, known, outputs)
         self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(known, outputs)
@@ -126,10 +128,18 @@ class KerasLearner:
     def close(self) -> None:
         self._taker.close()
 
-    def _row(self, columns: Columns) -> Share[Any]:
-        """Of zeros."""
-        stored = {c.name: np.zeros((1, *c.shape), c.dtype) for c in self._spec.manifest.columns}
-        return columns.share(StepRows(0, 0, 1, np.zeros(1, np.int64), stored))
+    def _row(self) -> StepRows:
+        """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
+        data, manifest = self._spec.data, self._spec.manifest
+        if self._brought.transformation is None:
+            values = [np.zeros(column.shape, column.dtype) for column in manifest.columns]
+        else:
+            values = some_row(data, manifest, [column.name for column in manifest.columns])
+        stored = {
+            column.name: np.array([value], column.dtype)
+            for column, value in zip(manifest.columns, values, strict=True)
+        }
+        return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)
 
     def _tried(self, row: Share[Any]) -> tuple[Structure, Any]:
         """How inputs and outputs are nested, and the outputs of the row."""

@@ -9,16 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_elastic.data.foreign import describe
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
@@ -29,6 +24,7 @@ from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import TrainSpec
 from tests.component.blows import blows, kill
+from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -44,62 +40,6 @@ from tests.component.torch.resumed_job import by_attempt
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
-
-ROWS, CLASSES = 250, 3
-FEATURES = ("v", "a", "n", "image", "day")
-
-
-def write(path: Path, reader: str) -> None:
-    """Vectors, arrays, whole numbers, pictures as bytes, days; small and large row groups.
-
-    Vectors are dense and sparse in turns, structs as Spark's; for petastorm, which leaves structs out, they are arrays.
-    """
-    rng = np.random.default_rng(3)
-    vectors = [
-        {"type": 1, "size": None, "indices": None, "values": rng.normal(size=4).tolist()}
-        if row % 2
-        else {"type": 0, "size": 4, "indices": [row % 4], "values": [1.0 + row % 3]}
-        for row in range(ROWS)
-    ]
-    kind = pa.struct(
-        [
-            ("type", pa.int8()),
-            ("size", pa.int32()),
-            ("indices", pa.list_(pa.int32())),
-            ("values", pa.list_(pa.float64())),
-        ]
-    )
-    table = pa.table(
-        {
-            "v": pa.array(vectors, kind)
-            if reader == "arrow"
-            else pa.array([dense(each) for each in vectors], pa.list_(pa.float64())),
-            "a": pa.array(rng.normal(size=(ROWS, 3)).tolist(), pa.list_(pa.float64())),
-            "n": pa.array(rng.integers(0, 7, ROWS), pa.int16()),
-            "image": pa.array([rng.bytes(5) for _ in range(ROWS)], pa.binary()),
-            "day": pa.array(rng.integers(0, 1000, ROWS), pa.int32()).cast(pa.date32()),
-            "unused": pa.array([None] * ROWS, pa.string()),
-            "y": pa.array(rng.integers(0, CLASSES, ROWS)),
-        }
-    )
-    pq.write_table(table.slice(0, 40), path / "small.parquet", row_group_size=7)
-    pq.write_table(table.slice(40), path / "large.parquet")
-
-
-def dense(vector: dict[str, Any]) -> list[float]:
-    if vector["type"] == 1:
-        return list(vector["values"])
-    values = [0.0] * vector["size"]
-    for place, value in zip(vector["indices"], vector["values"], strict=True):
-        values[place] = value
-    return values
-
-
-def numbers(columns: dict[str, Any]) -> dict[str, Any]:
-    """Pictures and days as numbers, the others as they are."""
-    pixels = np.array([np.frombuffer(image, np.uint8) for image in columns["image"]], np.float64)
-    weekdays = (columns["day"].astype("int64") % 7)[:, None] / 7.0
-    return columns | {"image": pixels.reshape(-1, 5) / 255, "day": weekdays}
 
 
 class Net(torch.nn.Module):
@@ -148,9 +88,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan, epochs: int) -> Any:
     """One process over the whole table in memory."""
-    with ArrowReader(store, manifest) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-    table = numbers({c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns})
+    table = whole(store, manifest)
     tensors = {
         name: torch.tensor(values.astype("int64" if name in ("n", "y") else "float64"))
         for name, values in table.items()
@@ -164,13 +102,6 @@ def plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPl
             torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()
             optimizer.step()
     return model.state_dict()
-
-
-def data_in(folder: Path) -> tuple[Store, Manifest]:
-    store = Store.open(str(folder))
-    manifest = describe(store, [*FEATURES, "y"], transformed=True, piece_bytes=2000)
-    assert max(manifest.group_rows) < ROWS / 2, "the large row group comes in pieces"
-    return store, manifest
 
 
 def make_job(reader: str, epochs: int = 1, checkpoint_steps: int | None = None) -> Kinds:

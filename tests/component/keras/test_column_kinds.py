@@ -1,0 +1,153 @@
+"""P1, P2 and P7 for Keras under kills, on files of somebody else: all kinds of columns, in a model of five inputs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.keras.train.spec import KerasBrought
+from spark_elastic.keras.train.task import KerasTrainTask
+from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.protocol.types import Limits
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.training.spec import TrainSpec
+from tests.component.blows import await_blow, blows, kill
+from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
+from tests.component.keras.job import Job, difference, weights_of
+from tests.component.torch.job import RUN, SEED, Follower, NoDiscovery, ledger_of
+from tests.patience import until
+from tests.scenarios import Fault
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3 with numpy 2
+]
+
+
+def five_inputs() -> Any:
+    """A model of vectors, arrays, whole numbers, pictures and days."""
+    shapes: dict[str, tuple[int, ...]] = {"v": (4,), "a": (3,), "n": (), "image": (5,), "day": (1,)}
+    kinds = {name: "int32" if name == "n" else "float64" for name in FEATURES}
+    inputs = {name: keras.Input(shapes[name], dtype=kinds[name], name=name) for name in FEATURES}
+    parts = [keras.layers.Embedding(7, 2)(x) if name == "n" else x for name, x in inputs.items()]
+    output = keras.layers.Dense(CLASSES)(keras.ops.tanh(keras.layers.Concatenate()(parts)))
+    model = keras.Model(list(inputs.values()), output)
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return model
+
+
+class Paces(keras.callbacks.Callback):
+    """Lets a quick machine, too, be met in mid-epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.01)
+        await_blow(self.epoch, batch)
+
+
+@dataclass(frozen=True)
+class Kinds(Job):
+    """A job on all kinds of columns."""
+
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainTask:
+        spec = TrainSpec(
+            data=store,
+            manifest=manifest,
+            plan=self.plan(manifest),
+            store=store,
+            result="final.keras",
+            features=tuple(manifest.column(name) for name in FEATURES),
+            labels=("y",),
+            weight=None,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            seed=SEED,
+            ledger=ledger,
+            checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
+        )
+        return KerasTrainTask(spec, KerasBrought(self.archive(), (Paces(),), transformation=numbers))
+
+
+JOB = Kinds(five_inputs, epochs=2, workers=2)
+
+
+def plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
+    """The weights of Keras's own steps, in one process over the whole table in memory."""
+    table = whole(store, manifest)
+    try:
+        model, plan = job.archive().load(), job.plan(manifest)
+        for epoch in range(job.epochs):
+            for step in range(plan.steps):
+                rows = plan.row_ids(plan.share(epoch, step, 0, 1))
+                model.train_on_batch([table[name][rows] for name in FEATURES], table["y"][rows])
+        weights: list[Any] = model.get_weights()
+    finally:
+        keras.config.set_floatx("float32")
+    return weights
+
+
+def trained(job: Job, folder: Path, strike: Any) -> LaunchResult:
+    """The launch's result, once it is seen to be what undisturbed training gives. strike: in epoch 1."""
+    write(folder, "arrow")
+    store, manifest = data_in(folder)
+    launcher = ProcessLauncher(
+        job.task(store, manifest, str(folder / "ledger")), SystemClock(), preload=("keras",), room=2
+    )
+    batch = job.batch_size * job.workers
+    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
+    site = Site(run=HeldRun.take(store, RUN))
+    with blows(folder / "blows", {"epoch 1": lambda: strike(launcher, store)}):
+        result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
+    assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
+    assert difference(weights_of(store), plain(job, store, manifest)) < 1e-9
+    return result
+
+
+def test_a_function_of_pictures_is_tried_on_a_row_of_the_table(tmp_path: Path) -> None:
+    write(tmp_path, "arrow")
+    task = JOB.task(*data_in(tmp_path))
+    try:
+        task.prepare()
+        task.close()
+    finally:
+        keras.config.set_floatx("float32")
+
+
+@pytest.mark.faults  # of the kinds of columns; each build has Keras's promises in test_elastic_training.py
+def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -> None:
+    def strike(launcher: ProcessLauncher, store: Store) -> None:
+        fault(kill, launcher, min(launcher.slots()))
+
+    assert len(trained(JOB, tmp_path, strike).worlds) > 1, "nobody was lost"
+
+
+@pytest.mark.faults
+def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
+    def strike(launcher: ProcessLauncher, store: Store) -> None:
+        until(Checkpoints(store, RUN).published)
+        for slot in launcher.slots():
+            fault(kill, launcher, slot)
+
+    worlds = trained(replace(JOB, checkpoint_steps=3), tmp_path, strike).worlds
+    assert any("goes on from checkpoint" in world.reason for world in worlds)
