@@ -38,6 +38,9 @@ class Share(Generic[R]):
     def micro_batches(self, rows: int) -> Iterator[Share[R]]:
         """Parts of at most `rows` rows, as even as can be: BatchNorm takes no part of a single row."""
         parts = -(-len(self) // rows)
+        if parts == 1:
+            yield self
+            return
         for number in range(parts):
             part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
             yield Share(

@@ -104,12 +104,18 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
         mine.ends,
     )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
-    marks = np.packbits(np.concatenate([mine.present, found_sparse])).tobytes()
-    gathered = group.allgather(np.frombuffer(_FORM.pack(*head) + marks, np.uint8))
-    heads = [_Head(*_FORM.unpack_from(blob)) for blob in gathered]
+    marks = np.concatenate([mine.present, found_sparse])
+    packed = np.packbits(marks).tobytes()
+    gathered = group.allgather(np.frombuffer(_FORM.pack(*head) + packed, np.uint8))
+    blobs = [blob.tobytes() for blob in gathered]
+    heads = [_Head(*_FORM.unpack_from(blob)) for blob in blobs]
     _agree(group, heads)
     count = len(mine.present)
-    anywhere = np.unpackbits(np.bitwise_or.reduce(gathered[:, _FORM.size :]), count=2 * count).view(np.bool_)
+    anywhere = marks
+    if any(blob[_FORM.size :] != packed for blob in blobs):  # most steps have the same everywhere
+        anywhere = np.unpackbits(np.bitwise_or.reduce(gathered[:, _FORM.size :]), count=2 * count).view(
+            np.bool_
+        )
     return Verdict(
         version=max(head.version for head in heads),
         rows=sum(head.rows for head in heads),

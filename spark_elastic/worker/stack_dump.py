@@ -19,7 +19,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -157,9 +157,15 @@ class _WatchedGroup:
         self._sampler = sampler
 
     def __getattr__(self, name: str) -> Any:
-        found, sampler = getattr(self._group, name), self._sampler
-        if name in self._SILENT or not callable(found):
-            return found
+        """Asked for once: what a group has stays the same, and a step asks for its rank and size again and again."""
+        found = getattr(self._group, name)
+        if callable(found) and name not in self._SILENT:
+            found = self._collective(found)
+        setattr(self, name, found)
+        return found
+
+    def _collective(self, found: Callable[..., Any]) -> Callable[..., Any]:
+        sampler = self._sampler
 
         def collective(*arguments: Any, **named: Any) -> Any:
             sampler.begin_waiting()
@@ -168,7 +174,6 @@ class _WatchedGroup:
             finally:
                 sampler.end_waiting()
 
-        setattr(self, name, collective)
         return collective
 
     def __enter__(self) -> _WatchedGroup:

@@ -32,13 +32,14 @@ class Columns:
         self._features = features
         self._labels = labels
         self._weight = weight
+        self._wanted = [c.name for c in features] + [*labels, *filter(None, [weight])]
+        self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype
         self._label_shapes = label_shapes
         self._transformation = transformation
 
     def share(self, rows: StepRows) -> Share[torch.Tensor]:
-        wanted = [c.name for c in self._features] + [*self._labels, *filter(None, [self._weight])]
-        columns = transformed(rows, wanted, self._transformation)
+        columns = transformed(rows, self._wanted, self._transformation)
         return Share(
             planned=rows.planned,
             row_ids=rows.row_ids,
@@ -60,7 +61,7 @@ class Columns:
     def _label(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
         """Of its own memory where the column is a feature, too, which a model may write to."""
         tensor = self._tensor(array)
-        return tensor.clone() if any(name == column.name for column in self._features) else tensor
+        return tensor.clone() if name in self._shared else tensor
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """Floating point numbers in the model's dtype, integers as int64, as class labels and indices are."""
