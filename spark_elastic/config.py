@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 from operator import le, lt
 from typing import Any
 
@@ -29,6 +30,16 @@ _HOROVODS = {
     "log_level": ("HOROVOD_LOG_LEVEL",),
 }
 
+# The beginning of a setting's annotation -> of what kind its values are, and that in words.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "tuple": (tuple | list, "two numbers"),
+    "str | Callable": (str | os.PathLike | Callable, "a function or the path of an executable"),
+    "str": (str | os.PathLike, "text"),
+    "object": (object, "a JobHandle"),
+}
 # Setting -> what it must be, in words; None passes where they end in "or None".
 _ABOVE_0 = {
     **dict.fromkeys(
@@ -37,7 +48,6 @@ _ABOVE_0 = {
             "start_timeout",
             "lease",
             "stall_after",
-            "collective_timeout",
             "regroup_timeout",
             "driver_timeout",
             "failure_window",
@@ -53,6 +63,7 @@ _LEAST = {
     "cpus_per_worker": (1, "1 or more, or None"),
     "checkpoints_kept": (1, "1 or more"),
     "failure_budget": (0, "0 or more"),
+    "reset_limit": (0, "0 or more, or None"),
     "log_bytes": (0, "0, to keep nothing, or more"),
 }
 
@@ -139,6 +150,8 @@ class ElasticConfig:
     journal: str | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check_kind(field.name, str(field.type))
         if not 0 <= self.driver_port < 65536:
             raise InvalidInput(f"driver_port must be a port number or 0 for any; got {self.driver_port}.")
         if (self.tls_certificate is None) is not (self.tls_key is None):
@@ -153,6 +166,10 @@ class ElasticConfig:
             self._check(name, wanted, partial(lt, 0))
         for name, (least, wanted) in _LEAST.items():
             self._check(name, wanted, partial(le, least))
+        if not 1e-3 <= self.collective_timeout <= 1e9:  # what the engine can count
+            raise InvalidInput(
+                f"collective_timeout must be seconds from 0.001 to 1e9; got {self.collective_timeout!r}."
+            )
         if not 0 <= self.spare_after < math.inf:
             raise InvalidInput(f"spare_after must be 0 seconds or more; got {self.spare_after!r}.")
         lower, upper = self.cooldown_range
@@ -162,10 +179,33 @@ class ElasticConfig:
                 f"{self.cooldown_range}."
             )
 
+    def _check_kind(self, name: str, annotation: str) -> None:
+        value = getattr(self, name)
+        optional = annotation.endswith(" | None")
+        kind, wanted = next(_KINDS[start] for start in _KINDS if annotation.startswith(start))
+        if not (value is None and optional) and not _is_of(kind, value):
+            raise InvalidInput(f"{name} must be {wanted}{', or None' if optional else ''}; got {value!r}.")
+        object.__setattr__(self, name, _plain(value))
+
     def _check(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> None:
         value = getattr(self, name)
         if not (value is None and wanted.endswith("or None")) and not fits(value):
             raise InvalidInput(f"{name} must be {wanted}; got {value!r}.")
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+        return False
+    return kind != tuple | list or (len(value) == 2 and all(_is_of(Real, number) for number in value))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, which JSON cannot hold, as Python's own, and paths as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:

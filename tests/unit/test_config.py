@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
@@ -66,6 +67,7 @@ def test_values_are_read_by_their_kind() -> None:
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "0-3"}, "cooldown_range"),
         ({"SPARK_ELASTIC_TLS_KEY": "key.pem"}, "tls_certificate and tls_key go together"),
         ({"SPARK_ELASTIC_LOG_BYTES": "-1"}, "log_bytes"),
+        ({"SPARK_ELASTIC_RESET_LIMIT": "-1"}, "reset_limit must be 0 or more, or None"),
         ({"SPARK_ELASTIC_IDLE_SLOT_TIMEOUT": "0"}, "idle_slot_timeout"),
         ({"SPARK_ELASTIC_SPARE_AFTER": "-1"}, "spare_after must be 0 seconds or more; got -1"),
     ],
@@ -73,6 +75,44 @@ def test_values_are_read_by_their_kind() -> None:
 def test_a_value_that_does_not_fit_is_named(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         from_env(environment)
+
+
+WRONG_KINDS: dict[str, Any] = {
+    "lease": "5",
+    "driver_port": "7000",
+    "tls": "false",
+    "checkpoint_steps": 2.5,
+    "failure_budget": True,
+    "gather_timeout": None,
+    "worker_port_range": 7000,
+    "cooldown_range": (1, 2, 3),
+    "bind_address": 3,
+    "host_discovery": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_a_value_of_another_kind_is_refused_with_the_one_that_is_wanted(name: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"^{name} must be (a|text|True|two).*; got "):
+        ElasticConfig(**{name: WRONG_KINDS[name]})
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e-9])
+def test_a_collective_timeout_that_the_engine_cannot_count_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidInput, match="collective_timeout must be seconds from"):
+        ElasticConfig(collective_timeout=seconds)
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    config = ElasticConfig(cpus_per_worker=np.int64(2), lease=np.float32(2.5), reset_limit=np.int32(0))
+    assert (type(config.cpus_per_worker), type(config.lease), type(config.reset_limit)) == (int, float, int)
+    assert config == ElasticConfig(cpus_per_worker=2, lease=2.5, reset_limit=0)
+
+
+def test_a_path_becomes_text() -> None:
+    """A script that says which hosts may take part was called as a function."""
+    config = ElasticConfig(host_discovery=Path("hosts.sh"), journal=Path("job.journal"))  # type: ignore[arg-type]
+    assert (config.host_discovery, config.journal) == ("hosts.sh", "job.journal")
 
 
 def test_an_unknown_log_level_is_refused_with_what_there_is() -> None:
