@@ -200,7 +200,6 @@ def _config(wanted: Wanted) -> ElasticConfig:
         gather_timeout=wanted.start_timeout,
         cooldown_range=tuple(cooldown) if cooldown else None,
         collective_timeout=wanted.gloo_timeout_seconds,
-        checkpoint_steps=wanted.checkpoint_steps,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -53,6 +53,8 @@ OWN = (
     "num_workers", "min_workers", "max_workers", "env", "stdout", "verbose", "prefix_output_with_timestamp", "preload",
     "run_id", "store", "storage_options",
 )  # fmt: skip
+# Settings that say something only of a run with a name.
+DURABLE = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class Options:
         return number, least, most
 
 
-def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Options:
+def parse(given: Mapping[str, Any], config: object = None) -> Options:
     """given: keyword arguments, with ours or Horovod's names; None says nothing, but
     checkpoint_seconds=None: not by time. config: what they are put on top of.
 
@@ -112,6 +114,8 @@ def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Opti
     Raises:
         InvalidInput: an unknown name, two names of one thing, or what is refused.
     """
+    if config is not None and not isinstance(config, ElasticConfig):
+        raise InvalidInput(f"config must be an ElasticConfig; got {config!r}.")
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     both = None not in (given.get("start_timeout"), given.get("elastic_timeout"))
@@ -135,6 +139,12 @@ def parse(given: Mapping[str, Any], config: ElasticConfig | None = None) -> Opti
     if unknown:
         there_are = ", ".join(sorted({*OWN, *settings, *ALIASES, *REFUSED}))
         raise InvalidInput(f"run() has no argument {unknown[0]!r}; there are: {there_are}.")
+    for name in DURABLE:
+        if values.get(name) is not None and "run_id" not in mine:
+            raise InvalidInput(
+                f"{name} is about commits that are made durable in a store: give run_id and store as well, or leave it "
+                "out."
+            )
     whole = from_env(**values) if config is None else dataclasses.replace(config, **values)
     return Options(config=whole, **mine)
 
@@ -145,10 +155,15 @@ def _check(mine: dict[str, Any]) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidInput(f"{name} must be a whole number of at least 1; got {value!r}.")
     env = mine.get("env", {})
-    if not isinstance(env, Mapping) or not all(isinstance(t, str) for pair in env.items() for t in pair):
-        raise InvalidInput("env must map names of variables to their values, all of them text.")
+    if not isinstance(env, Mapping) or not all(_is_variable(*pair) for pair in env.items()):
+        raise InvalidInput(
+            "env must map names of variables to their values, all of them text without NUL, the names without '='."
+        )
+    verbose = mine.get("verbose", 1)
+    if not isinstance(verbose, int) or verbose < 0:
+        raise InvalidInput(f"verbose must be 0, 1 or 2; got {verbose!r}.")
     if "preload" in mine:
-        mine["preload"] = tuple(mine["preload"])
+        mine["preload"] = _modules(mine["preload"])
     if (mine.get("run_id") is None) is not (mine.get("store") is None):
         raise InvalidInput(
             "run_id and store go together: the name of the run, and the folder or url where it is kept."
@@ -163,6 +178,20 @@ def _check(mine: dict[str, Any]) -> None:
         attempts.check_name(mine["run_id"])
     if not hasattr(mine.get("stdout", _Writes), "write"):
         raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
+
+
+def _is_variable(name: Any, value: Any) -> bool:
+    if not isinstance(name, str) or not isinstance(value, str):
+        return False
+    return bool(name) and "=" not in name and "\0" not in name + value
+
+
+def _modules(names: Any) -> tuple[str, ...]:
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    found = tuple(names) if several else (names,)
+    if not all(isinstance(name, str) for name in found):
+        raise InvalidInput(f"preload must be names of modules, such as ['torch']; got {names!r}.")
+    return found
 
 
 class _Writes:

@@ -108,11 +108,42 @@ def test_unknown_names_are_refused_with_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"num_workers": 0}, {"min_np": True}, {"max_np": 1.5}, {"env": {"A": 1}}, {"stdout": "file"}]
+    "given",
+    [
+        {"num_workers": 0},
+        {"min_np": True},
+        {"max_np": 1.5},
+        {"env": {"A": 1}},
+        {"env": {"A=B": "c"}},
+        {"env": {"A": "b\0"}},
+        {"stdout": "file"},
+        {"verbose": "yes"},
+        {"verbose": -1},
+        {"preload": 5},
+        {"preload": ["torch", 5]},
+    ],
 )
 def test_wrong_values_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         parse(given)
+
+
+def test_one_module_to_preload_may_stand_alone() -> None:
+    assert parse({"preload": "torch"}).preload == ("torch",)
+
+
+def test_a_config_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="config must be an ElasticConfig"):
+        parse({}, {"lease": 3.0})
+
+
+@pytest.mark.parametrize("name", ["checkpoint_steps", "checkpoint_seconds", "checkpoints_kept"])
+def test_what_is_said_of_checkpoints_needs_a_run_that_has_them(name: str, tmp_path: Path) -> None:
+    """Nothing would be durable, and the user would learn of it when all is lost."""
+    with pytest.raises(InvalidInput, match=f"^{name} .* give run_id and store"):
+        parse({name: 5})
+    parse({name: None})
+    parse({name: 5, "run_id": "mine", "store": tmp_path})
 
 
 def test_settings_of_the_config_are_arguments_too_and_win_over_a_config() -> None:
