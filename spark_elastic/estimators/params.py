@@ -108,7 +108,8 @@ class ColumnParams(Params):
         "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
     )
     output_cols: Param[Sequence[str]] = declare(
-        "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output"
+        "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output",
+        names,
     )
 
 

@@ -138,7 +138,10 @@ def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any],
 def _loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
     if weights is None:
         return None
-    found = tuple(float(weight) for weight in weights)
+    try:
+        found = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError):
+        raise InvalidInput(f"loss_weights must be a list of numbers; got {weights!r}.") from None
     if len(found) != losses:
         raise InvalidInput(f"loss_weights has {len(found)} weights for {losses} losses: give one for each.")
     if losses == 1:

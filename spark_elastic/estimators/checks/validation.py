@@ -18,6 +18,7 @@ from spark_elastic.data.reading.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.wording import kind
+from spark_elastic.estimators.prediction.outputs import ACTIVATIONS
 from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.state import attempts
 from spark_elastic.training.transformation import reshaping
@@ -143,8 +144,7 @@ def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise InvalidInput(f"column {name!r} is named twice in {role}.")
     if weight is not None and not isinstance(weight, str):
         raise InvalidInput(f"sample_weight_col must be a column's name; got {kind(weight)}.")
-    if not values["prediction_col"]:
-        raise InvalidInput("prediction_col must be a column's name.")
+    _predictions(values)
     return {
         "feature_cols": features,
         "label_cols": labels,
@@ -154,6 +154,21 @@ def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
         if label_shapes is None
         else _shapes(label_shapes, labels, "label_shapes", "label"),
     }
+
+
+def _predictions(values: Mapping[str, Any]) -> None:
+    """What `transform` will be asked for; whether it fits the model's outputs is known once there are some."""
+    columns = [values["prediction_col"], *(values["output_cols"] or ())]
+    if values["probability_col"] is not None:
+        columns.append(values["probability_col"])
+    for name in columns:
+        if not isinstance(name, str) or not name:
+            raise InvalidInput(
+                f"prediction_col, probability_col and output_cols must be names of columns; got {name!r}."
+            )
+    if values["probability_col"] is not None and values["output_cols"] is not None:
+        raise InvalidInput("probability_col and output_cols exclude each other: leave one out.")
+    _one_of(values, "activation", ACTIVATIONS)
 
 
 def _shapes(shapes: Any, columns: tuple[str, ...], name: str, role: str) -> tuple[tuple[int, ...], ...]:

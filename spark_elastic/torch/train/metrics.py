@@ -8,7 +8,7 @@ Main thread only; what a step gathered counts once `commit` is called, in its ap
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,14 +132,14 @@ def _fitting(metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]) 
     return labels
 
 
-def named(metrics: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+def named(metrics: Any) -> dict[str, Any]:
     """By name: a function's own, else its class's in lower case. Of a collection (torchmetrics) each member has its own
     name, behind that of the collection where it was given one.
 
     Raises:
         InvalidInput: one is neither a function nor a metric object, or two have the same name.
     """
-    if accumulates(metrics) or callable(metrics):
+    if accumulates(metrics) or callable(metrics) or not isinstance(metrics, Iterable):
         metrics = [metrics]
     pairs: list[tuple[str, Any]] = []
     if isinstance(metrics, Mapping):

@@ -46,6 +46,7 @@ def test_set_returns_the_holder_and_goes_before_the_default() -> None:
 
 def test_one_column_may_be_given_by_its_name() -> None:
     assert Holder().setFeatureCols("x").getFeatureCols() == ["x"]
+    assert Holder().setOutputCols("p").getOutputCols() == ["p"]
 
 
 def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:
