@@ -242,13 +242,13 @@ def log_level(text: str) -> str:
 
 
 def _given(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that a variable of the environment gives, ours before Horovod's."""
+    """The settings that a variable of the environment gives, ours before Horovod's. An empty one says nothing."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         if str(field.type).startswith("object"):
             continue  # no text stands for one
         for variable in (PREFIX + field.name.upper(), *_HOROVODS.get(field.name, ())):
-            if variable in environment:
+            if environment.get(variable):
                 values[field.name] = _parse(variable, field, environment[variable])
                 break
     return values
@@ -307,6 +307,9 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
     """
     environment = os.environ if environment is None else environment
     values = _given(OperationConfig, environment)
+    for name, value in values.items():
+        if not isinstance(value, str) and not value >= 0:
+            raise InvalidInput(f"{name} must be 0 or more; got {value!r}.")
     if environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("0", ""):
         values.setdefault("warn_after", math.inf)
     values["wait_at_most"] = values.get("wait_at_most") or None

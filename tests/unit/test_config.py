@@ -115,6 +115,30 @@ def test_a_path_becomes_text() -> None:
     assert (config.host_discovery, config.journal) == ("hosts.sh", "job.journal")
 
 
+@pytest.mark.parametrize(
+    ("variable", "setting"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "bucket_bytes"),
+        ("SPARK_ELASTIC_WARN_AFTER", "warn_after"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "wait_at_most"),
+    ],
+)
+@pytest.mark.parametrize("text", ["-1", "nan"])
+def test_a_variable_of_operations_that_is_negative_or_no_number_is_refused(
+    variable: str, setting: str, text: str
+) -> None:
+    with pytest.raises(InvalidInput, match=f"^{setting} must be 0 or more|is not a value for {setting}"):
+        operations_from_env({variable: text})
+
+
+def test_an_empty_variable_says_nothing() -> None:
+    """As deployments leave them."""
+    names = ("BIND_ADDRESS", "TLS", "JOURNAL", "LEASE", "COOLDOWN_RANGE")
+    assert from_env(dict.fromkeys([f"SPARK_ELASTIC_{name}" for name in names], "")) == ElasticConfig()
+    assert from_env({"SPARK_ELASTIC_START_TIMEOUT": "", "HOROVOD_ELASTIC_TIMEOUT": "9"}).start_timeout == 9.0
+    assert operations_from_env({"HOROVOD_TIMELINE": "", "HOROVOD_LOG_LEVEL": ""}) == OperationConfig()
+
+
 def test_an_unknown_log_level_is_refused_with_what_there_is() -> None:
     with pytest.raises(InvalidInput, match="trace, debug, info, warning, error or fatal; got 'loud'"):
         operations_from_env({"HOROVOD_LOG_LEVEL": "loud"})
