@@ -17,8 +17,8 @@ TRIES = 100  # drivers that open the run at the same moment
 
 def check_name(run_id: object) -> None:
     """Raises InvalidInput where a run cannot be called so."""
-    if not isinstance(run_id, str) or not run_id or "/" in run_id:
-        raise InvalidInput(f"run_id must be a name without slashes; got {run_id!r}.")
+    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
+        raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
 
 
 def take(store: Store, run_id: str) -> int:

@@ -147,6 +147,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
+    ({"run_id": "."}, "run_id must be a name without slashes, other than '.'"),  # the folder of all runs
     ({"on_progress": 3}, "on_progress must be a function"),
     ({"config": {"lease": 3}}, "config must be an ElasticConfig; got dict"),
     ({"settings": {"leese": 3}}, "unknown setting 'leese'"),
