@@ -105,7 +105,7 @@ class ElasticConfig:
         checkpoint stays. Waiting for workers counts; what a fit does before (checks, writing rows) does not. A run that
         goes on starts over with its time. None: never.
     checkpoints_kept: number of checkpoints to keep, the newest ones.
-    ledger: workers write which rows they trained in which step, and when.
+    ledger: workers of a fit write which rows they trained in which step, and when.
     ship: send this package (not numpy or the framework) to executors that lack it.
     cpus_per_worker: threads that a worker computes with (OMP_NUM_THREADS); None: `spark.task.cpus`.
     show_logs: print the workers' output, prefixed with their rank.

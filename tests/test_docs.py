@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+from spark_elastic.errors import JobFailed
 from tests.pages import blocks
 from tests.sources import ROOT, modules
 
@@ -116,6 +117,13 @@ def test_each_error_of_the_page_is_expected_by_a_test() -> None:
     expected = set(re.findall(r"\w+", " ".join(raises)))
     assert len(errors) >= 14
     assert errors <= expected, f"no test provokes {sorted(errors - expected)}"
+
+
+def test_the_page_of_errors_says_how_many_kinds_of_a_failed_job_there_are() -> None:
+    page = (DOCS / "errors.md").read_text()
+    below = page.split("the six below are its kinds")[1]
+    kinds = {kind.__name__ for kind in JobFailed.__subclasses__()}
+    assert set(re.findall(r"^\| `(\w+)` \|", below, re.MULTILINE)[:6]) == kinds
 
 
 def test_programs_of_the_testing_page_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

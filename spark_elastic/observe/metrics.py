@@ -62,7 +62,7 @@ def _metrics(value: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[
     yield (
         "goodput_ratio",
         "gauge",
-        "Share of the job's time in which a whole world trained.",
+        "Share of the job's time in which a whole world trained, less what checkpoints took.",
         [("", report["goodput"])],
     )
     yield "recoveries_total", "counter", "Worlds that followed a loss.", [("", report["recoveries"])]

@@ -35,7 +35,7 @@ class EpochRows:
 @dataclass(frozen=True)
 class JobReport:
     """seconds: the whole job. phases: seconds of each of PHASES: until the first world was complete; while a world
-    trained; while nobody trained because of losses, or because of planned changes; after the last step.
+    trained; while nobody trained because of losses, or because of planned changes; after the first worker was done.
 
     checkpoint_seconds: how long checkpoints, including the copy of the state, held up training. reserved_hours,
     useful_hours: of all slots, and of all workers while their world trained. curve: thinned.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from spark_elastic.observe.changes import Kind, WorldChange
 from spark_elastic.observe.curve import CurvePoint
 from spark_elastic.observe.report import EpochRows, JobReport
+from tests.sources import ROOT
 
 
 def loss(seconds: float | None, steps_lost: int = 0) -> WorldChange:
@@ -49,6 +52,20 @@ def test_it_reads_well() -> None:
     assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")
     assert lines[1] == "recoveries: 3, p50 1.00 s, p99 3.00 s; steps lost: 1"
     assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 doubled"
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    report = JobReport(
+        seconds=62.4,
+        phases={"start": 1.9, "training": 59.36, "recovery": 0.8, "planned": 0.2, "closing": 0.1},
+        changes=(loss(0.31, 1), loss(0.49)),
+        checkpoints=3,
+        checkpoint_seconds=0.02,
+        reserved_hours=0.068,
+        useful_hours=0.063,
+        epochs=(EpochRows(0, 60000, 0, 0),),
+    )
+    assert textwrap.indent(str(report), "    ") in (ROOT / "docs" / "observing.md").read_text()
 
 
 @pytest.mark.parametrize("report", [REPORT, JobReport()])
