@@ -70,13 +70,13 @@ class Teller:
                 self._changed.notify()
             self._newest = words
 
-    def close(self) -> None:
-        """Tell what waits, for CLOSE_SECONDS at most; who blocks longer is left to itself."""
+    def close(self, within: float = CLOSE_SECONDS) -> None:
+        """Tell what waits, for so many seconds at most; who blocks longer is left to itself."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(within)
 
     def _tell_newest(self) -> None:
         with self._changed:

@@ -1,11 +1,13 @@
 """Callbacks that write the numbers of a training to TensorBoard and MLflow. Rank 0 writes; the others keep count.
 
 Both packages are imported on the workers, where they are used. What is written goes on where it stood when rank 0 is
-another worker, or another driver took the run up. Main thread of training only.
+another worker, or another driver took the run up. Main thread of training only; a tracking server is spoken to by a
+thread of its own, since a client tries for minutes before it gives one up, and the other ranks would wait for rank 0.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import uuid
@@ -15,11 +17,13 @@ from typing import Any
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
+from spark_elastic.observe.teller import Teller
 from spark_elastic.torch.callbacks import Callback, Logs, Training
 
 log = logging.getLogger("spark_elastic")
 
 PLACE = ("epoch", "step")  # where numbers stand, not numbers
+END_WAIT = 10.0  # seconds that the end of a fit waits for a tracking server
 
 
 class _Counting(Callback, ABC):
@@ -89,7 +93,8 @@ class MLflowLogger(_Counting):
         super().__init__(every)
         self.key = uuid.uuid4().hex  # a tag, by which a later rank 0 finds the run
         self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
-        self._client: Any = None
+        self._teller: Teller | None = None
+        self._client: Any = None  # this and the next two belong to the teller's thread
         self._run = ""
         self._failed = False
 
@@ -105,19 +110,31 @@ class MLflowLogger(_Counting):
     def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
         if training.rank == 0:
             self._tell(lambda: self._client.set_terminated(self._run))
+        if self._teller is None:
+            return
+        self._teller.close(END_WAIT)
+        if self._teller.is_alive():
+            self._warn(f"no answer within {END_WAIT:g} s of the training's end")
+        self._teller = None
 
     def _tell(self, call: Callable[[], object]) -> None:
-        error = _needed("mlflow.exceptions", "mlflow-skinny", self).MlflowException
+        if self._teller is None:
+            self._teller = Teller().__enter__()
+            atexit.register(self._teller.close)  # of a rank 0 that leaves before the training's end
+        self._teller.tell(lambda: self._send(call))
+
+    def _send(self, call: Callable[[], object]) -> None:
         try:
             if not self._run:
                 self._open()
             call()
-        except error as reason:
-            if not self._failed:
-                log.warning(
-                    "MLflow at %s does not take the training's numbers: %s", self._tracking_uri, reason
-                )
-            self._failed = True
+        except Exception as reason:  # whatever it is, the training goes on
+            self._warn(reason)
+
+    def _warn(self, reason: object) -> None:
+        if not self._failed:
+            log.warning("MLflow at %s does not take the training's numbers: %s", self._tracking_uri, reason)
+        self._failed = True
 
     def _open(self) -> None:
         """The run, or a new one where there is none yet."""

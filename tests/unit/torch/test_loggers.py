@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch import loggers
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.loggers import MLflowLogger, TensorBoardLogger
 
@@ -30,6 +33,7 @@ def _rank_0_is_lost(leader: Callback, follower: Callback) -> None:
     for callback, rank in ((leader, 0), (follower, 1)):
         callback.on_fit_begin(_training(rank))
         _steps(callback, rank, 1.0, 2.0, 3.0, 4.0)
+    leader.on_fit_end(_training(1), [])  # so that what it wrote has arrived
     _steps(follower, 0, 5.0, 6.0)
     follower.on_epoch_end(_training(0), {"epoch": 0, "loss": 3.5, "val_loss": 7.0, "stopped": "no"})
     follower.on_fit_end(_training(0), [])
@@ -39,7 +43,6 @@ def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
     leader = TensorBoardLogger(str(tmp_path), every=2)
     follower = pickle.loads(pickle.dumps(leader))
     _rank_0_is_lost(leader, follower)
-    leader.on_fit_end(_training(0), [])
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     points: dict[str, dict[int, float]] = {}
@@ -75,8 +78,29 @@ def test_a_tracking_server_that_fails_costs_one_warning(caplog: pytest.LogCaptur
     callback = MLflowLogger("ftp://nowhere", "digits", every=1)
     callback.on_fit_begin(_training(0))
     _steps(callback, 0, 1.0, 2.0)
+    callback.on_fit_end(_training(0), [])
     (record,) = caplog.records
     assert "MLflow at ftp://nowhere does not take the training's numbers" in record.getMessage()
+
+
+def test_a_tracking_server_that_does_not_answer_holds_up_no_step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's client tries for minutes, and the other ranks would take rank 0 for missing."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    monkeypatch.setattr(loggers, "END_WAIT", 0.1)
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        callback = MLflowLogger(f"http://127.0.0.1:{silent.getsockname()[1]}", "digits", every=1)
+        callback.on_fit_begin(_training(0))
+        _steps(callback, 0, 1.0, 2.0)
+        assert caplog.records == []
+        callback.on_fit_end(_training(0), [])
+        (record,) = caplog.records
+        assert "no answer within 0.1 s of the training's end" in record.getMessage()
+    for thread in set(threading.enumerate()) - before:  # the server hung up
+        thread.join(30.0)
 
 
 @pytest.mark.parametrize(
