@@ -208,7 +208,7 @@ void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Re
   hosts.allreduce(data, count, whole, call_, [&](const World& leaders) {
     if (sums) finish(reduction, data, count, DataType::kFloat32, size_);
     Reduction packed = pack(data, count, whole);
-    packed.after = 1.0;  // of a product, say, it comes behind, from float32
+    packed.after = 1.0;  // of a product, for example, it follows, from float32
     Route way = route(tag);
     way.ranks = hosts.leaders();
     reduceParts(way, packed, packed_.get(), evenParts(count, leaders->size), nullptr);

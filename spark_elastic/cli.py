@@ -211,7 +211,7 @@ def _program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
     name = os.path.basename(first)
     if not name.startswith("python"):
         raise InvalidInput(
-            f"spark-elastic-run runs Python scripts, as in `python train.py`; {first!r} is none."
+            f"spark-elastic-run runs Python scripts, as in `python train.py`; {first!r} is not one."
         )
     if os.path.dirname(first) and os.path.realpath(first) != os.path.realpath(sys.executable):
         raise InvalidInput(

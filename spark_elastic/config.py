@@ -233,7 +233,7 @@ def log_level(text: str) -> str:
     """The name that Python's logging has for a level, or for one of Horovod's.
 
     Raises:
-        InvalidInput: there is none of that name.
+        InvalidInput: there is no level of that name.
     """
     level = _LOG_LEVELS.get(text.lower(), text.upper())
     if level not in logging.getLevelNamesMapping():

@@ -285,8 +285,8 @@ void Pair::shut() {
   state_ = State::kClosed;
 }
 
-// Of a paused pair only the peer's end is of interest, which may have left a goodbye behind the frame that waits; and
-// not even that where the frame is too large to look behind: it would wake the leader without end.
+// Of a paused pair only the peer's end is of interest, which may have sent a goodbye after the frame that waits; and
+// not even that if the frame is too large to look past: it would wake the leader without end.
 void Pair::arm() {
   if (!connection_.open() || state_ != State::kUp) return;
   uint32_t wanted = sends_.empty() ? 0u : uint32_t{EPOLLOUT};

@@ -116,7 +116,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Read a document; StoreError where it is none, is of another version, or was altered."""
+        """Read a document; StoreError if it is no manifest, is of another version, or was altered."""
         try:
             content = json.loads(text)
             version = content["version"]

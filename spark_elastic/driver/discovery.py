@@ -182,7 +182,7 @@ def steered(own: Discovery, hosts: str | Find | None, handle: object | None, clo
     hosts, handle: see `ElasticConfig.host_discovery` and `ElasticConfig.handle`.
 
     Raises:
-        InvalidInput: `handle` is none.
+        InvalidInput: `handle` is not a JobHandle.
     """
     parts = [own]
     if hosts is not None:

@@ -10,10 +10,10 @@ ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as i
 def parse_hosts(text: str, default_slots: int | None = None) -> dict[str, int]:
     """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment.
 
-    "host slots=4", as in MPI's host files, is taken, too.
+    "host slots=4", as in MPI's host files, is accepted, too.
 
     Raises:
-        InvalidInput: an entry that is none, without a number of slots where there is no default, or twice.
+        InvalidInput: an entry is malformed, comes twice, or has no number of slots although there is no default.
     """
     found: dict[str, int] = {}
     lines = [line.partition("#")[0] for line in text.splitlines()]

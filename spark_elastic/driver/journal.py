@@ -104,7 +104,7 @@ class Journal:
 
 
 def _open(path: str) -> FileIO:
-    """Unbuffered, behind what is there; the torn end of a killed driver is ended."""
+    """Opens the file unbuffered, to append. If a killed driver left half a line, a new line is begun."""
     try:
         file = FileIO(path, "a+")
         if file.seek(0, os.SEEK_END):

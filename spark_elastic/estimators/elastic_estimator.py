@@ -70,7 +70,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
         paths: files or folders, local or fsspec urls that driver and executors share, read with `storage_options`.
         Row groups of any size, further columns and folders by partition are fine. validation_paths: of rows to look at
-        behind each epoch, in place of `validation`.
+        after each epoch, instead of `validation`.
 
         Raises:
             InvalidInput: columns of different types or shapes, nulls (with their number), no rows, and as `fit`.

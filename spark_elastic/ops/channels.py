@@ -89,7 +89,7 @@ class _Trace:
     timeline: Timeline | None = None
 
     def current(self) -> Timeline | None:
-        """A rank that has become the first one of its world writes on behind what its forerunner wrote, if it can."""
+        """A rank that has become the first one of its world continues the file of the rank before it, if it can."""
         if self.path is not None and self.timeline is None and world().rank == 0:
             goes_on = world().fence[1] > 1
             try:

@@ -61,7 +61,7 @@ class How:
     def asked_of_gradients(
         cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
     ) -> How:
-        """Of a step's gradients: an average divides by `predivide` before the sum and by size / it behind it.
+        """Of a step's gradients: an average divides by `predivide` before the sum and by size / predivide after it.
 
         Raises:
             InvalidInput: an argument is wrong.

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Timeline:
-    """An open trace file. mark_cycles: each round is marked, too. goes_on: behind what the file has already."""
+    """An open trace file. mark_cycles: each round is marked, too. goes_on: append to what the file has already."""
 
     def __init__(self, path: str, mark_cycles: bool = False, goes_on: bool = False) -> None:
         try:

@@ -41,7 +41,7 @@ class Position:
 
 
 START = Position(0, Phase.TRAIN, 0)
-LAST_CHANGE = 1 << 40  # membership versions from here on: behind this boundary the job ends
+LAST_CHANGE = 1 << 40  # membership versions from here on mean: the job ends at this boundary
 
 
 def is_last(version: int) -> bool:
@@ -142,7 +142,7 @@ class Limits:
     regroup_timeout: how long survivors wait for a member that runs but does not come.
     debounce: how long a planned change waits for others to join it, where some may.
     failure_budget within failure_window: worker failures that are their own (not of a lost host).
-    reset_limit: plain count of new worlds after the first, as Horovod counts, behind which no change is planned; None:
+    reset_limit: plain count of new worlds after the first, as Horovod counts, after which no change is planned; None:
     unlimited.
     cooldown_range: for how long a slot or host is not used after its first failure, and at most after many.
     idle_slot_timeout: after so long a slot that no world needs gives its core back.

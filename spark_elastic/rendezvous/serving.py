@@ -204,7 +204,7 @@ class Serving:
             call = self._inbox.popleft()
             try:
                 call()
-            except Exception:  # one bad call must not lose those behind it
+            except Exception:  # one bad call must not lose those after it
                 log.exception("a call to the rendezvous server failed")
 
     def _on_begun(self) -> None:

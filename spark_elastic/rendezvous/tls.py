@@ -37,7 +37,7 @@ def chosen(config: ElasticConfig, encrypted: bool) -> Certificate | None:
     """The certificate of a job's server; None for plain HTTP. encrypted: as for `wanted`.
 
     Raises:
-        InvalidInput: there is none to be had.
+        InvalidInput: no certificate can be read or made.
     """
     if not wanted(config, encrypted):
         return None

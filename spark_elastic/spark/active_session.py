@@ -27,6 +27,6 @@ def has_context(session: SparkSession) -> bool:
     """Whether a session has a SparkContext: one of Spark Connect has none, and some clusters deny it to users."""
     try:
         return session.sparkContext is not None
-    except Exception as error:  # of Spark, py4j or the cluster: whatever it is, there is none to be had
+    except Exception as error:  # of Spark, py4j or the cluster: whatever it is, no session can be used
         log.debug("no SparkContext: %s", error)
         return False

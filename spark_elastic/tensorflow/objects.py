@@ -19,7 +19,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that hands an object of `root_rank` on. session: only None, as there are none in TensorFlow 2."""
+    """A function that hands an object of `root_rank` on. session: only None, as TensorFlow 2 has no sessions."""
     if session is not None:
         raise InvalidInput("there are no sessions in TensorFlow 2: leave session out.")
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)

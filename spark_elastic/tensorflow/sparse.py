@@ -1,4 +1,4 @@
-"""IndexedSlices of all ranks, put behind each other: their sum or average, without the rows that nobody has."""
+"""IndexedSlices of all ranks, concatenated: their sum or average, without the rows that nobody has."""
 
 from __future__ import annotations
 

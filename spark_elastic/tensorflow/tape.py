@@ -30,7 +30,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """`gradtape`, recording what it records, whose `gradient` exchanges. It is usable within and behind its `with`.
+    """`gradtape`, recording what it records, whose `gradient` exchanges. It is usable inside and after its `with`.
 
     compression: how float32 travels. gradient_predivide_factor: f divides by f before and by size / f after. groups:
     variables that travel together, as lists or as a number of groups to make (num_groups: the same); None: all that are

@@ -72,7 +72,7 @@ class ClusterFaults:
     In a hand-written loop call `strike`; pass `callbacks=[faults.callback()]` to an estimator.
 
     Raises:
-        InvalidInput: a blow is none of `KINDS`.
+        InvalidInput: a blow is not one of `KINDS`.
     """
 
     def __init__(self, blows: Sequence[Blow], folder: str, clock: Clock | None = None) -> None:

@@ -15,7 +15,7 @@ Chain = tuple[int, int]
 
 
 class SimKeeper:
-    """Rank 0 copies its state behind a step that is due, writes the copy once the step is sealed (R1), one at a time,
+    """Rank 0 copies its state after a step that is due, writes the copy once the step is sealed (R1), one at a time,
     and tells the driver."""
 
     def __init__(self, worker: SimWorker) -> None:

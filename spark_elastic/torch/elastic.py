@@ -133,5 +133,5 @@ def _tell_of_gradients() -> None:
     """Once in a process."""
     log.warning(
         "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
-        "snapshot: the commit behind the step holds their rows."
+        "snapshot: the commit after the step holds their rows."
     )

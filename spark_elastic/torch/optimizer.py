@@ -173,7 +173,7 @@ class _Distributed(Wrapped):
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients become None, whatever `set_to_none` says: one that no rank computes is None behind `step`, too."""
+        """Gradients become None, whatever `set_to_none` says: one that no rank computes is None after `step`, too."""
         self._rounds.clear()
         mine = set(self._rounds.exchange.parameters)
         for group in self.param_groups:

@@ -98,7 +98,7 @@ def _schedule(given: Any) -> LearningRateSchedule:
     scheduler, frequency = settings["scheduler"], settings.get("frequency", 1)
     if frequency != 1:
         raise InvalidInput(
-            f"configure_optimizers asks for a scheduler with frequency={frequency!r}: here it is advanced behind every "
+            f"configure_optimizers asks for a scheduler with frequency={frequency!r}: here it is advanced after every "
             "epoch or step, so leave frequency out and give the scheduler a step_size, or a gamma, to match."
         )
     return LearningRateSchedule(

@@ -1,6 +1,6 @@
 """When a training makes its state durable, and how the state becomes bytes and comes back.
 
-Rank 0 copies its state behind a step that is due, and hands the copy to the writer once the next exchange of the same
+Rank 0 copies its state after a step that is due, and hands the copy to the writer once the next exchange of the same
 world is complete, or the epoch's barrier: only then the step is sealed (R1), that is part of the history of every
 survivor. The copying is the training thread's, everything else the writer's.
 """

@@ -1,4 +1,4 @@
-"""Validation behind an epoch: every row counted once, whoever joins, leaves or dies meanwhile.
+"""Validation after an epoch: every row counts once, whoever joins, leaves or dies meanwhile.
 
 Its steps have positions and trailers as those of training do (R6), so that a drain does not wait for the epoch's end
 and a broken step is taken again. Sums are part of the state. Main thread only.

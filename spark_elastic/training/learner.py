@@ -62,7 +62,7 @@ class Hooks(Protocol):
         ...
 
     def ends(self) -> bool:
-        """Whether a callback wants training to end behind the step under way."""
+        """Whether a callback wants training to end after the step under way."""
         ...
 
     def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:

@@ -258,7 +258,7 @@ class TrainingLoop:
         self._ledger.mark(event, group.fence, self._state.position)
 
     def _report(self, group: Group, session: Session, loss: float, rows: int) -> None:
-        """loss: of the newest step, behind an epoch its mean. rows: of a step. With them goes what is known of the last
+        """loss: of the newest step, or after an epoch its mean. rows: of a step. With them goes what is known of the last
         closed epoch alone: losses of validation, metrics, learning rate."""
         here, history = self._state.position, self._state.extras["history"]
         session.report(

@@ -36,7 +36,7 @@ class TrainSpec:
     """Everything about a training but the user's objects.
 
     data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
-    checkpoints: when and for which run, None for no checkpoints. validation: rows that are looked at behind each
+    checkpoints: when and for which run, None for no checkpoints. validation: rows to validate with after each
     epoch. features: as the model sees them. label_shapes: of one row, None as they are stored. batch_size: most rows
     of one forward pass. lr_times: what all rates are multiplied by at the training's begin. precision, wire: None,
     "bf16" or "fp16", of forward passes and of gradients on their way. ledger: folder, None for no ledger. reader: one

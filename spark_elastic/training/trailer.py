@@ -45,7 +45,7 @@ class Trailer:
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
     what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
     got one with rows missing (None: none), one bool each. bucket_bytes: the next step's layout, as rank 0 wishes.
-    ends: a callback wants training to end behind this step; rank 0's goes for all.
+    ends: a callback wants training to end after this step; rank 0's value counts for all.
     """
 
     position: Position

@@ -87,7 +87,7 @@ class _Holder:
 
 
 def current() -> Current | None:
-    """The worker of this process, or None in a process that is none."""
+    """The worker that this process is; None if it is not a worker."""
     return _Holder.value
 
 

@@ -25,7 +25,7 @@ class EngineThread:
         self._last: Future[Any] | None = None
 
     def submit(self, work: Callable[[], R]) -> Future[R]:
-        """Run `work` behind all that was submitted before; the future brings what it returns or raises."""
+        """Run `work` after everything submitted before; the future has what it returns or raises."""
         done: Future[R] = Future()
         with self._lock:
             if self._thread is None:
@@ -36,7 +36,7 @@ class EngineThread:
         return done
 
     def run(self, work: Callable[[], R]) -> R:
-        """`work` in this thread, behind all that was submitted. For the main thread: nobody else submits meanwhile."""
+        """Run `work` in this thread, after everything submitted. For the main thread: nobody else submits meanwhile."""
         self.drain()
         return work()
 
@@ -48,7 +48,7 @@ class EngineThread:
             last.exception()
 
     def close(self) -> None:
-        """End the thread behind all that was submitted; a later submit begins another one."""
+        """End the thread after everything submitted; a later submit begins another one."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:

@@ -1,4 +1,4 @@
-"""Whether a killed child was killed for want of memory: the kernel counts such kills per control group.
+"""Whether a child was killed because memory ran out: the kernel counts such kills per control group.
 
 Reads the counter of this process's own group, in which its children are, too (cgroup v2's memory.events, v1's
 memory.oom_control), else the whole machine's in /proc/vmstat. Called from the slot's main thread.

@@ -3,7 +3,7 @@
 Sums, minima, maxima and products of the dtypes that it knows are pygloo's own allreduce; everything else is gathered by
 it and computed in numpy. What it lacks: a key (whoever reaches its ports may connect), subgroups, shared memory, a
 timeout of one's own (a wait lasts 30 s), and it holds the interpreter's lock for as long as a call lasts, so that
-`abort` from another thread comes behind that call. Main thread.
+`abort` from another thread takes effect after that call. Main thread.
 """
 
 from __future__ import annotations

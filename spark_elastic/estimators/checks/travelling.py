@@ -53,7 +53,7 @@ def _check_held(model: torch.nn.Module) -> None:
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     if (failed := _failure(model, tensors)) is None:
         return
-    parts = reversed(list(model.named_modules()))  # a layer behind its own, so that the innermost is found
+    parts = reversed(list(model.named_modules()))  # a layer after its parts, so that the innermost is found
     name, part = next(each for each in parts if _failure(each[1], tensors) is not None)
     keys = [key for key, held in vars(part).items() if _failure(held, tensors) is not None]
     holds = f"{_called(name)} holds {keys[0]!r}, which" if keys else _called(name)

@@ -78,7 +78,7 @@ class Request:
 
 
 def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], Any]) -> Request:
-    """The request behind an estimator's parameters, by name. brought: checks the user's objects among them.
+    """The request that an estimator's parameters (by name) make. brought: checks the user's objects among them.
 
     Raises:
         InvalidInput: the first mistake, in one sentence.

@@ -41,7 +41,7 @@ class RowSource(Protocol):
         ...
 
     def validates(self, request: Request) -> bool:
-        """Whether there are rows to look at behind each epoch."""
+        """Whether there are rows to validate with after each epoch."""
         ...
 
     def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:

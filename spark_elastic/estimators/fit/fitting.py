@@ -207,7 +207,7 @@ def _sample(request: Request, data: Store, manifest: Manifest) -> list[Any] | No
 
 
 def _agreed(results: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Rank 0's result, which the replicas bear out (P4). None: of a worker that was lost behind its last step."""
+    """Rank 0's result, compared with those of the replicas (P4). None: a worker was lost after its last step."""
     trained = results[0]
     assert trained is not None  # or training would not have ended
     differ = [
@@ -312,7 +312,7 @@ def _ledger(request: Request, store: Store, run_id: str) -> str | None:
     if not request.config.ledger:
         return None
     if not store.is_local:
-        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is none.")
+        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is not one.")
     return store.path(f"runs/{run_id}/ledger")
 
 

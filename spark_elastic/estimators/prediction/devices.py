@@ -14,7 +14,7 @@ def gpu_for(addresses: Sequence[str], visible: int) -> int | None:
     host's GPUs; where a resource manager shows a process its own alone, that is number 0.
 
     Raises:
-        InvalidInput: the address is none of several GPUs that the framework sees.
+        InvalidInput: the framework sees several GPUs, and none of them has that address.
     """
     if not addresses or not visible:
         return None

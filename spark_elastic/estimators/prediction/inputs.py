@@ -31,7 +31,7 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
     """The column, as it is to be handed to the model's Python worker.
 
     Raises:
-        InvalidInput: there is none of that name, or it is of another type than in training.
+        InvalidInput: there is no column of that name, or its type is another than in training.
     """
     if column.name not in dataset.columns:
         raise InvalidInput(

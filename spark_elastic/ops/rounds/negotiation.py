@@ -52,7 +52,7 @@ class Negotiation:
         self._words = Vocabulary()
         self._table: dict[str, _Entry] = {}
         self._unnamed: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
-        self._joined: dict[int, int] = {}  # behind how many steps; in the order in which they did
+        self._joined: dict[int, int] = {}  # rank -> after how many steps it joined, in the order of joining
 
     @property
     def undecided(self) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Word:
-    """One thing that a rank says in a round: a request, that it has joined (behind so many steps), or that an operation
+    """One thing that a rank says in a round: a request, that it has joined (after so many steps), or that an operation
     waited too long."""
 
     request: Request | None = None

@@ -1,7 +1,7 @@
 """What outlives all workers: checkpoints that count, and when a world may begin from one (R18).
 
 Nobody of the old world may be training on when another begins without any of its members: whoever was given up and
-may be alive is waited for, until its end is seen or it has ended itself for want of the driver (R12). That Spark
+may be alive is waited for, until its end is seen or it has ended itself because the driver was silent (R12). That Spark
 calls an executor lost is half of a proof: it may only have lost sight of it.
 """
 

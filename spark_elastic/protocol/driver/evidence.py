@@ -166,7 +166,7 @@ def scan(turn: Turn) -> None:
 
 
 def _bury_silent_slots(turn: Turn) -> None:
-    """Those that have surely ended for want of the driver (R12). Where Spark has started their task anew their job goes
+    """Those that have surely ended themselves because the driver was silent (R12). Where Spark has started their task anew their job goes
     on, so nothing else tells of their end. Of workers that were heard after them it says nothing."""
     state = turn.state
     patience = state.limits.driver_timeout + MARGIN

@@ -9,7 +9,7 @@ from spark_elastic.protocol.commands import Outcome
 from spark_elastic.protocol.driver.driver_state import DriverState, Failure, Turn
 from spark_elastic.protocol.types import START, Position, WorkerId
 
-STARVED_BORNE = 2  # kills for want of memory within the failure window that a job bears
+STARVED_BORNE = 2  # kills because memory ran out that a job tolerates within the failure window
 VAIN_BORNE = 2  # worlds in a row that broke in vain
 Ending = Callable[[Turn, Outcome, str, str], None]
 

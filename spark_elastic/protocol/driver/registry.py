@@ -83,7 +83,7 @@ class SlotEnd(Enum):
 class Unsure:
     """A member that was given up and may be alive (R18)."""
 
-    until: float  # by then it has ended itself, for want of the driver
+    until: float  # by then it has ended itself because the driver was silent
     heard: float  # when it or its slot last spoke
     # Its connection or its slot's ended while it still spoke: so ends that of a dying process, not of a host cut off.
     hung_up: bool = False

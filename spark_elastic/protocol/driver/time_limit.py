@@ -25,7 +25,7 @@ def is_told(turn: Turn) -> bool:
 
 
 def may_end(turn: Turn) -> bool:
-    """Once its time is up: whether the last boundary is behind everybody, nobody is left to save anything, or the
+    """Once its time is up: whether everybody has passed the last boundary, nobody is left to save anything, or the
     grace is over, too. A world that broke, or may have stopped for another change, is followed by one that is told.
     """
     state = turn.state

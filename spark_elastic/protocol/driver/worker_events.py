@@ -18,7 +18,7 @@ from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, Work
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 
 OWN_CODES = (1, SILENT_DRIVER)  # of processes whose worker, not whose function, found no way on
-KILLED = (-9, -15, SILENT_DRIVER)  # exit codes of processes ended from outside, or for want of the driver
+KILLED = (-9, -15, SILENT_DRIVER)  # exit codes of processes that were killed, or ended because the driver was silent
 KILLS_PER_SLOT = 20  # within the failure window that are a loss and nobody's failure
 KILLS_BORNE = 2  # such ends of one slot's workers in a row, before they took part in a world
 

@@ -213,7 +213,7 @@ class GradientExchange:
         self._open = False
 
     def changed(self, name: str = "") -> InvalidInput:
-        """The open step is given up, since gradients were changed behind backward. name: of a parameter near by."""
+        """The open step is given up, since gradients were changed after backward. name: of a parameter near by."""
         self.abandon()
         return InvalidInput(
             f"gradients were changed between backward() and step(){f', at parameter {name!r}' if name else ''}: call "
@@ -274,7 +274,7 @@ class GradientExchange:
             self._launch()
 
     def _check_untouched(self) -> None:
-        """Buckets are summed while backward runs: a change behind it would count on this rank alone, or not at all."""
+        """Buckets are summed while backward runs: a later change would count on this rank only, or not at all."""
         if self._fusion is None:
             return
         for number, version in enumerate(self._versions):

@@ -16,7 +16,7 @@ class Terms:
     """What becomes of gradients on their way.
 
     bucket_bytes, groups: see `buckets.layout`; tuned: the tuner finds another size. average: divide by the world's
-    size; predivide: by so much before the sum and by the rest behind it. wire: how float32 travels, None for as it is.
+    size; predivide: by so much before the sum and by the rest after it. wire: how float32 travels, None for as it is.
     compressor: a user's own, that surrounds the exchange of each gradient that has all its rows, on the host.
     sparse: gradients with rows missing are "refused", made "dense", or "kept", from a world's second step on.
     warn_after, wait_at_most: see `stalls.inspected`.

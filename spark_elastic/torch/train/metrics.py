@@ -134,7 +134,7 @@ def _fitting(metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]) 
 
 def named(metrics: Any) -> dict[str, Any]:
     """By name: a function's own, else its class's in lower case. Of a collection (torchmetrics) each member has its own
-    name, behind that of the collection where it was given one.
+    name, after that of the collection if it was given one.
 
     Raises:
         InvalidInput: one is neither a function nor a metric object, or two have the same name.

@@ -13,7 +13,7 @@ BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps",
 
 
 def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> None:
-    """Raises InvalidInput for a number that no epoch will have. validates: rows are looked at behind each epoch."""
+    """Raises InvalidInput for a number that no epoch will have. validates: there is a validation after each epoch."""
     known = epoch_numbers(brought, labels)
     free = tuple(f"{name}_" for name, metric in brought.metrics.items() if accumulates(metric))
     adding = any(not _is_ours(callback.on_epoch_end) for callback in brought.callbacks)
@@ -33,7 +33,7 @@ def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> N
 
 def epoch_numbers(brought: Brought, labels: Sequence[str]) -> list[str]:
     """Losses and metrics that an epoch may have, and with `val_` before them its validation. What a metric object
-    computes may have names behind its own, and callbacks may add more."""
+    computes may have names after its own, and callbacks may add more."""
     several = len(labels) > 1
     losses = [f"loss_{label}" for label in labels] if len(brought.losses) > 1 else []
     outputs = [f"{name}_{label}" for name in brought.metrics for label in labels] if several else []
