@@ -141,7 +141,7 @@ def play(wanted: Wanted) -> None:
     """Run it to its end.
 
     Raises:
-        InvalidInput: the command line asks for what there is not.
+        InvalidInput: the command line asks for something that does not exist.
         JobFailed: with its subclasses.
     """
     if not (wanted.log_level or wanted.verbose):
@@ -187,7 +187,7 @@ def _play(wanted: Wanted) -> None:
 
 
 def _environment(wanted: Wanted) -> dict[str, str]:
-    """Of the training processes, beside this one's."""
+    """Variables of the training processes, in addition to this process's own."""
     level = {"SPARK_ELASTIC_LOG_LEVEL": wanted.log_level} if wanted.log_level else {}
     return {**wanted.environment, **level}
 
@@ -265,7 +265,7 @@ def _list(hosts: Hosts, listed: Mapping[str, int]) -> None:
 
 
 def _ended(job: Callable[[], None]) -> int:
-    """0, or 1 once it is said what went wrong."""
+    """The exit code: 0, or 1 after printing what went wrong."""
     try:
         job()
     except ElasticError as error:

@@ -159,7 +159,7 @@ def _parquet(store: Store, name: str) -> list[Found]:
 
 
 def _refuse_table_formats(store: Store, name: str, listed: Sequence[Found]) -> None:
-    """Their folders hold files, too, whose rows were deleted or updated: only the format's own log knows which."""
+    """Their folders also hold files whose rows were deleted or updated; only the format's own log knows which."""
     for each in listed:
         *folders, file = each.name[len(name) :].split("/")
         iceberg = folders[-1:] == ["metadata"] and ".metadata.json" in file
@@ -241,7 +241,7 @@ def _null_error(name: str, nulls: int, files: Sequence[_File]) -> InvalidInput:
 
 
 def _refuse_ragged(column: Column, files: Sequence[_File]) -> None:
-    """By the number of values in each row group; what adds up by chance is found when it is read."""
+    """Judged by the number of values in each row group. Lengths that add up by chance are found when they are read."""
     if not column.shape:
         return
     for file in files:

@@ -47,8 +47,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
     """Commits every `batches_per_commit` batches and at the end of epochs.
 
-    It does so when the next batch or epoch begins, and so after everything that other callbacks do to the state, whatever
-    their order.
+    It does so when the next batch or epoch begins, and so after everything that other callbacks do to the state,
+    whatever their order.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:

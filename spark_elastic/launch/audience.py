@@ -59,7 +59,7 @@ class Audience:
         self.chronicle = Chronicle(self.started, self.changed)
 
     def turn(self, event: DriverEvent, commands: Sequence[DriverCommand], after: DriverState | None) -> None:
-        """Each of the driver machine's, as the journal has it."""
+        """A turn of the driver machine; arguments as for the journal."""
         if after is not None and after.lacks_slots != self.short:
             self.short = after.lacks_slots
             self.lacks(self.short)
@@ -80,12 +80,12 @@ class Audience:
         log.info("%s", reason)
 
     def announces(self, text: str) -> None:
-        """For those who read logs and those who watch."""
+        """Tell a sentence to the log and to the narrator."""
         log.info("%s", text, extra=TOLD)
         self.teller.tell(lambda: self.narrator.tell(text))
 
     def lines(self, lines: LogLines) -> None:
-        """From a thread of their own."""
+        """What workers printed. Called in a thread of its own."""
         rank = self.ranks.get(lines.worker)
         if self.files is not None:
             self.files.add(lines.worker, rank, lines.lines)

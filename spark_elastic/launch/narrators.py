@@ -24,13 +24,13 @@ class Silent:
     """A narrator that says nothing."""
 
     def log(self, rank: int | None, line: str) -> None:
-        """Nothing."""
+        """Says nothing."""
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Says nothing."""
 
     def world(self, size: int, reason: str) -> None:
-        """Nothing."""
+        """Says nothing."""
 
     def tell(self, text: str) -> None:
-        """Nothing."""
+        """Says nothing."""

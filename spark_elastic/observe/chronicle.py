@@ -96,7 +96,7 @@ class Chronicle:
             self._curve.add(CurvePoint(at, steps_done(numbers), loss, speed, int(numbers.get("world", 0))))
 
     def report(self, now: float) -> JobReport:
-        """Of what is over so far."""
+        """The report of the job so far."""
         at = now - self._started
         with self._lock:
             phases = dict(self._phases)

@@ -19,7 +19,7 @@ class _Allowance:
 
 
 class LineLimit:
-    """An allowance for each name, which is refilled as time goes on."""
+    """A number of lines that each name may print, refilled as time goes on."""
 
     def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
         self._rate = rate

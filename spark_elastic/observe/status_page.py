@@ -19,7 +19,7 @@ from spark_elastic.rendezvous.status_door import Page
 
 
 def pages(chronicle: Chronicle, name: str, clock: Clock) -> dict[str, Page]:
-    """By their path below the status page's own."""
+    """The pages by their path, relative to the status page."""
     html = files("spark_elastic.observe").joinpath("status_page.html").read_bytes()
 
     def seen() -> dict[str, object]:

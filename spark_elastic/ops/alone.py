@@ -10,7 +10,7 @@ from elastic_collectives.group import Array
 
 
 class Alone:
-    """As much of `Group` as operations use."""
+    """The part of `Group` that operations use, for a world of one."""
 
     rank = 0
     size = 1

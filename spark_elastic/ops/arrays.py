@@ -1,6 +1,6 @@
 """Operations on numpy arrays, for what needs no tensor of a framework. Any thread; all return when they are done.
 
-Arrays are contiguous. One of bfloat16, which numpy knows from the package ml_dtypes alone, is taken as such.
+Arrays are contiguous. bfloat16, a dtype that only the package ml_dtypes gives numpy, is accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def allreduce_arrays(
     scale: tuple[float, float] = (1.0, 1.0),
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Into the arrays themselves, as one operation."""
+    """Allreduce in place, as one operation."""
     request = Request(kinds.ALLREDUCE, name, _names(arrays), _shapes(arrays), op.value, scale)
     _carry_out(request, arrays, process_set)
 
@@ -40,7 +40,7 @@ def broadcast_arrays(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Into the arrays themselves, as one operation. root_rank: of the world."""
+    """Broadcast in place, as one operation. root_rank: of the world."""
     root = root_in(process_set, root_rank)
     _carry_out(
         Request(kinds.BROADCAST, name, _names(arrays), _shapes(arrays), root=root), arrays, process_set

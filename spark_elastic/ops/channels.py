@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Channels:
-    """Of one world: one a process set, whose names are its own whatever ranks it has come to have."""
+    """The channels of one world, one for each process set. Names of operations belong to the set."""
 
     def __init__(self, group: Group, desk: Callable[[], Desk], limits: OperationConfig) -> None:
         self._group = group
@@ -51,7 +51,7 @@ class Channels:
 
 
 def _number(rule: tuple[int, ...]) -> int:
-    """The same on all members, whatever order they added their sets in."""
+    """Of the subgroup's channel: the same on all members, in whatever order they added their sets."""
     return 1 + int.from_bytes(hashlib.sha256(repr(rule).encode()).digest()[:7], "little")
 
 
@@ -82,7 +82,7 @@ def _desk() -> Desk:
 
 @dataclass
 class _Trace:
-    """What was asked for on every rank; the file is open on rank 0."""
+    """The timeline that was asked for on every rank. Only rank 0 has its file open."""
 
     path: str | None = None
     mark_cycles: bool = False
@@ -112,14 +112,14 @@ def _configured() -> _Trace:
 
 
 def timeline() -> Timeline | None:
-    """The one that this rank writes now."""
+    """The timeline that this rank writes now; None if it writes none."""
     return _trace().current()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin a Chrome trace of all operations; the rank that is 0 writes it, on its host. To be called on all ranks.
 
-    One of that path goes on: the function that began it may have begun again in another world.
+    If it already writes to that path, it goes on: the function may have been run again in another world.
 
     Raises:
         InvalidInput: another one is being written already, or the file cannot be.

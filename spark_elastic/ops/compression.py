@@ -28,7 +28,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """As they are."""
+    """Leaves tensors as they are."""
 
 
 def checked_compression(compression: object) -> type[Compressor]:

@@ -18,21 +18,21 @@ def checked_passes(count: int) -> int:
 
 
 class PassCount:
-    """Passes taken of the `count` of a step. What a world that is over left unfinished is dropped."""
+    """Counts the backward passes of a step. An unfinished count is dropped when the world changes."""
 
     def __init__(self, count: int) -> None:
         self.count = checked_passes(count)
         self._taken = 0
-        self._fence = (0, 0)  # of the world that they are of
+        self._fence = (0, 0)  # the world in which they were counted
 
     def begin(self) -> bool:
-        """Before a pass is added: whether it is the first of a step."""
+        """Called before a pass is added. Returns whether it is the first of a step."""
         fence = world().fence
         if fence != self._fence:
             self._fence, self._taken = fence, 0
         return self._taken == 0
 
     def complete(self) -> bool:
-        """Once it is added: whether that makes a step."""
+        """Called after a pass was added. Returns whether that completes a step."""
         self._taken = (self._taken + 1) % self.count
         return self._taken == 0

@@ -1,7 +1,7 @@
 """Process sets: some of the world's ranks, with operations of their own, under Horovod's names. Any thread.
 
-A set is a rule by ranks: in each world it has those of its ranks that the world has. Ranks that come back are in it
-again, whoever holds them.
+A set names ranks: in each world it consists of those of its ranks that the world has. When the world grows again, its
+ranks are back in the set, whichever workers have them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ProcessSet:
 
     @property
     def rule(self) -> tuple[int, ...]:
-        """What tells it from others in any world: the ranks that it was made of, none for everybody."""
+        """What tells it from other sets in any world: the ranks it was made from; empty for all ranks."""
         return self._ranks
 
     @property
     def ranks(self) -> list[int]:
-        """Those that the current world has."""
+        """Its ranks that the current world has."""
         size = world().size
         return [rank for rank in self._ranks if rank < size]
 
@@ -42,7 +42,7 @@ class ProcessSet:
         return world().rank in self.ranks
 
     def rank(self) -> int:
-        """Of this process within the set.
+        """The rank of this process within the set.
 
         Raises:
             InvalidInput: it is not in it.
@@ -52,7 +52,7 @@ class ProcessSet:
         return self.ranks.index(world().rank)
 
     def size(self) -> int:
-        """0 where the world has none of its ranks."""
+        """How many of its ranks the current world has."""
         return len(self.ranks)
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ class How:
         process_set: ProcessSet,
         compression: object = None,
     ) -> How:
-        """Of an allreduce.
+        """The arguments of an allreduce, checked.
 
         Raises:
             InvalidInput: an argument is wrong.
@@ -46,7 +46,7 @@ class How:
         process_set: ProcessSet,
         compression: object = None,
     ) -> How:
-        """Of a reducescatter of so many tensors.
+        """The arguments of a reducescatter of `count` tensors, checked.
 
         Raises:
             InvalidInput: an argument is wrong, or there is no tensor.
@@ -61,7 +61,8 @@ class How:
     def asked_of_gradients(
         cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
     ) -> How:
-        """Of a step's gradients: an average divides by `predivide` before the sum and by size / predivide after it.
+        """The arguments of an exchange of gradients, checked. An average divides by `predivide` before the sum, and by
+        size / predivide after it.
 
         Raises:
             InvalidInput: an argument is wrong.

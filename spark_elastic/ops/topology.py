@@ -37,43 +37,43 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Of the world."""
+    """How many workers the world has."""
     here = current()
     return 1 if here is None else group_of(here).size
 
 
 def rank() -> int:
-    """In the world."""
+    """This worker's number in the world, from 0."""
     here = current()
     return 0 if here is None else group_of(here).rank
 
 
 def local_size() -> int:
-    """Workers of the world on this host."""
+    """How many workers of the world are on this host."""
     me = _me()
     return 1 if me is None else me.local_size
 
 
 def local_rank() -> int:
-    """Among the workers on this host."""
+    """This worker's number among those on its host, from 0."""
     me = _me()
     return 0 if me is None else me.local_rank
 
 
 def cross_size() -> int:
-    """Hosts that have a worker of this local rank."""
+    """How many hosts have a worker of this local rank."""
     me = _me()
     return 1 if me is None else me.cross_size
 
 
 def cross_rank() -> int:
-    """Among the workers of the same local rank on all hosts."""
+    """This worker's number among those of the same local rank on all hosts, from 0."""
     me = _me()
     return 0 if me is None else me.cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many workers."""
+    """Whether all hosts have the same number of workers."""
     here = current()
     return (
         here is None or here.world is None or len({member.local_size for member in here.world.members}) == 1

@@ -11,7 +11,7 @@ from spark_elastic.worker.seat import group_of
 
 
 def world() -> Group:
-    """The group of all ranks; its collectives are the main thread's.
+    """The group of all ranks. Only the main thread may call its collectives.
 
     Raises:
         CollectiveError: between two worlds there is none.

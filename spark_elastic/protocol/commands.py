@@ -1,4 +1,4 @@
-"""What a machine wants done, as values. Every command carries its reason; the reasons are the job's story."""
+"""What a machine wants to be done, as values. Each command has a reason; together the reasons tell the job's story."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PublishCheckpoint(Command):
 
 @dataclass(frozen=True)
 class Remark(Command):
-    """Nothing is to be done, and the caller should know why."""
+    """Nothing is done; tell the user why."""
 
 
 class Outcome(Enum):

@@ -101,7 +101,7 @@ def _tick(turn: Turn, event: on.Tick) -> None:
 
 
 def _after_the_end(turn: Turn, event: on.DriverEvent) -> None:
-    """Whoever still asks is sent home."""
+    """The job is over: slots and workers that still ask are told to end."""
     match event:
         case on.SlotRegistered() | on.SlotBeat() | on.WorkerStarted():
             turn.say(ReleaseSlot("the job is over", event.slot))

@@ -1,4 +1,4 @@
-"""What can happen, as values. Every event carries `now`, monotonic seconds of the process that posts it.
+"""What can happen, as values. Each event has `now`: monotonic seconds of the process that posts it.
 
 Driver events are posted by the rendezvous server, the launcher, discovery and the ticker; worker events by the
 worker's loop and its control thread.
@@ -125,7 +125,7 @@ class ConnectionLost(Event):
 
 @dataclass(frozen=True)
 class ConnectionBack(Event):
-    """It is there again."""
+    """The connection stands again."""
 
     slot: SlotId
     worker: WorkerId | None = None

@@ -70,7 +70,7 @@ def _rounds(func: Callable[[], R], state: State, seat: Seat) -> R:
             return result
         except HostsUpdatedInterrupt:
             state.on_hosts_updated(float(seat.world.fence.generation), 0)
-            state.count_save()  # a worker that broke at this boundary is one commit behind, and takes over the state of one that did not
+            state.count_save()  # a worker that broke here is one commit behind, and takes over
             if seat.ends():
                 _last(state, seat)
         except MismatchError:

@@ -1,6 +1,6 @@
 """The exchange of a step's gradients: each group of dense ones as one operation in one piece of memory.
 
-The dense gradients of a group are copied into one piece of memory and reduced there, and TensorFlow takes the results over
+The dense gradients of a group are copied into one piece of memory and reduced there; TensorFlow takes the results over
 without a copy. Gradients with rows missing (IndexedSlices) are gathered. What is None stays None: a graph's gradients
 are there or not on all ranks alike.
 """

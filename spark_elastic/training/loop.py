@@ -258,8 +258,8 @@ class TrainingLoop:
         self._ledger.mark(event, group.fence, self._state.position)
 
     def _report(self, group: Group, session: Session, loss: float, rows: int) -> None:
-        """loss: of the newest step, or after an epoch its mean. rows: of a step. With them goes what is known of the last
-        closed epoch alone: losses of validation, metrics, learning rate."""
+        """loss: of the newest step; at an epoch's end its mean. rows: of a step. With them go the figures
+        that only a closed epoch has, those of the last one: losses of validation, metrics, learning rate."""
         here, history = self._state.position, self._state.extras["history"]
         session.report(
             {

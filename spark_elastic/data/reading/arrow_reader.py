@@ -28,7 +28,7 @@ OPEN_FILES = 128
 
 
 class ArrowReader(GroupReader):
-    """Arrays are views of Arrow's memory where that is possible."""
+    """Reads row groups with Arrow. Arrays are views of Arrow's memory where that is possible."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ArrowReader(GroupReader):
         return file.read_row_group(entry.index, stored, use_threads=False)
 
     def _piece(self, entry: RowGroup) -> pa.RecordBatch:
-        """Pieces of one row group are equally long, but for the last."""
+        """One piece of a row group that was cut. All pieces but the last are equally long."""
         key = (entry.file, entry.index)
         if key not in self._lengths:
             groups = self._manifest.row_groups

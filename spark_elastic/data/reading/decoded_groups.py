@@ -27,7 +27,7 @@ log = logging.getLogger("spark_elastic")
 
 
 class DecodedGroups:
-    """The newest stays even where it alone is over the bound."""
+    """A cache of decoded row groups by number. The newest stays even if it exceeds the bound by itself."""
 
     def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = left) -> None:
         """room: (bytes of memory left, of how many), looked at before the cache grows above the default."""
@@ -80,7 +80,7 @@ class DecodedGroups:
                 self._bytes -= self._groups.popitem(last=False)[1][1]
 
     def _grow(self) -> None:
-        """Once little memory is left, what was allowed by then is all that the cache will hold."""
+        """Allow what the cache holds while enough memory is left; else limit it for good to what was allowed last."""
         room = self._room()
         if room is None or room[0] * KEPT_FREE > room[1]:
             self._allowed = self._bytes

@@ -120,13 +120,13 @@ def _numbers(values: Any) -> Array:
 
 
 def _elements(values: Any, length: int) -> Any:
-    """Of all rows, one after the other; Arrow's own `flatten` imports a module that takes its time."""
+    """The values of all rows, concatenated. Arrow's own `flatten` imports a module that loads slowly."""
     first = values.offset * length if types.is_fixed_size_list(values.type) else _numbers(values.offsets)[0]
     return values.values.slice(first, len(values) * length)
 
 
 def _same_length(values: Any, length: int, column: Column) -> None:
-    """Rows of other lengths may have the right sum, and would be mixed up."""
+    """Checks each row: wrong lengths may have the right sum, and the rows would be mixed up."""
     if not is_list(values.type):
         raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
     if types.is_fixed_size_list(values.type):

@@ -22,13 +22,13 @@ _GROUPS = (  # limit, use, and what of it is only a cache of files
 
 
 def left(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(bytes left, of how many) where the least is left; None where nothing says so. root: of /proc and /sys."""
+    """(bytes left, limit in bytes) of the tightest limit; None if none is known. root: of /proc and /sys."""
     found = (_of_machine(root), _of_group(root / "sys/fs/cgroup"), _of_address_space(root))
     return min((room for room in found if room is not None), default=None)
 
 
 def cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Of the container that this process is in; None where it has none."""
+    """The memory limit of this process's container in bytes; None if it has none."""
     for name, *_ in _GROUPS:
         try:
             text = (root / name).read_text().strip()

@@ -35,7 +35,7 @@ class CutGroups:
         self._held: OrderedDict[Hashable, Pieces] = OrderedDict()
 
     def get(self, key: Hashable, cut: Callable[[], Pieces]) -> Pieces:
-        """cut: makes it where it is not there, or no more."""
+        """cut: makes the pieces if they are not there, or no longer."""
         if key not in self._held:
             self._make_room()
             self._held[key] = cut()
@@ -43,7 +43,7 @@ class CutGroups:
         return self._held[key]
 
     def close(self) -> None:
-        """All are gone."""
+        """Drop all pieces."""
         while self._held:
             self._drop_oldest()
 
@@ -87,7 +87,7 @@ class Pieces:
         return self._reader.get_batch(number)
 
     def close(self) -> None:
-        """The pieces are gone."""
+        """Drop the pieces."""
         self._file.close()
 
     def _cut(self, source: Any, index: int, columns: list[str], rows: int) -> None:

@@ -103,7 +103,7 @@ class TableRows:
 
     @contextmanager
     def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
-        """For all fits to come (`keep_data`), or in a folder of the run until it has ended well.
+        """The rows are written for later fits, too (`keep_data`), or to a folder of the run until it has succeeded.
 
         A run that goes on goes on with the rows that it was begun with.
         """

@@ -80,7 +80,7 @@ class Fitted:
 
 
 def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
-    """Train on `rows`; everything that can be seen to be wrong without a Spark job is said before the first one."""
+    """Train on `rows`. Every mistake that can be found without a Spark job is reported before the first one."""
     rows.check(request)
     clock = SystemClock()
     started = clock.now()
@@ -115,7 +115,7 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
 def _so_far(
     rows: RowSource, request: Request, store: Store, run_id: str
 ) -> tuple[RunRecord | None, RunResult | None]:
-    """What there is of the run, which must be one that this request goes on with (R19)."""
+    """The run's documents, as far as they exist. It must be a run that this request may go on with (R19)."""
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
@@ -131,7 +131,7 @@ def _so_far(
 
 @dataclass(frozen=True)
 class _Training:
-    """What is trained, on what, where, and who is told."""
+    """What `_trained` needs: what is trained, on which rows, on which platform, and who is told."""
 
     platform: Platform
     rows: RowSource
@@ -196,7 +196,7 @@ def _trained(training: _Training, run_id: str) -> _Trained:
 
 
 def _sample(request: Request, data: Store, manifest: Manifest) -> list[Any] | None:
-    """See `Fitted`. It is for the convenience of `transform`, and costs no trained model."""
+    """See `Fitted`. It only helps `transform`, so an error here must not cost the trained model."""
     if request.brought.transformation is None:
         return None
     try:

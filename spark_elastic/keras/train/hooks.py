@@ -2,8 +2,8 @@
 
 What a callback keeps in its attributes is part of the state, as far as it is plain values and arrays. Those that write
 files run on rank 0 alone, and what they keep follows rank 0 after each epoch. `on_train_batch_end` comes once the step
-is history, that is after the next one's `on_train_batch_begin`, and has only the loss; `on_test_batch_*` are not called.
-Main thread only.
+is history, that is after the next one's `on_train_batch_begin`, and has only the loss. `on_test_batch_*` are not
+called. Main thread only.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Structure:
 
 
 class Gradients:
-    """Of the step's loss, over this rank's rows of it; the functions of TensorFlow behind it."""
+    """Gradients of the step's loss over this rank's rows, as TensorFlow functions."""
 
     def __init__(self, model: Any, objective: Objective, structure: Structure, eager: bool) -> None:
         self._model, self._objective, self._structure = model, objective, structure

@@ -1,9 +1,9 @@
 """Named operations over one group: ranks tell each other what they have asked for, and carry out what all have.
 
-A round is one small exchange, in which each rank says what is new. A rank that was asked for something begins one, and
-waits inside it for those that were not; where nobody was, the ranks meet now and then.
-Whoever waits for an operation drives the rounds; while nobody does, a thread of the channel's own. `submit`, `join`
-and handles are for any thread. Once the group broke, so did the channel.
+A round is one small exchange, in which each rank says what is new. A rank with a new request begins a round, and waits
+inside it for the ranks without one. If no rank has a request, they still meet now and then. A thread that waits for an
+operation drives the rounds; while none waits, the channel's own thread does. Any thread may use `submit`, `join` and
+handles. Once the group has broken, so has the channel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from spark_elastic.ops.rounds.vocabulary import Word
 from spark_elastic.ops.timeline import Timeline
 
 HEAD = 512  # bytes of the exchange that each round begins with
-_HEADING = struct.Struct("<I?")  # of them: how long the message is, and whether the rank is stuck
-CYCLE = 0.001  # seconds in which more may be asked for before the channel's thread begins a round
-CYCLES = 5  # of them at most, as long as more is asked for
-IDLE = 0.5  # seconds between rounds of ranks that were asked for nothing
-BACK_OFF = (0.001, 0.05)  # seconds, while each rank has asked for something and none of it is due
+_HEADING = struct.Struct("<I?")  # at their beginning: the message's length, and whether the rank is stuck
+CYCLE = 0.001  # seconds that the channel's thread waits for further requests before it begins a round
+CYCLES = 5  # how many such waits at most, as long as further requests come
+IDLE = 0.5  # seconds between rounds while no rank has a request
+BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is due
 JOIN = Request("join")
 
 
@@ -56,19 +56,19 @@ class Channel:
         self._longest = group.timeout if limits.wait_at_most is None else limits.wait_at_most
         self._overdue = OverdueOperations(name, limits.warn_after, group.members)
         self._negotiation = Negotiation(group.rank, group.size)
-        self._news = desk.news  # owns the rest
+        self._news = desk.news  # its lock guards everything below
         self._new: list[Operation] = []
-        self._announcing: list[Operation] = []  # in this round
-        self._live: dict[str, Operation] = {}  # announced, not due
-        self._named: dict[str, Operation] = {}  # those of them that have a name, and of `_new`
+        self._announcing: list[Operation] = []  # what this rank announces in the round under way
+        self._live: dict[str, Operation] = {}  # announced and not due yet, by label
+        self._named: dict[str, Operation] = {}  # those in `_live` and `_new` that have a name, by name
         self._join: Operation | None = None
-        self._steps = 0  # before it
+        self._steps = 0  # that this rank took before it joined
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._wanted = threading.Event()  # by its thread
+        self._wanted = threading.Event()  # there is work for the channel's thread
         self._helpers = 0  # threads that wait for an operation, and drive the rounds meanwhile
-        self._idle = False  # the round under way, or the next one: nobody here has asked for anything
-        self._driven = False  # by one thread at a time, and what follows is changed by that one
+        self._idle = False  # this rank has no request in the round under way, or in the next one
+        self._driven = False  # a thread is in a round; only that thread changes what follows
         self._met = desk.clock.now()
         self._quiet_since = desk.clock.now()
         self._back_off = BACK_OFF[0]
@@ -144,8 +144,8 @@ class Channel:
             self._wanted.set()
 
     def _set_idle(self, *, idle: bool) -> None:
-        """Nobody waits for an idle round: a rank that cannot come to it, in a long call that holds the interpreter's
-        lock, breaks nothing. With what is asked for meanwhile, the group's timeout begins."""
+        """An idle round has no deadline, since nobody waits for it: a rank that cannot come to it, because a long call
+        holds the interpreter's lock, breaks nothing. The group's timeout counts again from the first request on."""
         if idle is not self._idle:
             self._idle = idle
             self.group.limit(None if idle else self.group.timeout)
@@ -163,7 +163,8 @@ class Channel:
                 self._wanted.set()
 
     def _is_needless(self, asked: bool) -> bool:
-        """A round of the channel's thread. Who waits drives: to take turns with them costs more than a round."""
+        """Whether the channel's thread leaves out its round. Threads that wait drive rounds themselves: turns with
+        them would cost more than a round."""
         due = self._has_work() if asked else self._clock.now() - self._met > IDLE / 2
         return self._helpers > 0 or not due
 
@@ -177,7 +178,7 @@ class Channel:
                 return
 
     def _progress(self, operation: Operation) -> None:
-        """For a thread that waits: until the operation is done."""
+        """Drive rounds until the operation is done. Called by a thread that waits for it."""
         with self._news:
             self._helpers += 1
         try:
@@ -193,7 +194,7 @@ class Channel:
         return bool(self._new or self._live or self._join or self._error)
 
     def _drive(self, over: Callable[[], bool]) -> None:
-        """One round, once no other thread is in one; none if there is no need of it any more by then."""
+        """Take one round as soon as no other thread is in one; none if `over()` by then."""
         with self._news:
             self._news.wait_for(lambda: over() or not self._driven)
             if over():
@@ -231,7 +232,7 @@ class Channel:
             operation.settle(error=error)
 
     def _next_words(self) -> list[Word]:
-        """Waits until a round is worth while; what this rank says in it."""
+        """Wait until a round is worthwhile. Returns what this rank says in it."""
         with self._news:
             if (self._live or self._join) and self._negotiation.everybody_waits:
                 self._news.wait_for(lambda: self._new or self._error, self._back_off)

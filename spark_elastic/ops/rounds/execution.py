@@ -51,7 +51,7 @@ def batches(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
 
 
 def nbytes(request: Request) -> int:
-    """Of all arrays of a reduction."""
+    """Bytes of all arrays of a reduction."""
     return sum(
         _itemsize(name) * math.prod(shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
@@ -64,7 +64,7 @@ def _fusion_key(request: Request) -> object | None:
 
 
 def check(own: Operation, size: int) -> None:
-    """Before peers hear of it.
+    """Check an operation before peers hear of it.
 
     Raises:
         InvalidInput: its arrays, or what is asked for, make no sense.
@@ -165,7 +165,7 @@ def _neutral_element(op: str, name: str) -> float:
 
 
 def _plain(name: str) -> str:
-    """In what numpy computes it; it has no bfloat16."""
+    """The dtype in which numpy computes it, since numpy has no bfloat16."""
     return "float32" if name in ("bfloat16", "float16") else name
 
 

@@ -1,4 +1,4 @@
-"""In which order the ranks carry out what each asked for: the same machine on every rank, fed with what all said.
+"""The order in which ranks carry out what they asked for: the same machine on every rank, fed with what all said.
 
 Pure: no clock, no thread. An operation is due once every rank that has not joined asked for it; operations that are due
 in the same round go in the order in which they were first asked for, lower ranks first.
@@ -127,7 +127,7 @@ class Negotiation:
         return Due(label, request)
 
     def _stuck(self) -> list[Due]:
-        """Nobody can go on: each rank waits for an operation that others will not ask for."""
+        """The error where nobody can go on: each rank waits for an operation that others will not ask for."""
         waits = "; ".join(
             f"{label!r} for rank(s) {_listed(missing)}" for label, missing in self.undecided.items()
         )

@@ -61,7 +61,7 @@ class Operation:
         return self._done
 
     def wait(self) -> tuple[Array, ...]:
-        """Until it is done; this thread helps. The channel's deadlines bound it.
+        """Wait until it is done, driving rounds meanwhile. The channel's deadlines bound the wait.
 
         Raises:
             CollectiveError: it failed, or the world broke. Any other: this rank itself could not carry it out.
@@ -76,22 +76,22 @@ class Operation:
         return self.outputs
 
     def poll(self) -> bool:
-        """Whether it is done. Who asks again and again waits as well: see `waited`."""
+        """Whether it is done. A caller that polls again and again counts as waiting: see `waited`."""
         if not self._done:
             self._polled = self._desk.clock.now()
             self._waited_from = self._waited_from or self._polled
         return self._done
 
     def waited(self, now: float) -> float:
-        """Seconds since somebody began to wait for it or asked first; 0 where nobody did."""
+        """Seconds since somebody first waited for it or polled; 0 if nobody did."""
         return 0.0 if self._waited_from is None else now - self._waited_from
 
     def is_awaited(self, now: float) -> bool:
-        """Whether somebody is at it now, and does nothing else."""
+        """Whether a thread is blocked on it now, or polled within the last POLLED_AGAIN seconds."""
         return self._waits or (self._polled is not None and now - self._polled < POLLED_AGAIN)
 
     def settle(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
-        """For the channel."""
+        """Set its outputs or its error. Called by the channel."""
         with self._desk.news:
             if not self._done:
                 self.outputs, self._error, self._done = outputs, error, True
@@ -99,7 +99,8 @@ class Operation:
 
 
 def raise_again(error: Exception) -> NoReturn:
-    """What several callers are told of: a group's end is each one's own error, any other shows where it came from."""
+    """Raise an error that several callers are told of. For a group's end each gets an error of its own; any other
+    keeps the traceback of its origin."""
     if isinstance(error, CollectiveError):
         raise type(error)(error.ranks, error.reason)
     raise error

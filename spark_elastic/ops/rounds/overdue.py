@@ -1,4 +1,4 @@
-"""Says which operation waits for which ranks, once it has for long. One thread; the time is a value."""
+"""Logs which operation waits for which ranks, once it has waited for long. One thread; the time is a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks: from the workers of a world, in order of rank, to its members, local and cross ranks and the source."""
+"""Ranks: the members of a world with local and cross ranks, and its source, from its workers in order of rank."""
 
 from __future__ import annotations
 

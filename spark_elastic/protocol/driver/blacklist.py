@@ -1,4 +1,4 @@
-"""Who is not used for a while: strikes of slots, then of hosts, and cooldowns that grow with them.
+"""Slots and hosts that are not used for a while after failures: strikes, and cooldowns that grow with them.
 
 Values and arithmetic only; the machine says what is a strike. A worker on a blacklisted host that is a member of a
 world stays in it: what works is not taken apart, the host only gets nothing new.
@@ -71,7 +71,7 @@ class Blacklist:
         return struck
 
     def praise(self, slot: SlotId, host: HostId) -> Blacklist:
-        """A worker of it takes part in a world."""
+        """A worker of the slot takes part in a world, which proves slot and host."""
         return replace(self, slots=_proven(self.slots, slot), hosts=_proven(self.hosts, host))
 
     def forget(self, slot: SlotId) -> Blacklist:

@@ -15,11 +15,11 @@ from spark_elastic.protocol.driver.driver_state import Turn
 from spark_elastic.protocol.driver.registry import SlotEnd, Unsure, WorkerRecord
 from spark_elastic.protocol.types import Checkpoint, SlotId, WorkerId
 
-MARGIN = 5.0  # seconds beyond driver_timeout: of clocks, and of a last step
+MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
 
 
 def checkpoint_written(turn: Turn, event: on.CheckpointWritten) -> None:
-    """One of this attempt that is further than all that count; others came late and change nothing."""
+    """A checkpoint counts if it is of this attempt and further than all that count; others are too late."""
     state, new = turn.state, event.checkpoint
     of_this_run = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
     if not of_this_run or (state.checkpoints and not _further(new, state.checkpoints[0])):
@@ -33,7 +33,7 @@ def _further(new: Checkpoint, old: Checkpoint) -> bool:
 
 
 def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
-    """A member that may be alive, while it is still on the records."""
+    """Note that a member which may be alive was given up. Called while it is still on the records."""
     if worker.rank is None:
         return
     state = turn.state
@@ -47,7 +47,7 @@ def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
 
 
 def connection_changed(turn: Turn, slot: SlotId, worker: WorkerId | None, stands: bool) -> None:
-    """Of a slot (worker: None) or of a worker, that may have been given up."""
+    """The connection of a slot (worker: None) or of a worker broke, or stands again; it may have been given up."""
     if _job(slot) not in turn.state.unsure_in:
         return
     for name, unsure in tuple(turn.state.unsure.items()):
@@ -61,7 +61,7 @@ def seen_dead(turn: Turn, worker: WorkerId) -> None:
 
 
 def slot_is_gone(turn: Turn, slot: SlotId, how: SlotEnd) -> None:
-    """And so is whatever ran in it, as far as that is known."""
+    """A slot is gone, and with it whatever ran in it, as far as `how` proves that."""
     if _job(slot) in turn.state.unsure_in:
         for worker, unsure in tuple(turn.state.unsure.items()):
             if _slot(worker) == slot:
@@ -69,7 +69,7 @@ def slot_is_gone(turn: Turn, slot: SlotId, how: SlotEnd) -> None:
 
 
 def job_is_gone(turn: Turn, job: int, host_lost: bool) -> None:
-    """And so are all its attempts, those that were told to end before among them."""
+    """A slot job is gone, and with it all its attempts, including those that were told to end before."""
     if str(job) not in turn.state.unsure_in:
         return
     for worker, unsure in tuple(turn.state.unsure.items()):
@@ -88,7 +88,7 @@ def _testify(turn: Turn, worker: WorkerId, unsure: Unsure, how: SlotEnd) -> None
 
 
 def _note(turn: Turn, name: WorkerId, unsure: Unsure) -> None:
-    """Spark's word alone is no proof, nor is a broken connection; both are."""
+    """Spark's word alone does not prove that a member is dead, nor does a broken connection; both together do."""
     if unsure.hung_up and unsure.disowned:
         seen_dead(turn, name)
     else:
@@ -96,7 +96,7 @@ def _note(turn: Turn, name: WorkerId, unsure: Unsure) -> None:
 
 
 def _soon(turn: Turn, ended: float, heard: float) -> bool:
-    """Before the silence of a host that is cut off would have ended the connection."""
+    """Whether the connection ended sooner than it would by the silence of a host that is cut off."""
     return ended - heard <= turn.state.limits.lease
 
 

@@ -1,4 +1,4 @@
-"""Losses: what is taken as evidence that a worker, a slot or a world is gone, and what follows for the records."""
+"""Losses: what counts as evidence that a worker, a slot or a world is gone, and how the records change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STARTING_LEASE = 30.0
 
 
 def break_world(turn: Turn, reason: str) -> None:
-    """The first evidence that the world is broken: abort it, once. After the job's result nothing is (R15)."""
+    """The world is broken: abort it, at the first evidence only. Nothing breaks it after the job's result (R15)."""
     state = turn.state
     if state.stage is not Stage.RUNNING or state.done_since is not None:
         return
@@ -46,7 +46,7 @@ def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liab
 
 
 def took_part(worker: WorkerRecord) -> bool:
-    """In this world or one before: it is not one that dies before it ever gets so far."""
+    """Whether it has ever worked in a world, this one or an earlier one."""
     return worker.rank is not None and (worker.formed or worker.position is not None)
 
 
@@ -96,7 +96,7 @@ def hear(turn: Turn, worker: WorkerRecord) -> WorkerRecord:
 
 
 def suspect(turn: Turn, suspects: tuple[WorkerId, ...]) -> None:
-    """Peers saw them break. That alone evicts nobody."""
+    """Note workers whom peers saw break. That alone evicts nobody."""
     state = turn.state
     world = state.world
     state.suspected |= {name for name in suspects if world is not None and world.member(name) is not None}
@@ -166,8 +166,8 @@ def scan(turn: Turn) -> None:
 
 
 def _bury_silent_slots(turn: Turn) -> None:
-    """Those that have surely ended themselves because the driver was silent (R12). Where Spark has started their task anew their job goes
-    on, so nothing else tells of their end. Of workers that were heard after them it says nothing."""
+    """Drop slots that must have ended themselves, since they were cut off from the driver for too long (R12). If Spark
+    has started their task anew, their job goes on, and nothing else tells of their end. Those with a worker stay."""
     state = turn.state
     patience = state.limits.driver_timeout + MARGIN
     for slot in tuple(state.slots.values()):
@@ -195,7 +195,7 @@ def _settled(turn: Turn, since: float) -> bool:
 
 
 def _everybody_is_cut(turn: Turn) -> bool:
-    """Every worker that ever had a connection; those that still start have none to lose."""
+    """Whether every worker that ever had a connection has lost it. Workers that still start have none to lose."""
     cut = turn.state.cut
     if len(cut) < len(turn.state.workers) - turn.state.starting:
         return False

@@ -43,8 +43,8 @@ def blame(turn: Turn, failure: Failure, end: Ending) -> None:
 
 
 def starve(turn: Turn, detail: str, end: Ending) -> None:
-    """A worker was killed because memory ran out. Another try may go well where it was a neighbour's fault; a habit
-    of it is a setting's."""
+    """A worker was killed because memory ran out. If another process took the memory, the next try may succeed; if it
+    happens again and again, a setting is wrong, and the job ends."""
     state = turn.state
     oldest = turn.now - state.limits.failure_window
     state.starved = (*(at for at in state.starved if at >= oldest), turn.now)
@@ -60,12 +60,13 @@ def starve(turn: Turn, detail: str, end: Ending) -> None:
 
 
 def _once(failure: Failure) -> Hashable:
-    """What members of a world raise is one failure: the others' exceptions may only tell of the first one's end."""
+    """The key by which failures count: what members of one world raise is one failure, since the others' exceptions may
+    only tell of the first one's end."""
     return failure.generation if failure.generation and failure.fingerprint else failure.worker
 
 
 def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
-    """Why this exception is the program's own and not a host's, "" if it need not be."""
+    """Why the program and not a host must be to blame for this exception; "" if that is not certain."""
     if not new.fingerprint:
         return ""
     if new.generation == 0:
@@ -141,7 +142,7 @@ def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None)
 
 
 def whence(state: DriverState, position: Position | None) -> str:
-    """Where a world begins whose source stands at that position."""
+    """For sentences: where a world begins whose source stands at that position."""
     if position is None and state.checkpoints:
         return f"checkpoint {state.checkpoints[0].name}"
     return spell(position)

@@ -33,7 +33,7 @@ def launch(turn: Turn, job: JobRecord, reason: str) -> None:
 
 
 def launch_due(turn: Turn) -> None:
-    """Slot jobs that were put off for long enough."""
+    """Launch the slot jobs that were put off for long enough."""
     state = turn.state
     for job, put_off in tuple(state.put_off.items()):
         if put_off.until <= turn.now:
@@ -158,7 +158,7 @@ def strike(turn: Turn, slot: SlotId, host: HostId) -> None:
 
 
 def all_blacklisted(turn: Turn) -> tuple[list[HostId], float] | None:
-    """The hosts, where each that could take part is blacklisted, and when the first returns; else None.
+    """If every host that could take part is blacklisted: these hosts, and when the first returns; else None.
 
     Without a listing a host that was lost, with its failures forgotten, could come back.
     """
@@ -173,7 +173,7 @@ def all_blacklisted(turn: Turn) -> tuple[list[HostId], float] | None:
 
 
 def _until_a_host_returns(turn: Turn) -> float:
-    """Seconds for which a slot job would find none but blacklisted hosts."""
+    """Seconds for which a new slot job would only find blacklisted hosts."""
     found = all_blacklisted(turn) if turn.state.blacklist else None
     if found is None or found[1] == float("inf"):
         return 0.0

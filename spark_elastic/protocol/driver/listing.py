@@ -51,7 +51,7 @@ def look_at_barred(turn: Turn) -> None:
 
 
 def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
-    """A planned change at most: who is not listed any more drains, and stays if listed again in time."""
+    """A listing causes at most a planned change: members no longer listed drain, unless listed again in time."""
     state = turn.state
     state.listed = event.hosts
     hasten(turn)
@@ -90,7 +90,7 @@ def _ordered_away(turn: Turn, slot: SlotRecord) -> str:
 
 
 def _listed_as(host: str, node: str, listed: dict[str, int]) -> str | None:
-    """By which name a listing knows a host."""
+    """The name by which a listing knows a host."""
     return host if host in listed else node if node in listed else None
 
 
@@ -111,7 +111,7 @@ def _allowed(turn: Turn) -> set[SlotId]:
 
 
 def _unbarred(turn: Turn) -> list[SlotRecord]:
-    """Slots that may take part as far as other rules go."""
+    """Slots that no rule but the listing keeps out."""
     barred = turn.state.barred
     return [slot for slot in turn.state.slots.values() if slot.slot not in barred]
 
@@ -149,7 +149,7 @@ def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
 
 
 def carry_out_early_orders(turn: Turn) -> None:
-    """Those that came when there was no world whose workers or ranks could be meant."""
+    """Carry out the orders for workers and ranks that came before the first world."""
     state = turn.state
     if state.early and state.generation:
         early, state.early = state.early, ()

@@ -17,10 +17,16 @@ from spark_elastic.protocol.driver.registry import Gone, SlotRecord, WorkerRecor
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 
-OWN_CODES = (1, SILENT_DRIVER)  # of processes whose worker, not whose function, found no way on
-KILLED = (-9, -15, SILENT_DRIVER)  # exit codes of processes that were killed, or ended because the driver was silent
-KILLS_PER_SLOT = 20  # within the failure window that are a loss and nobody's failure
-KILLS_BORNE = 2  # such ends of one slot's workers in a row, before they took part in a world
+OWN_CODES = (1, SILENT_DRIVER)  # exit codes with which the worker, not the user's function, ends its process
+KILLED = (
+    -9,
+    -15,
+    SILENT_DRIVER,
+)  # exit codes of processes that were killed, or ended because the driver was silent
+KILLS_PER_SLOT = 20  # kills within the failure window that count as losses, not as failures
+KILLS_BORNE = (
+    2  # kills of one slot's workers in a row, before they took part in a world, that count as losses
+)
 
 
 def worker_started(turn: Turn, event: on.WorkerStarted) -> None:
@@ -58,7 +64,7 @@ def adopt(turn: Turn, slot: SlotRecord, name: WorkerId) -> None:
 
 
 def _number(name: WorkerId) -> int:
-    """A slot counts its workers."""
+    """The worker's number within its slot."""
     return int(name.rpartition(".")[2])
 
 
@@ -90,7 +96,7 @@ def _leaves_world(turn: Turn, worker: WorkerRecord, event: on.WorkerJoins) -> No
 
 
 def _known(turn: Turn, name: WorkerId, slot_name: SlotId, fence: Fence | None) -> WorkerRecord | None:
-    """The living worker that asks; one that cannot take part is told to stop."""
+    """The record of the worker that asks; None, and it is told to stop, if it cannot take part."""
     state = turn.state
     gone, slot = state.gone_workers.get(name), state.slots.get(slot_name)
     worker = state.workers.get(name)
@@ -111,7 +117,7 @@ def _known(turn: Turn, name: WorkerId, slot_name: SlotId, fence: Fence | None) -
 
 
 def _arrive(turn: Turn, worker: WorkerRecord) -> None:
-    """A warm newcomer."""
+    """A warm worker asks for its first world."""
     state = turn.state
     if worker.arrival:
         return
@@ -196,7 +202,7 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
             detail += f"; {kills} of its slot ended so in a row before they took part in a world"
         else:
             detail += f"; {often} of its slot ended so within {state.limits.failure_window:g} s"
-    # Where it was is not known: what began at one place and ended alike is taken for the same.
+    # The step is not known: failures in worlds that began at the same position count as failures at one place.
     position = state.world.position if state.world is not None else None
     _blame(turn, Failure(turn.now, state.generation, event.worker, position, fingerprint, detail))
 
@@ -211,7 +217,7 @@ def _killed(turn: Turn, slot: SlotId) -> int:
 
 
 def _blame(turn: Turn, failure: Failure, slots_fault: bool = True) -> None:
-    """No worker of a slot that takes no part, which can do no harm."""
+    """Count a failure, and strike its slot if that is at fault. Those of barred slots do no harm and do not count."""
     name = failure.worker.rpartition(".")[0]
     if name in turn.state.barred:
         return
