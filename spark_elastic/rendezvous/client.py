@@ -1,6 +1,6 @@
 """A worker's or slot's side of the rendezvous: asks the driver, proves the key, checks that the reply proves it too.
 
-Synchronous; one instance serves any number of threads, and `close` frees those that wait. All requests bear being
+Synchronous; one instance serves any number of threads, and `close` frees those that wait. All requests may be
 repeated, so a broken connection is dialled again until `timeout` has passed. It must not know what is done with the
 answers.
 """

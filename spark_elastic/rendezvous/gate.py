@@ -97,7 +97,7 @@ class Gate:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
         except (PeerGone, asyncio.CancelledError):
-            return  # nobody hears an answer: the connection broke, or the loop ends and breaks it off
+            return  # nobody hears an answer: the connection broke, or the ending loop breaks it off
         signature = auth.sign_reply(self._key, credentials, status, text).encode()
         await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])
 

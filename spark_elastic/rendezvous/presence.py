@@ -50,7 +50,7 @@ class Presence:
                 self._post(events.ConnectionLost(self._clock.now(), *peer))
 
     def _count(self, peer: Peer, change: int) -> int:
-        """How many long polls the peer has open now."""
+        """Change how many long polls the peer has open; returns the new number."""
         before = self._open[peer]
         now = self._open[peer] = before + change
         if not now:

@@ -128,7 +128,7 @@ class RendezvousServer:
 
     @property
     def url(self) -> str:
-        """Of the server, without a path."""
+        """The server's url, without a path."""
         return f"{'https' if self._bind.certificate else 'http'}://{self._address}"
 
     def publish(self, world: World) -> None:

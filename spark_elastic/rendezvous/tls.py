@@ -47,7 +47,7 @@ def chosen(config: ElasticConfig, encrypted: bool) -> Certificate | None:
 
 
 def given(certificate: str, key: str) -> Certificate:
-    """From files in PEM; `certificate` may go on with the chain that signed it.
+    """A certificate from PEM files; after it, `certificate` may hold the chain that signed it.
 
     Raises:
         InvalidInput: they cannot be read, or do not belong together.
@@ -63,7 +63,7 @@ def given(certificate: str, key: str) -> Certificate:
 
 
 def made() -> Certificate:
-    """A new one, signed by itself.
+    """A new certificate, signed by itself.
 
     Raises:
         InvalidInput: there is no openssl.
@@ -91,7 +91,7 @@ def made() -> Certificate:
 
 
 def only(public: str) -> ssl.SSLContext:
-    """For clients: whoever shows another certificate than this one is refused.
+    """A context for clients that refuses every certificate but this one.
 
     Raises:
         InvalidInput: it is no certificate.

@@ -70,7 +70,7 @@ SETTINGS = (
 
 
 def settings_of(spark: SparkSession) -> dict[str, str]:
-    """Those of the server's settings that a job looks at."""
+    """The server's settings that a job looks at."""
     found = {name: _setting(spark, name) for name in SETTINGS}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -84,7 +84,7 @@ def _setting(spark: SparkSession, name: str) -> str | None:
 
 
 def driver_host(spark: SparkSession) -> str | None:
-    """Of Spark's own driver, which executors reach."""
+    """The host of Spark's own driver, which executors reach."""
     return settings_of(spark).get(DRIVER_HOST)
 
 
@@ -234,7 +234,7 @@ class ConnectLauncher:
         return self._collect(body, **self._slots)
 
     def _collect(self, body: Body, **arguments: Any) -> JobEnd:
-        """One task's own last word, or Spark's about it."""
+        """Run one task. Returns how it ended, in its own words or in Spark's."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
             rows = _frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()

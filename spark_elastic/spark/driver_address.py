@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def bind_of(conf: SparkConf, config: ElasticConfig) -> Bind:
-    """By the job's configuration, else by Spark's own address."""
+    """Where the driver listens: as the job's configuration says, else at Spark's own address."""
     name = config.advertise_address or conf.get("spark.driver.host", LOOPBACK) or LOOPBACK
     host = config.bind_address or conf.get("spark.driver.bindAddress", name) or name
     return Bind(host, config.driver_port, name)

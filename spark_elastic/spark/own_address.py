@@ -22,7 +22,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def own_address(towards: str | None) -> str:
-    """The one on the way to a host; where that is not known here, the one of this machine's name."""
+    """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name."""
     if towards is not None:
         try:
             return address_towards(towards, 1)

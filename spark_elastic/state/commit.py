@@ -118,7 +118,7 @@ class Commits:
             copy.start()
 
     def wait(self) -> None:
-        """Until nothing is being copied; then the version that was is the newest."""
+        """Wait until nothing is being copied; the version that was copied is then the newest."""
         copy, self._running = self._running, None
         if copy is None:
             return

@@ -38,7 +38,7 @@ class DurableCommits:
         self._read: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def begun(self) -> None:
-        """A commit is about to be made: the world that began from a checkpoint stands."""
+        """A commit is about to be made, so the world that began from a checkpoint stands."""
         self._read = None
 
     def committed(self, fence: Fence, former: Snapshot | None) -> None:

@@ -105,7 +105,7 @@ def _begin(state: State, seat: Seat) -> None:
 
 
 def _last(state: State, seat: Seat) -> None:
-    """No commit follows the newest."""
+    """Make the newest commit durable, since none follows it."""
     if seat.durable is not None and seat.group.rank == 0:
         state.make_durable(seat.durable)
 

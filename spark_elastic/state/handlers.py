@@ -74,7 +74,7 @@ class PictureHandler(StateHandler):
             self.load(kept.picture, kept.memory)
 
     def sync(self) -> None:
-        """Nothing: the state hands over its snapshot, in which this value is."""
+        """Does nothing: the state hands over its snapshot, of which this value is a part."""
 
     def set_value(self, value: Any) -> None:
         self.value = value

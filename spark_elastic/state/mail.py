@@ -24,7 +24,7 @@ from spark_elastic.errors import StoreError
 log = logging.getLogger("spark_elastic.state")
 
 TURN = 0.5  # seconds between two looks
-SPEAK_EVERY = 2.0  # seconds; an empty letter where nothing is to be said
+SPEAK_EVERY = 2.0  # seconds between two letters; an empty one is sent if there is nothing to say
 Letter = Mapping[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""A sign of life in a store: a count that goes on for as long as somebody lives, and the wait until it stands still.
+"""A sign of life in a store: a count that grows as long as its owner lives, and the wait until it stands still.
 
 Also across processes that were not started together: an absent count is one that stands still. One thread of who lives.
 """

@@ -38,11 +38,11 @@ class Seat(Protocol):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What outlives one call of the user's function."""
+        """Values by name that outlive one call of the user's function."""
         ...
 
     def at(self, commits: int) -> None:
-        """This worker now holds the state of so many commits."""
+        """Tell that this worker now holds the state of `commits` commits."""
         ...
 
     def stop_wanted(self) -> bool:
@@ -119,7 +119,7 @@ class State(ABC):
             raise HostsUpdatedInterrupt
 
     def in_mid_step(self) -> bool:
-        """Whether something was computed, of rows that are counted perhaps, that no save would hold yet."""
+        """Whether a step is under way whose result no save would hold yet, though its rows may be counted already."""
         return False
 
     @property
@@ -155,7 +155,7 @@ class State(ABC):
         self.save()
 
     def sit(self, seat: Seat | None) -> None:
-        """From now on this state is the one of that seat; None: of none.
+        """Give this state a seat, or take it away (None).
 
         Raises:
             InvalidInput: the job's commits are to be durable, and this state's cannot be.
@@ -165,7 +165,7 @@ class State(ABC):
         self._seat = seat
 
     def begin_world(self, source: int | None, number: int | None) -> None:
-        """What is to be done before training goes on in a world.
+        """Prepare to go on in a new world.
 
         source: whose state all take over; None: all hold it already. number: of commits that it stands for; None: those
         that this state has.
@@ -187,7 +187,7 @@ class State(ABC):
         raise _not_durable(self)
 
     def make_durable(self, durable: DurableCommits) -> None:
-        """The newest commit is the last one: it is durable when this returns. Of rank 0."""
+        """Make the newest commit durable before returning, since no other follows. Called on rank 0."""
         raise _not_durable(self)
 
     def take_from(self, other: State) -> None:

@@ -30,7 +30,7 @@ def remember(error: BaseException) -> None:
 
 
 def _remembered() -> _Remembered:
-    """A world's own: what an earlier one raised is no cause in the next."""
+    """The error remembered in the current world: what an earlier world raised is no cause in the next."""
     here = current()
     floor: Floor = floor_of_process() if here is None else here.floor
     return floor.shared("tensorflow failure", _Remembered)

@@ -74,7 +74,7 @@ def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms)
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """With all rows."""
+    """The gradient as a dense tensor."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -125,7 +125,7 @@ def _body(dtype: str, name: str, wire: str | None, how: How) -> Callable[[list[A
 
 
 def _label(gradients: Sequence[Tensor]) -> str:
-    """The same on all ranks, whatever each has traced before."""
+    """The operation's name: the same on all ranks, whatever each has traced before."""
     said = repr([(g.dtype.name, g.shape.as_list() if g.shape.rank is not None else None) for g in gradients])
     return f"{zlib.crc32(said.encode()):08x}"
 

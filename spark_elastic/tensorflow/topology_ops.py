@@ -16,30 +16,30 @@ from spark_elastic.tensorflow.calls import call, unconverted
 
 @unconverted
 def size_op(process_set: ProcessSet | int = global_process_set, name: str | None = None) -> Tensor:
-    """Ranks of the set: a scalar int32, as all of these."""
+    """How many ranks the set has. All functions here return scalar int32 tensors."""
     return _number(_as_set(process_set).size)
 
 
 @unconverted
 def rank_op(name: str | None = None) -> Tensor:
-    """Of this process in the world."""
+    """The rank of this process in the world."""
     return _number(topology.rank)
 
 
 def rank_in(process_set: ProcessSet) -> Tensor:
-    """Of this process in the set."""
+    """The rank of this process in the set."""
     return _number(process_set.rank)
 
 
 @unconverted
 def local_size_op(name: str | None = None) -> Tensor:
-    """Workers of the world on this host."""
+    """How many workers of the world are on this host."""
     return _number(topology.local_size)
 
 
 @unconverted
 def local_rank_op(name: str | None = None) -> Tensor:
-    """Among the workers on this host."""
+    """The rank of this process among the workers on this host."""
     return _number(topology.local_rank)
 
 

@@ -31,7 +31,7 @@ class CountingProgram:
         self._sizes: list[int] = []
 
     def prepare(self) -> None:
-        """Nothing takes long here."""
+        """Nothing to prepare."""
 
     def position(self) -> Position | None:
         return None if self._step is None else Position(0, Phase.TRAIN, self._step)

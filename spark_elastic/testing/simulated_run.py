@@ -71,7 +71,7 @@ class SimRun:
         self.open()
 
     def damage_newest(self) -> None:
-        """Of those that count, where there is a whole one behind it."""
+        """Damage the newest checkpoint that counts, if an older one that counts is whole."""
         listed = self._checkpoints.published()
         if len(listed) > 1 and not self.durability.is_damaged(listed[1].name):
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")

@@ -19,7 +19,7 @@ from spark_elastic.training.learner import Objects, TrainingState
 
 
 class Checkpointing:
-    """Of one training process. tell: hands what was written to the driver."""
+    """The checkpoints of one training process. tell: tells the driver which were written."""
 
     def __init__(
         self, store: Store, policy: CheckpointPolicy, clock: Clock, tell: Callable[[Checkpoint], object]
@@ -38,7 +38,7 @@ class Checkpointing:
             self.seconds += self._clock.now() - began
 
     def sealed(self, fence: Fence) -> None:
-        """What was copied is history."""
+        """The step that was copied is part of the history: hand the copy to the writer."""
         copied, self._copied = self._copied, None
         if copied is not None:
             self._writer.offer(fence, *copied)
@@ -50,7 +50,7 @@ class Checkpointing:
         self._writer.flush()
 
     def unsealed(self) -> None:
-        """The world broke before anybody could know."""
+        """The world broke before the step was surely history: drop the copy."""
         self._copied = None
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-NAMED = 3  # layers; of the others their number is enough
+NAMED = 3  # layers that are named; the others are counted
 
 
 def sentence(dependent: Iterable[tuple[str, str]]) -> str | None:
-    """dependent: each such layer's name, and why. None where there is none."""
+    """The warning, or None if `dependent` (the name of each such layer, and why) is empty."""
     found = [f"{name} ({why})" for name, why in dependent]
     if not found:
         return None

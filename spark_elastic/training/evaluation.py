@@ -19,7 +19,7 @@ from spark_elastic.worker.program import Session
 
 
 class Evaluation:
-    """Of one model on one data set. `run` takes the steps that are left in the position's epoch."""
+    """The validation of one model on one data set. `run` takes the steps that are left of the position's epoch."""
 
     def __init__(
         self, spec: TrainSpec, rows: Rows, learner: Learner, sealed: Callable[[World, int], None]
@@ -29,7 +29,7 @@ class Evaluation:
         self._reader, self._loader = spec.opened(rows)
 
     def run(self, world: World, group: Group, session: Session) -> bool:
-        """False where it stopped at a boundary."""
+        """Take the steps that are left. False if it stopped at a boundary."""
         learner, here = self._learner, self._learner.state.position
         with (
             learner.evaluating(),
@@ -45,7 +45,7 @@ class Evaluation:
         return True
 
     def numbers(self) -> dict[str, Any]:
-        """Of the epoch whose steps have been taken. No loss where the model keeps it to itself."""
+        """The numbers of the epoch whose steps were taken. Without a loss if the model reports none."""
         sums = self._learner.state.extras["validation"]
         known = not math.isnan(sums["divisor"])
         loss = {"val_loss": mean_loss(sums, self._rows.plan.steps)} if known else {}
@@ -67,11 +67,11 @@ class Evaluation:
 
 
 def mean_loss(sums: Mapping[str, Any], steps: int) -> float:
-    """Of an epoch. A loss that its user wants summed has no divisor, and its mean is that of the steps."""
+    """The mean loss of an epoch. A loss that its user wants summed has no divisor: then the mean over the steps."""
     mean: float = sums["loss"] / (sums["divisor"] or steps)
     return mean
 
 
 def no_sums() -> dict[str, float]:
-    """What an epoch's validation begins with."""
+    """The sums with which an epoch's validation begins."""
     return {"loss": 0.0, "divisor": 0.0, "rows": 0}

@@ -26,7 +26,7 @@ class TrainingState(Protocol):
         ...
 
     def copied(self) -> Callable[[], Objects]:
-        """A copy of all there is, as a function that makes objects by name of it, in any thread."""
+        """Copy the whole state. Returns a function that makes it into objects by name, in any thread."""
         ...
 
     def restore(self, objects: Objects) -> None:
@@ -34,7 +34,7 @@ class TrainingState(Protocol):
         ...
 
     def digest(self) -> str:
-        """Equal on every replica (P4)."""
+        """A checksum of all weights and optimizer values, equal on every replica (P4)."""
         ...
 
 
@@ -54,7 +54,7 @@ class Hooks(Protocol):
     def step_begins(self, epoch: int, step: int) -> None: ...
 
     def applied(self) -> None:
-        """In the apply section of a step."""
+        """A step is being applied; called inside its apply section."""
         ...
 
     def step_sealed(self, logs: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Learner(Protocol):
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around the evaluations that follow one another."""
+        """A context around the evaluations of one epoch."""
         ...
 
     def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
@@ -110,7 +110,7 @@ class Learner(Protocol):
         ...
 
     def numbers(self) -> dict[str, Any]:
-        """Of the epoch that is over: metrics, learning rate."""
+        """The numbers of the epoch that is over: metrics, learning rate."""
         ...
 
     def reset(self) -> None:
@@ -122,7 +122,7 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> bytes:
-        """The final model's, as they are kept in the store."""
+        """The final model's weights, in the form in which the store keeps them."""
         ...
 
     def close(self) -> None: ...

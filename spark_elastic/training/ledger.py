@@ -36,16 +36,16 @@ class NullLedger:
     """Writes nothing."""
 
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
     def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
 
 class FileLedger:

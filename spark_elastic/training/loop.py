@@ -37,7 +37,7 @@ class TrainingLoop:
         self._spec = spec
         self._learner = learner
         self._begun = False
-        self._restored: tuple[Checkpoint, ...] = ()  # and not yet handed on
+        self._restored: tuple[Checkpoint, ...] = ()  # candidates that were read, but not handed on yet
         self._checkpointing: Checkpointing | None = None
 
     def prepare(self) -> None:
@@ -73,8 +73,8 @@ class TrainingLoop:
         return position
 
     def _restore(self, candidates: tuple[Checkpoint, ...]) -> None:
-        """Those who wait may give this world up meanwhile. What was read is there for the next one, or a checkpoint
-        that takes longer than `collective_timeout` would be read again in each world and never be gone on from."""
+        """Load the newest whole checkpoint, once. The ranks that wait may give this world up meanwhile; if the next one
+        read it again, a checkpoint that takes longer than `collective_timeout` to read would never be used."""
         assert self._spec.checkpoints is not None
         if candidates != self._restored:
             restore(self._spec.store, self._spec.checkpoints.run_id, candidates, self._state)
@@ -115,7 +115,7 @@ class TrainingLoop:
         return Completed(self._finish(group))
 
     def _unfinished(self) -> bool:
-        """A training that a callback ended still closes its epoch."""
+        """Whether there is something left to do. A training that a callback ended still closes its epoch."""
         here, stopped = self._state.position, self._state.extras["stopped"] is not None
         return here.epoch < self._spec.epochs and not (stopped and here.phase is Phase.TRAIN)
 
@@ -129,7 +129,7 @@ class TrainingLoop:
         self._ledger.close()
 
     def _train(self, world: World, group: Group, session: Session) -> int:
-        """The rest of an epoch, or of it what is before a boundary where all stop; the newest version that came."""
+        """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
         here, version = self._state.position, world.version
         session.tell(here)
         self._hooks.epoch_begins(here.epoch)
@@ -173,7 +173,7 @@ class TrainingLoop:
             raise
 
     def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
-        """The epoch's sums, part of the state, and the position after the step."""
+        """Add a step to the epoch's sums, which are part of the state. Returns the position after the step."""
         sums, here = self._state.extras, self._state.position
         sums["loss"] += verdict.loss
         sums["divisor"] += verdict.denominator
@@ -198,18 +198,18 @@ class TrainingLoop:
             self._hooks.step_sealed(logs)
 
     def _sealed(self, world: World, version: int = 0) -> None:
-        """An exchange without a step of its own is complete; version: newest of the membership that came with it."""
+        """An exchange that applies no step is complete. version: the newest membership version that came with it."""
         self._keep(world, applied=False)
         self._show_step()
         self._stops(world, version)
 
     def _stops(self, world: World, version: int) -> None:
-        """Where the boundary is the job's last, it is made durable before anybody leaves."""
+        """If this boundary is the job's last, make it durable before anybody leaves."""
         if self._checkpointing is not None and version > world.version and is_last(version):
             self._checkpointing.finish(world.fence, self._state)
 
     def _keep(self, world: World, applied: bool) -> None:
-        """An exchange is complete, so that the step before it is sealed; `applied`: and its own step was applied."""
+        """An exchange is complete, so the step before it is sealed. applied: its own step was applied."""
         if self._checkpointing is not None:
             self._checkpointing.sealed(world.fence)
             if applied:
@@ -247,7 +247,7 @@ class TrainingLoop:
         return entry
 
     def _warn(self, group: Group) -> None:
-        """R9: once a training, at its first world of several workers; that it was said is part of the state."""
+        """R9: warn once per training, at its first world of several workers. That it was said is part of the state."""
         if group.size > 1 and not self._state.extras["warned"]:
             self._state.extras["warned"] = True
             sentence = self._learner.world_dependence()
@@ -295,7 +295,7 @@ class TrainingLoop:
 
 
 def _no_sums() -> dict[str, Any]:
-    """What an epoch begins with."""
+    """The sums with which an epoch begins."""
     return {"loss": 0.0, "divisor": 0.0, "rows": 0, "steps": 0, "seconds": 0.0, "sizes": []}
 
 
@@ -304,7 +304,7 @@ def _figures(entry: dict[str, Any]) -> dict[str, float]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any]:
-    """As the history keeps it: what callbacks added may be arrays' numbers."""
+    """The entry as plain JSON values; callbacks may have added numbers of numpy or torch."""
 
     def listed(value: Any) -> Any:
         if not hasattr(value, "tolist"):
@@ -319,6 +319,6 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:
-    """All of a few, some of many."""
+    """For sentences: all of a few numbers, some of many."""
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"

@@ -1,4 +1,4 @@
-"""The trailer of an exchange (R6): what the ranks tell each other, sent last; all draw the same conclusion from it.
+"""The trailer of an exchange (R6): what ranks tell each other at its end. All draw the same conclusion from it.
 
 Nobody acts on a wish before the trailer is back. Sums run in rank order, so that they have the same bits everywhere.
 """

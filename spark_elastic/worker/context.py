@@ -34,7 +34,7 @@ class Floor:
         self._agreed: int | None = None
 
     def shared(self, key: str, make: Callable[[], T]) -> T:
-        """What was made under that key for this group; made now, if nothing was. Any thread."""
+        """What `make` made for this group under `key`; made now, if it was not yet. Any thread."""
         with self._lock:
             if key not in self._shared:
                 self._shared[key] = make()
@@ -46,12 +46,12 @@ class Floor:
         self._agreed = max(version, self._agreed or 0)
 
     def take_agreed(self) -> int | None:
-        """That version; None where no exchange took place since it was last taken. The same on every rank."""
+        """The version last agreed on; None if no exchange took place since the last call. The same on every rank."""
         agreed, self._agreed = self._agreed, None
         return agreed
 
     def clear(self) -> None:
-        """Before a collective of the main thread: one at a time."""
+        """Wait until the engine's thread is idle. Called before a collective of the main thread."""
         self.engine.drain()
 
 
@@ -92,12 +92,12 @@ def current() -> Current | None:
 
 
 def floor_of_process() -> Floor:
-    """What the façades share whatever the world is, or in a process that is no worker."""
+    """What the façades share for the life of the process, also in one that is not a worker."""
     return _Holder.own
 
 
 def floor_of_call() -> Floor:
-    """What they share while one call of the user's function lasts, through all its worlds."""
+    """What the façades share during one call of the user's function, through all its worlds."""
     return _Holder.call
 
 
@@ -107,7 +107,7 @@ def begin_call() -> None:
 
 
 def set_current(value: Current | None) -> None:
-    """For the worker's loop alone."""
+    """Set the current worker. Only for the worker's loop."""
     _Holder.value = value
 
 

@@ -20,7 +20,7 @@ from spark_elastic.protocol.types import Fence
 from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.worker.loop import Identity, WorkerLoop
 
-LAST_WORDS = 2.0  # seconds that a stopped main thread gets to end by itself
+LAST_WORDS = 2.0  # seconds that the main thread gets to end by itself after an order to stop
 PAUSE = 0.2  # seconds between tries while the driver is away; the last ones come closer together
 LEAST_PAUSE = 0.01
 REPORT_EVERY = 0.25  # seconds between two progress messages

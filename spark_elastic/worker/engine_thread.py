@@ -41,7 +41,7 @@ class EngineThread:
         return work()
 
     def drain(self) -> None:
-        """Until all that was submitted is through, well or not. The group's own timeout bounds the wait."""
+        """Wait until everything submitted is through, whether it failed or not. The group's timeout bounds the wait."""
         with self._lock:
             last = self._last
         if last is not None:
@@ -64,5 +64,5 @@ class EngineThread:
 def _settle(done: Future[R], work: Callable[[], R]) -> None:
     try:
         done.set_result(work())
-    except BaseException as error:  # raised again where the future is asked
+    except BaseException as error:  # raised again by the future
         done.set_exception(error)

@@ -82,7 +82,7 @@ class WorkerLoop:
         )
 
     def run(self) -> int:
-        """Until the machine says exit; returns the process's exit code."""
+        """Run until the machine says exit. Returns the process's exit code."""
         try:
             turn = self._advance(on.Warm(self._clock.now()))
             while not isinstance(turn, do.Exit):
@@ -95,7 +95,7 @@ class WorkerLoop:
             self._program.close()
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
-        """Post the event and carry out what follows, up to the next thing that is the program's, or the end."""
+        """Post the event and carry out what follows, until it is the program's turn, or the end."""
         todo = deque(self._post(event))
         while todo:
             command = todo.popleft()
@@ -155,7 +155,7 @@ class WorkerLoop:
                 sys.stderr.write(command.traceback)  # nobody else may tell it: it may be borne
                 self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
             case do.ReportDone(_, fence, position, result):
-                self.ship_report()  # the driver may end the job with our word, and nobody would see the last numbers
+                self.ship_report()  # the driver may end the job at our report, and nobody would see the last numbers
                 return self._ask(lambda: self._driver.done(fence, position, result))
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for here
@@ -263,5 +263,5 @@ class WorkerLoop:
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
-            group.close()  # frees the engine's thread, if a collective holds it
+            group.close()  # frees the engine's thread if it is in a collective
             self._floor.engine.close()

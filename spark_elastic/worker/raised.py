@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 LINE_AT_MOST = (
-    2000  # characters; both are cut in the middle: the first ones say what it is, the last ones of what
+    2000  # characters; longer texts are cut in the middle, since their beginnings and ends say most
 )
 TRACEBACK_AT_MOST = 64 << 10
 CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)

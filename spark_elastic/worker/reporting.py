@@ -42,7 +42,7 @@ def report(**numbers: Any) -> None:
 
 
 def tell(session: Session, numbers: dict[str, Any]) -> None:
-    """Beside what was told before."""
+    """Report numbers, in addition to those that were reported before."""
     kept: dict[str, Any] = session.kept.setdefault(REPORTED, {})
     kept.update(numbers)
     session.report(dict(kept))

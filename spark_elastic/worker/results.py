@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import BODY_AT_MOST
 
-ENVELOPE = 4096  # bytes, amply, of a message around a result
+ENVELOPE = 4096  # bytes that a message may need besides the result, generously
 MOST = 5 << 20  # bytes of a pickled result: it travels in one message, as text that is a third longer
 
 

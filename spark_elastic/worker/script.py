@@ -44,7 +44,7 @@ class Script:
                 runpy.run_path(str(path), run_name="__main__")
 
     def _here(self, folder: Path) -> Path:
-        """Where it lies on this host: at its own place, beside the modules that it imports, or a copy."""
+        """The script's path on this host: its own place, beside the modules that it imports, or a copy."""
         own = Path(self.path)
         try:
             if own.read_text(encoding="utf-8") == self.source:

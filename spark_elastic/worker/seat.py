@@ -42,7 +42,8 @@ class WorkerSeat:
         tell(self._session, {"step": commits, "world": self.world.size})
 
     def stop_wanted(self) -> bool:
-        """By the version that came with the last exchange of gradients; by a small exchange where there was none."""
+        """Whether all ranks stop here: told by the version that came with the last exchange of gradients or, if there
+        was none, by a small exchange."""
         here = _here()
         version = here.floor.take_agreed()
         if version is None:
@@ -68,13 +69,13 @@ class WorkerSeat:
 
 
 def seat_of_process() -> WorkerSeat | None:
-    """None in a process that is no worker."""
+    """This process's seat; None in a process that is not a worker."""
     here = current()
     return None if here is None or here.session is None else WorkerSeat(here.session)
 
 
 def group_of_process() -> Group | None:
-    """The current world's; None in a process that is no worker.
+    """The current world's group; None in a process that is not a worker.
 
     Raises:
         CollectiveError: between two worlds there is none.
@@ -84,7 +85,7 @@ def group_of_process() -> Group | None:
 
 
 def engine_of_process() -> EngineThread | None:
-    """What calls the current world's collectives beside the main thread; None in a process that is no worker."""
+    """The thread that calls the current world's collectives; None in a process that is not a worker."""
     here = current()
     return None if here is None else here.floor.engine
 

@@ -59,7 +59,7 @@ class SlotAgent:
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
-        self._told: Child | None = None  # to end by itself
+        self._told: Child | None = None  # the worker that was told to end by itself
         self._started = 0
         self._memory_kills = MemoryKills()
         self._beat_every = 1.0
@@ -138,7 +138,7 @@ class SlotAgent:
         return None
 
     def _look_at_memory(self, child: Child) -> str | None:
-        """Now and again until something was said: a worker that trains takes more than a warm one."""
+        """Look at the memory now and again until a shortage was reported: training takes more than being warm."""
         if child is not self._active:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
@@ -149,7 +149,7 @@ class SlotAgent:
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
-        """For the worker `child`, if it is still that."""
+        """Start a spare for the worker `child`, if that is still the slot's worker."""
         if child is self._active and self._spare is None:
             self._spare = self._spawn()
         return None
@@ -167,7 +167,7 @@ class SlotAgent:
         return orders.release
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """In a thread of its own; not at all once the slot closes."""
+        """Call it after some seconds in a thread of its own; not at all once the slot closes."""
 
         def wait() -> None:
             if not self._closing.wait(seconds):

@@ -71,7 +71,7 @@ class Sampler:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for other processes; any thread."""
+        """A context around anything that waits for other processes; any thread."""
         self.begin_waiting()
         try:
             yield

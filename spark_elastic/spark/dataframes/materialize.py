@@ -57,7 +57,7 @@ class Writing:
                 raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
 
     def options(self, row_bytes: int | None = None) -> dict[str, str]:
-        """Of Spark's Parquet writer. row_bytes: of each row, where the columns' types tell."""
+        """Options of Spark's Parquet writer. row_bytes: bytes of each row; None if rows may differ."""
         rows = self.rows_per_group
         if rows is None and row_bytes is not None:
             rows = min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
@@ -152,7 +152,7 @@ def _materialized(
 
 
 def column_types(df: DataFrame, names: Sequence[str], writing: Writing) -> dict[str, ColumnType]:
-    """What the columns become."""
+    """The type that each column becomes."""
     return {name: column_type(df.schema, name, transformed=writing.transformed) for name in names}
 
 

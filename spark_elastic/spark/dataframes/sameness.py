@@ -20,7 +20,7 @@ from spark_elastic.spark.dataframes.schema import ColumnType
 
 @dataclass(frozen=True)
 class How:
-    """As for writing."""
+    """How the rows were written: as for `materialize`."""
 
     writing: Writing
     split: Split | None

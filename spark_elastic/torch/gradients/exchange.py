@@ -31,7 +31,7 @@ from spark_elastic.worker.engine_thread import EngineThread
 
 
 class GradientExchange:
-    """Buckets, hooks and the way to the engine's thread for the parameters of one model; groups come and go.
+    """The gradients of one model's parameters, exchanged over groups that come and go.
 
     A step: `begin`, backward passes, `finish`; then gradients hold the sums over all ranks and `apply` may follow.
     Gradients that arrive outside of a step are not counted. `close` detaches the gradients from the buckets.
@@ -56,19 +56,23 @@ class GradientExchange:
         self._bucket_bytes = terms.bucket_bytes  # of the next step
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._found_sparse = np.zeros(len(self._specs), np.bool_)
-        self._laid: object = None  # what the layout was made from
+        self._laid: object = (
+            None  # what the present layout was made from: group, bucket size, sparse parameters
+        )
         self._tuner = Tuner(0)
         self._clock = SystemClock()
         self._began = 0.0
-        self._fusion: Fusion | None = None  # None: trains alone, and gradients stay where autograd puts them
+        self._fusion: Fusion | None = (
+            None  # None: the process trains alone; gradients stay where autograd puts them
+        )
         self._group: Group | None = None
         self._agreed: Group | None = None
         self._lay(None)
         self._opener = opener
         self._overlaps = overlaps
         self._arrivals = [0] * len(self._parameters)
-        self._waiting: list[int] = []  # gradients that a bucket still lacks
-        self._versions: list[int | None] = []  # of the buckets, as their newest gradients left them
+        self._waiting: list[int] = []  # by bucket: how many gradients it still lacks
+        self._versions: list[int | None] = []  # by bucket: its version after its newest gradient
         self._launched = 0
         self._passes = 0
         self._open = False
@@ -102,29 +106,29 @@ class GradientExchange:
 
     @property
     def bucket_bytes(self) -> int:
-        """The layout that this rank wishes for the next step."""
+        """The bucket size in bytes that this rank wishes for the next step."""
         return self._tuner.wish if self._terms.tuned else self._bucket_bytes
 
     @property
     def any_arrived(self) -> bool:
-        """Whether gradients of the newest step are there still."""
+        """Whether any gradient of the newest step is still there."""
         return any(
             times and p.grad is not None for times, p in zip(self._arrivals, self._parameters, strict=True)
         )
 
     @property
     def is_open(self) -> bool:
-        """A step was opened and neither finished nor abandoned."""
+        """Whether a step was opened, and neither finished nor abandoned."""
         return self._open
 
     @property
     def under_way(self) -> bool:
-        """Buckets of an open step have gone out."""
+        """Whether a step is open and some of its buckets have gone out."""
         return self._open and self._launched > 0
 
     @property
     def group(self) -> Group | None:
-        """Of the newest step; None: it trains alone."""
+        """The group of the newest step; None: the process trained alone."""
         return self._group
 
     def begin(self, group: Group | None, passes: int) -> None:
@@ -134,7 +138,7 @@ class GradientExchange:
         self.open(group, passes)
 
     def open(self, group: Group | None, passes: int) -> None:
-        """Begin to count; the gradients that there are stay."""
+        """Open a step; the gradients that are there stay. Arguments as for `begin`."""
         self.abandon()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -160,13 +164,13 @@ class GradientExchange:
         self._versions = [None] * len(buckets)
 
     def clear(self) -> None:
-        """No gradient is there."""
+        """Give up the open step, if any, and drop all gradients."""
         self.abandon()
         for parameter in self._parameters:
             parameter.grad = None
 
     def agree(self, found_sparse: npt.NDArray[np.bool_], bucket_bytes: int) -> None:
-        """What all ranks found in a step, and the layout that they take from the next one on."""
+        """Take over what the trailer of a step agreed on: sparse gradients, and the next steps' bucket size."""
         if self._terms.sparse == "kept":
             for index in np.flatnonzero(found_sparse).tolist():
                 gradient = self._parameters[index].grad
@@ -200,7 +204,7 @@ class GradientExchange:
         self._open = False
 
     def drain(self) -> None:
-        """Until the buckets that have gone out are back, or broke."""
+        """Wait until the buckets that have gone out are back, or broke."""
         if self._dispatch is not None:
             self._dispatch.drain()
 
@@ -213,7 +217,10 @@ class GradientExchange:
         self._open = False
 
     def changed(self, name: str = "") -> InvalidInput:
-        """The open step is given up, since gradients were changed after backward. name: of a parameter near by."""
+        """Give up the open step, since gradients were changed after backward. Returns the error to raise.
+
+        name: of a parameter near the change.
+        """
         self.abandon()
         return InvalidInput(
             f"gradients were changed between backward() and step(){f', at parameter {name!r}' if name else ''}: call "
@@ -222,13 +229,13 @@ class GradientExchange:
         )
 
     def scale(self, factor: float) -> None:
-        """All gradients, times `factor`."""
+        """Multiply all gradients by `factor`."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def drop_absent(self, present: npt.NDArray[np.bool_]) -> None:
-        """A gradient that nobody had is None, as in a plain loop (R8)."""
+        """Set gradients that no rank had to None, as in a plain loop (R8)."""
         for parameter, there in zip(self._parameters, present, strict=True):
             if not there:
                 parameter.grad = None
@@ -241,7 +248,7 @@ class GradientExchange:
         self._fusion = self._laid = self._dispatch = None
 
     def _lay(self, group: Group | None) -> None:
-        """Buckets as agreed on, in the memory of `group`."""
+        """Lay out the buckets as agreed on, in the memory of `group`; nothing to do if they lie so already."""
         home = group if group is not None and group.size > 1 else None
         agreed = home, self._bucket_bytes, self._sparse
         if self._laid == agreed:
@@ -274,7 +281,7 @@ class GradientExchange:
             self._launch()
 
     def _check_untouched(self) -> None:
-        """Buckets are summed while backward runs: a later change would count on this rank only, or not at all."""
+        """Buckets are summed while backward runs, so a later change would count on this rank only, or not at all."""
         if self._fusion is None:
             return
         for number, version in enumerate(self._versions):
@@ -285,7 +292,7 @@ class GradientExchange:
                 raise self.changed(self._names[index])
 
     def _adopt(self, index: int) -> None:
-        """The parameter's gradient, wherever autograd or the user put it, becomes the view of its bucket."""
+        """Make the parameter's gradient, wherever autograd or the user put it, the view of its bucket."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
@@ -301,7 +308,7 @@ class GradientExchange:
             parameter.grad = view
 
     def _seen_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What is to be exchanged for it."""
+        """What is exchanged for a sparse gradient: its checked self, or its dense form."""
         if self._terms.sparse == "refused":
             raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
         if self._terms.sparse == "kept":
@@ -319,13 +326,13 @@ class GradientExchange:
         dispatch.send(number)
 
     def _greet(self, dispatch: Dispatch) -> None:
-        """Before anything else goes out to a group for the first time."""
+        """Before anything else goes to a new group: compare parameters and terms."""
         if self._group is not self._agreed:
             dispatch.compare(self.layout_hash, self._specs)
             self._agreed = self._group
 
     def _send_sparse(self, dispatch: Dispatch) -> None:
-        """The gradients that lie in no bucket, in the order of the parameters."""
+        """Dispatch the gradients that lie in no bucket, in the order of the parameters."""
         for index in sorted(self._sparse):
             self._greet(dispatch)
             parameter = self._parameters[index]

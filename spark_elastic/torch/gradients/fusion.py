@@ -2,7 +2,7 @@
 
 What lies there is reduced where it is, without a copy in or out. The memory belongs to one group: the next one's first
 step makes another `Fusion`, and until then nobody but the gradients looks at it. Gradients of a GPU lie in buckets
-there, which pass through pinned memory. Training thread only, but for `ready`.
+there, which pass through pinned memory. Training thread only, except `ready`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spark_elastic.torch.tensors import tell_of_gpus
 
 
 class Fusion:
-    """views: for each parameter, None where it lies in no bucket."""
+    """Flat buckets in one piece of memory. views: one for each parameter; None: it lies in no bucket."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Bucket], group: Group
@@ -48,7 +48,7 @@ class Fusion:
         return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
 
     def gradients(self, number: int) -> list[torch.Tensor]:
-        """Those of a bucket, each in its shape, in the memory of `array`."""
+        """The gradients of a bucket, each in its shape, as views of the memory of `array`."""
         flat = self._on_host(
             number
         ).data  # what the engine's thread writes is no change that `version` counts
@@ -65,7 +65,7 @@ class Fusion:
             self._staging[number].send(self._flat[number])
 
     def ready(self, number: int) -> None:
-        """Until `send` is through. Engine's thread."""
+        """Wait until `send` is through. Called by the engine's thread."""
         if number in self._staging:
             self._staging[number].sent.synchronize()
 

@@ -1,5 +1,5 @@
-"""Being told of gradients without being kept alive by the parameters: what autograd holds the garbage collector
-cannot see into, so that an object held from there would never go."""
+"""Hooks on gradients that do not keep their owner alive. The garbage collector cannot look into what autograd holds, so
+an object that is referenced from there would never be freed."""
 
 from __future__ import annotations
 

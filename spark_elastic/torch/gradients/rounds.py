@@ -1,4 +1,4 @@
-"""Exchange after exchange of a hand-written loop's gradients, over the groups of the process's current worker.
+"""The exchanges of a hand-written loop's gradients, step by step, over the groups of the process's current worker.
 
 Every step takes the group anew, since groups change between worlds; a process that is no worker trains alone, and so
 does one that is not in the process set. Training thread only.
@@ -30,7 +30,7 @@ Marks = npt.NDArray[np.bool_]
 
 
 class Joinable(Protocol):
-    """What `join` goes through, of an optimizer that is in use."""
+    """What `join` needs of an optimizer that is in use."""
 
     def steps(self) -> int:
         """Exchanges of this rank's own gradients in the current world; 0 for one that trains alone.
@@ -41,7 +41,7 @@ class Joinable(Protocol):
         ...
 
     def run_without_data(self) -> bool:
-        """An exchange of a rank that has joined; False once no rank has data any more.
+        """Take part in an exchange after this rank has joined. False once no rank has data any more.
 
         Raises:
             CollectiveError: the exchange broke.
@@ -50,7 +50,7 @@ class Joinable(Protocol):
 
 
 class Rounds:
-    """The exchanges of one optimizer. `done`: the gradients that there are have been exchanged."""
+    """The exchanges of one optimizer. `done`: the present gradients have been exchanged."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Rounds:
         rounds_of_process().add(self)
 
     def _open(self) -> None:
-        """Before a gradient counts: open a step in the current world, if none is."""
+        """Open a step in the current world, if none is open. Called before a gradient counts."""
         if self.exchange.is_open and not self.stale():
             return
         if self.stale() and self.exchange.any_arrived:
@@ -91,12 +91,12 @@ class Rounds:
         self._passes = passes
 
     def stale(self) -> bool:
-        """The open step belongs to a world that is over."""
+        """Whether the open step belongs to a world that is over."""
         return self.exchange.is_open and self._world is not group_of_process()
 
     @property
     def waits(self) -> bool:
-        """Gradients have come that no step has exchanged."""
+        """Whether gradients have come that no step has exchanged."""
         return self.exchange.is_open and self.exchange.any_arrived
 
     def clear(self) -> None:
@@ -109,7 +109,7 @@ class Rounds:
         self.done = False
 
     def run(self) -> None:
-        """Exchange what there is.
+        """Exchange the present gradients.
 
         Raises:
             CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
@@ -185,18 +185,18 @@ class Rounds:
 
 
 def rounds_of_process() -> WeakSet[Joinable]:
-    """Of all optimizers that are in use."""
+    """The exchanges of all optimizers that this process uses."""
     return floor_of_process().shared("optimizers", WeakSet)
 
 
 def _is_lone() -> bool:
-    """Which of several optimizers has a bucket complete first may differ from rank to rank; in which order they step is
-    the program's, and the same on all. Whoever counts one here that does nothing loses time alone."""
+    """Whether one optimizer is in use, so that its buckets may go out during backward. With several, ranks may
+    differ in which has a bucket complete first, but not in the order of their steps. An idle one only costs time."""
     return len(rounds_of_process()) == 1
 
 
 def group_for(process_set: ProcessSet) -> Group | None:
-    """Who trains together now; None: this process trains alone.
+    """The group that trains together now; None: this process trains alone.
 
     Raises:
         CollectiveError: between two worlds there is nobody.
@@ -215,7 +215,7 @@ def group_for(process_set: ProcessSet) -> Group | None:
 def end_exchange(
     group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int, rows: int = 1
 ) -> Verdict:
-    """The trailer of an exchange in the current world, which hears of planned changes by it (R6).
+    """Exchange the trailer of a step in the current world, by which it also hears of planned changes (R6).
 
     rows: 0 on a rank that has joined.
     """
@@ -229,5 +229,5 @@ def end_exchange(
 
 
 def _number(ranks: tuple[int, ...]) -> int:
-    """Of the subgroup's channel: the same on all members, and no other one's."""
+    """The number of the subgroup's channel: the same on all members, and no other channel's."""
     return 1 + int.from_bytes(hashlib.sha256(f"gradients {ranks}".encode()).digest()[:7], "little")

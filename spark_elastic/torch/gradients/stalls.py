@@ -1,4 +1,4 @@
-"""Whom an exchange of gradients waits for, told in the log, and when it is given up: Horovod's stall check."""
+"""Horovod's stall check: logs which ranks an exchange of gradients waits for, and gives it up in the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from elastic_collectives import Group
 
-NAMED = 3  # parameters that a line names
+NAMED = 3  # how many parameters a line names
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What becomes of gradients on their way from rank to rank. Values only."""
+"""How gradients are exchanged: divided, compressed, cut into buckets. Values only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_elastic.torch.gradients.buckets import BUCKET_BYTES
 
 @dataclass(frozen=True)
 class Terms:
-    """What becomes of gradients on their way.
+    """How gradients are exchanged; the same on all ranks.
 
     bucket_bytes, groups: see `buckets.layout`; tuned: the tuner finds another size. average: divide by the world's
     size; predivide: by so much before the sum and by the rest after it. wire: how float32 travels, None for as it is.
@@ -34,7 +34,7 @@ class Terms:
     wait_at_most: float | None = None
 
     def factors(self, size: int) -> tuple[float, float]:
-        """(before, after) the sum."""
+        """Factors (before, after) the sum."""
         return 1.0 / self.predivide, self.predivide / (size if self.average else 1.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Which bucket size is quickest: tried in a world's first steps, by rank 0's clock. Numbers in, a wish out."""
+"""Finds the quickest bucket size: sizes are tried in a world's first steps and timed by rank 0's clock."""
 
 from __future__ import annotations
 
