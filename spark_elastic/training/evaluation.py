@@ -7,11 +7,12 @@ and a broken step is taken again. Sums are part of the state. Main thread only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.training.history import mean_loss
 from spark_elastic.training.learner import Learner
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.trailer import Verdict
@@ -64,12 +65,6 @@ class Evaluation:
         state.position = (
             Position(here.epoch, Phase.CLOSE, 0) if last else Position(here.epoch, here.phase, here.step + 1)
         )
-
-
-def mean_loss(sums: Mapping[str, Any], steps: int) -> float:
-    """The mean loss of an epoch. A loss that its user wants summed has no divisor: then the mean over the steps."""
-    mean: float = sums["loss"] / (sums["divisor"] or steps)
-    return mean
 
 
 def no_sums() -> dict[str, float]:

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
-from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_last
+from spark_elastic.training import history
 from spark_elastic.training.checkpointing import Checkpointing, restore
-from spark_elastic.training.evaluation import Evaluation, mean_loss, no_sums
+from spark_elastic.training.evaluation import Evaluation, no_sums
 from spark_elastic.training.learner import Learner
 from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.training.spec import TrainSpec
@@ -51,7 +51,7 @@ class TrainingLoop:
             "stopped": None,
             "warned": False,
         }
-        self._learner.prepare({**extras, **_no_sums()}, self._ledger)
+        self._learner.prepare({**extras, **history.begun()}, self._ledger)
         self._state, self._hooks = self._learner.state, self._learner.hooks
         self._reader, self._loader = spec.opened(spec.rows)
         self._evaluation: Evaluation | None = None
@@ -175,16 +175,10 @@ class TrainingLoop:
     def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
         """Add a step to the epoch's sums, which are part of the state. Returns the position after the step."""
         sums, here = self._state.extras, self._state.position
-        sums["loss"] += verdict.loss
-        sums["divisor"] += verdict.denominator
-        sums["rows"] += verdict.rows
-        sums["seconds"] += seconds
-        if size not in sums["sizes"]:
-            sums["sizes"].append(size)
+        history.add_step(sums, verdict, here.step + 1, size, seconds)
         self._hooks.applied()
         loss = verdict.loss / (verdict.denominator or 1.0)
         sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": verdict.rows}
-        sums["steps"] = here.step + 1
         if verdict.ends:
             sums["stopped"] = "a callback ended the training"
         elif here.step + 1 < self._spec.plan.steps:
@@ -222,25 +216,17 @@ class TrainingLoop:
         state, entry = self._state, self._epoch_entry()
         decided = self._hooks.epoch_ends(group, entry)
         state.extras["stopped"] = state.extras["stopped"] or decided
-        state.extras["history"].append(_recorded(entry))
+        state.extras["history"].append(history.recorded(entry))
         self._report(group, session, entry["loss"], entry["rows"] // entry["steps"])
-        state.extras.update(_no_sums(), validation=no_sums())
+        state.extras.update(history.begun(), validation=no_sums())
         self._learner.reset()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
         session.tell(state.position)
 
     def _epoch_entry(self) -> dict[str, Any]:
         sums = self._state.extras
-        entry = {
-            "epoch": self._state.position.epoch,
-            "loss": mean_loss(sums, sums["steps"]),
-            "rows": sums["rows"],
-            "planned": self._spec.plan.rows_before(sums["steps"]),
-            "steps": sums["steps"],
-            "seconds": sums["seconds"],
-            "worlds": sums["sizes"],
-            **self._learner.numbers(),
-        }
+        planned = self._spec.plan.rows_before(sums["steps"])
+        entry = history.entry(sums, self._state.position.epoch, planned) | self._learner.numbers()
         if self._evaluation is not None:
             for name, value in self._evaluation.numbers().items():
                 entry.setdefault(name, value)  # a model may say its own val_loss
@@ -260,10 +246,10 @@ class TrainingLoop:
     def _report(self, group: Group, session: Session, loss: float, rows: int) -> None:
         """loss: of the newest step; at an epoch's end its mean. rows: of a step. With them go the figures
         that only a closed epoch has, those of the last one: losses of validation, metrics, learning rate."""
-        here, history = self._state.position, self._state.extras["history"]
+        here, epochs = self._state.position, self._state.extras["history"]
         session.report(
             {
-                **(_figures(history[-1]) if history else {}),
+                **(history.figures(epochs[-1]) if epochs else {}),
                 "epoch": here.epoch,
                 "epochs": self._spec.epochs,
                 "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,
@@ -292,30 +278,6 @@ class TrainingLoop:
                 "rank": group.rank,
             }
         )
-
-
-def _no_sums() -> dict[str, Any]:
-    """The sums with which an epoch begins."""
-    return {"loss": 0.0, "divisor": 0.0, "rows": 0, "steps": 0, "seconds": 0.0, "sizes": []}
-
-
-def _figures(entry: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in entry.items() if isinstance(value, float) and name != "seconds"}
-
-
-def _recorded(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as plain JSON values; callbacks may have added numbers of numpy or torch."""
-
-    def listed(value: Any) -> Any:
-        if not hasattr(value, "tolist"):
-            raise InvalidInput(
-                "the history keeps numbers, strings, and lists of them: a callback added a "
-                f"{type(value).__name__} to logs."
-            )
-        return value.tolist()
-
-    kept: dict[str, Any] = json.loads(json.dumps(entry, default=listed))
-    return kept
 
 
 def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

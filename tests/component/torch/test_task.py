@@ -8,20 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.torch.train.watching import BESIDE, epoch_numbers
-from spark_elastic.training.loop import CHANGE, _recorded
+from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
 from tests.component.torch.hooked_job import HookedJob, make_job, plain, same_history
 from tests.component.torch.job import ROWS, RUN, difference, make_data
@@ -98,16 +96,6 @@ def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path
         return float(learner.state.optimizer.param_groups[0]["lr"])
 
     assert in_a_world(2, work) == [0.04, 0.04]
-
-
-def test_the_history_keeps_plain_values() -> None:
-    assert _recorded({"a": np.int64(3), "b": np.arange(2), "c": np.float32(0.5)}) == {
-        "a": 3,
-        "b": [0, 1],
-        "c": 0.5,
-    }
-    with pytest.raises(InvalidInput, match="a callback added a set to logs"):
-        _recorded({"a": {1}})
 
 
 @dataclass(frozen=True)
