@@ -21,8 +21,8 @@ from pyspark.ml.feature import VectorAssembler
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.torch.callbacks import Callback
+from tests.component.readers import READERS
 from tests.component.torch.job import difference
-from tests.component.torch.readers import READERS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

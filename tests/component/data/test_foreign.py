@@ -20,18 +20,8 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from tests.component.readers import READERS
 
-READERS = [
-    "arrow",
-    pytest.param(
-        "petastorm",
-        marks=[
-            pytest.mark.petastorm,
-            pytest.mark.filterwarnings("ignore"),
-            pytest.mark.skipif(int(pa.__version__.split(".")[0]) > 14, reason="petastorm needs pyarrow 14"),
-        ],
-    ),
-]
 VECTOR = pa.struct(
     [
         ("type", pa.int8()),

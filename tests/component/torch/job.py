@@ -133,11 +133,18 @@ class Job:
     batch_size: int = 8
     workers: int = 3
     checkpoint_steps: int | None = None
+    reader: str = "arrow"
 
     def plan(self, manifest: Manifest) -> DataPlan:
         return DataPlan.for_run(
             manifest.group_rows, self.batch_size * self.workers, 5, self.workers, 10_000, 1 << 20
         )
+
+    def features(self, manifest: Manifest) -> tuple[Column, ...]:
+        return (Column("x", "float64", self.shape),)
+
+    def brought(self) -> Brought:
+        return Brought(copy.deepcopy(self.model), self.optimizer, (self.loss,))
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         spec = TrainSpec(
@@ -146,7 +153,7 @@ class Job:
             plan=self.plan(manifest),
             store=store,
             result="final.pt",
-            features=(Column("x", "float64", self.shape),),
+            features=self.features(manifest),
             labels=("y",),
             weight=self.weight,
             batch_size=self.batch_size,
@@ -154,9 +161,10 @@ class Job:
             seed=SEED,
             clipping=self.clipping,
             ledger=ledger,
+            reader=self.reader,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return TorchTrainTask(spec, Brought(copy.deepcopy(self.model), self.optimizer, (self.loss,)))
+        return TorchTrainTask(spec, self.brought())
 
 
 def train_elastic(

@@ -5,26 +5,25 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.testing.processes import ProcessLauncher
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.training.spec import TrainSpec
 from tests.component.blows import blows, kill
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
+from tests.component.readers import READERS
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -35,7 +34,6 @@ from tests.component.torch.job import (
     ledger_of,
     train_elastic,
 )
-from tests.component.torch.readers import READERS
 from tests.component.torch.resumed_job import by_attempt
 from tests.scenarios import Fault
 
@@ -58,28 +56,11 @@ class Net(torch.nn.Module):
 class Kinds(Job):
     """A job on the columns of `write`."""
 
-    reader: str = "arrow"
+    def features(self, manifest: Manifest) -> tuple[Column, ...]:
+        return tuple(manifest.column(name) for name in FEATURES)
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
-        spec = TrainSpec(
-            data=store,
-            manifest=manifest,
-            plan=self.plan(manifest),
-            store=store,
-            result="final.pt",
-            features=tuple(manifest.column(name) for name in FEATURES),
-            labels=("y",),
-            weight=None,
-            batch_size=self.batch_size,
-            epochs=self.epochs,
-            seed=0,
-            clipping=self.clipping,
-            ledger=ledger,
-            reader=self.reader,
-            checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
-        )
-        brought = Brought(self.model, self.optimizer, (self.loss,), transformation=numbers)
-        return TorchTrainTask(spec, brought)
+    def brought(self) -> Brought:
+        return replace(super().brought(), transformation=numbers)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""The readers that a training on files of somebody else is played with."""
+"""The readers with which files that somebody else wrote are read and trained on."""
 
 from __future__ import annotations
 
