@@ -25,6 +25,7 @@ from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult, Site, supervis
 from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import tls
+from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import Box
 
@@ -123,6 +124,7 @@ class Classic:
         from spark_elastic.spark.carrying import broadcast
         from spark_elastic.spark.checks.memory import room_of
         from spark_elastic.spark.checks.settings import warn
+        from spark_elastic.spark.driver_address import bind_of
         from spark_elastic.spark.executors import ExecutorWatch
         from spark_elastic.spark.gpu_slots import profile_of
         from spark_elastic.spark.launcher import SparkLauncher
@@ -143,27 +145,10 @@ class Classic:
             turn = GatherTurn(application_of(sc), order.name, order.limits, clock)
             with turn.lives, turn:
                 watch = Together(ExecutorWatch(sc, clock), turn)
-                site = self._site(order, settings, turn)
+                site = _site(bind_of(sc.getConf(), config), order, settings, turn)
                 return supervise(launcher, watch, site, order.limits, config, order.name, narrate)
         finally:
             _forget(shipped)
-
-    def _site(self, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
-        from spark_elastic.spark.checks.admission import admit
-        from spark_elastic.spark.checks.settings import ssl_enabled
-        from spark_elastic.spark.driver_address import bind_of
-        from spark_elastic.spark.own_facts import facts
-
-        bind = bind_of(self.spark.sparkContext.getConf(), self.config)
-        return Site(
-            bind=bind.host,
-            advertise=bind.advertise,
-            encrypted=ssl_enabled(settings),
-            admit=admit(facts(), order.needs),
-            run=order.run,
-            gathered=turn.gathered,
-            lacks=turn.lacks,
-        )
 
 
 class Connect:
@@ -225,26 +210,9 @@ class Connect:
         turn = GatherTurn(application_of(self._spark), order.name, order.limits, clock)
         with turn.lives, turn:
             if self._post_office is None:
-                site = self._site(order, settings, turn)
+                site = _site(connect.bind_of(self._spark, config), order, settings, turn)
                 return supervise(launcher, turn, site, order.limits, config, order.name, narrate)
             return self._by_mail(order, launcher, turn, narrate or Silent(), self._post_office)
-
-    def _site(self, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
-        from spark_elastic.spark import connect
-        from spark_elastic.spark.checks.admission import admit
-        from spark_elastic.spark.checks.settings import ssl_enabled
-        from spark_elastic.spark.own_facts import facts
-
-        bind = connect.bind_of(self._spark, self._config)
-        return Site(
-            bind=bind.host,
-            advertise=bind.advertise,
-            encrypted=ssl_enabled(settings),
-            admit=admit(facts(), order.needs),
-            run=order.run,
-            gathered=turn.gathered,
-            lacks=turn.lacks,
-        )
 
     def _by_mail(
         self,
@@ -278,6 +246,23 @@ class Connect:
             return client.follow(lambda: launcher.conduct(task), attempt, self._config)
         finally:
             store.remove_tree(folder)
+
+
+def _site(bind: Bind, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
+    """The driver's side of a job over a session; its server listens at `bind`."""
+    from spark_elastic.spark.checks.admission import admit
+    from spark_elastic.spark.checks.settings import ssl_enabled
+    from spark_elastic.spark.own_facts import facts
+
+    return Site(
+        bind=bind.host,
+        advertise=bind.advertise,
+        encrypted=ssl_enabled(settings),
+        admit=admit(facts(), order.needs),
+        run=order.run,
+        gathered=turn.gathered,
+        lacks=turn.lacks,
+    )
 
 
 def _forget(shipped: Any) -> None:
