@@ -147,9 +147,7 @@ def widths_of(predictor: Predicts, sample: Sequence[Any] | None) -> list[int] | 
         return None
     try:
         return predictor.widths([[value] for value in sample])
-    except (
-        Exception
-    ) as error:  # the model is trained; what `transform` cannot do with it, that says when it is called
+    except Exception as error:  # the model is trained; `transform` will say what it cannot do with it
         log.debug("the model's outputs could not be tried: %s", error)
         return None
 

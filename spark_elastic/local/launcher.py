@@ -99,9 +99,7 @@ class LocalLauncher:
         )
         try:
             process = _process()
-        except (
-            OSError
-        ) as error:  # no memory, process or descriptor left just now: the job asks again, later and later
+        except OSError as error:  # no memory, process or descriptor is left just now: the job asks again
             return f"the slot's process could not be started ({error})"
         self._processes[job] = process
         assert process.stdin is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 SHORTEST = 1.0  # seconds between two beats of a slot, in a small job with an ordinary lease
 PER_LEASE = 5  # beats of a slot in a lease, at ease
-FEWEST_PER_LEASE = (
-    2.5  # one of them may be lost, and half a lease without any tells that the driver is deaf (R12)
-)
+# Of these one may be lost, and half a lease without any tells that the driver is deaf (R12).
+FEWEST_PER_LEASE = 2.5
 ALL_PER_SECOND = 250  # beats of all slots together, about a quarter of what one core serves
 
 

@@ -26,9 +26,8 @@ from spark_elastic.protocol.commands import (
 )
 from spark_elastic.protocol.types import START, Fence, Position, SlotId, WorkerId, World
 
-SILENT_DRIVER = (
-    75  # exit code of a worker whose driver was silent (R12); crashing programs choose smaller ones
-)
+# Exit code of a worker whose driver was silent (R12); crashing programs choose smaller ones.
+SILENT_DRIVER = 75
 
 
 class Stage(Enum):

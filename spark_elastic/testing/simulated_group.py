@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from spark_elastic.testing.simulation import Simulation
 
 COLLECTIVE_TIMEOUT = 4.0  # seconds that a rank waits for its peers
-SEES_DIRECTLY = (
-    0.5  # probability that a peer names who broke; others are freed by the cascade, without a name
-)
+# Probability that a peer names who broke; others are freed by the cascade, without a name.
+SEES_DIRECTLY = 0.5
 
 
 LARGE = 100  # members

@@ -9,9 +9,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-LINE_AT_MOST = (
-    2000  # characters; longer texts are cut in the middle, since their beginnings and ends say most
-)
+# Characters of a line and of a whole traceback. Longer ones are cut in the middle: beginnings and ends say most.
+LINE_AT_MOST = 2000
 TRACEBACK_AT_MOST = 64 << 10
 CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
 

@@ -19,9 +19,7 @@ from spark_elastic.errors import StoreError
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
 
 
-KEPT_FREE = (
-    4  # one part in so many of the memory, for activations, checkpoints and whoever else is on the host
-)
+KEPT_FREE = 4  # one part in so many of the memory: for activations, checkpoints and others on the host
 
 log = logging.getLogger("spark_elastic")
 

@@ -111,9 +111,8 @@ class Predictor:
         with torch.inference_mode():
             output = module(*(self._tensor(values).to(device) for values in given))
         outputs = output_parts(output)
-        if isinstance(
-            output, Mapping
-        ):  # what transformers' models keep for themselves (a cache) is no prediction
+        # What transformers' models keep for themselves (a cache) is no prediction.
+        if isinstance(output, Mapping):
             outputs = tuple(each for each in outputs if isinstance(each, torch.Tensor)) or outputs
         for each in outputs:
             if not isinstance(each, torch.Tensor):

@@ -14,9 +14,8 @@ from spark_elastic.protocol.types import HostId, SlotId
 # Seconds before a slot job is launched, by fruitless predecessors. A host that may not be used and has room would be
 # found again and again; the last is how long another one that comes up meanwhile is not noticed.
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-YIELDED = (
-    BACK_OFF.index(4.0) - 1
-)  # as many predecessors: what was left to another job is asked for again after that
+# What was left to another job is asked for again as after so many fruitless predecessors.
+YIELDED = BACK_OFF.index(4.0) - 1
 # Seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back.
 PARKED_FOR = 5.0
 
@@ -128,9 +127,7 @@ def yield_slots(turn: Turn, reason: str) -> None:
     survivors = turn.survivors()
     newest = newest_position(survivors)
     holders = [worker for worker in survivors if newest is not None and worker.position == newest]
-    holders.sort(
-        key=lambda worker: bool(worker.draining)
-    )  # of equals the first, but rather one that is not to leave
+    holders.sort(key=lambda worker: bool(worker.draining))  # rather one that need not leave, else the first
     # With all attempts of its task: one that returned would have Spark end the survivor (R14).
     kept = state.slots[holders[0].slot].job if holders else None
     for slot in tuple(state.slots.values()):

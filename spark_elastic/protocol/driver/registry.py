@@ -96,7 +96,5 @@ class Gone:
 
     reason: str
     status: WorkerStatus
-    liable: bool = (
-        False  # if its slot reports a failed exit later, that is a failure of its own, not yet counted
-    )
+    liable: bool = False  # a failed exit that its slot reports later is a failure of its own, not yet counted
     took_part: bool = False  # it had been in a world

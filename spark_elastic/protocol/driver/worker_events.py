@@ -24,9 +24,8 @@ KILLED = (
     SILENT_DRIVER,
 )  # exit codes of processes that were killed, or ended because the driver was silent
 KILLS_PER_SLOT = 20  # kills within the failure window that count as losses, not as failures
-KILLS_BORNE = (
-    2  # kills of one slot's workers in a row, before they took part in a world, that count as losses
-)
+# Kills of one slot's workers in a row, before they took part in a world, that count as losses.
+KILLS_BORNE = 2
 
 
 def worker_started(turn: Turn, event: on.WorkerStarted) -> None:

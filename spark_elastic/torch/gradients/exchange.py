@@ -56,15 +56,11 @@ class GradientExchange:
         self._bucket_bytes = terms.bucket_bytes  # of the next step
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._found_sparse = np.zeros(len(self._specs), np.bool_)
-        self._laid: object = (
-            None  # what the present layout was made from: group, bucket size, sparse parameters
-        )
+        self._laid: object = None  # what the layout was made from: group, bucket size, sparse parameters
         self._tuner = Tuner(0)
         self._clock = SystemClock()
         self._began = 0.0
-        self._fusion: Fusion | None = (
-            None  # None: the process trains alone; gradients stay where autograd puts them
-        )
+        self._fusion: Fusion | None = None  # None: alone, and gradients stay where autograd puts them
         self._group: Group | None = None
         self._agreed: Group | None = None
         self._lay(None)

@@ -49,9 +49,8 @@ class Fusion:
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """The gradients of a bucket, each in its shape, as views of the memory of `array`."""
-        flat = self._on_host(
-            number
-        ).data  # what the engine's thread writes is no change that `version` counts
+        # Not the tensor itself: what the engine's thread writes is no change that `version` should count.
+        flat = self._on_host(number).data
         parts = self.buckets[number].slices
         return [flat[part.offset : part.offset + part.numel].view(self._shapes[part.index]) for part in parts]
 

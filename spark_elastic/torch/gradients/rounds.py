@@ -65,9 +65,8 @@ class Rounds:
             named, terms, weakly(self._open), engine_of_process, timeline, _is_lone
         )
         self.done = False
-        self._world: Group | None = (
-            None  # that the newest step was opened in; in its set there may be nobody but this rank
-        )
+        # In which the newest step was opened; in its process set there may be nobody but this rank.
+        self._world: Group | None = None
         self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
         rounds_of_process().add(self)
 

@@ -56,9 +56,8 @@ def serve(descriptor: int) -> None:
     """The life of a rank's process: ends with the test's end of the pipe."""
     pipe = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # Ctrl-C is for calls: it waits for the next one
+    # Ctrl-C is for calls: it waits for the next one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     tasks: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
     member = Member(Endpoint(KEY))
     pipe.send(member.endpoint.address)

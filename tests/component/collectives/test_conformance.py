@@ -218,9 +218,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> N
 
 def test_abort_frees_whoever_waits_and_the_first_reason_stays(make: Make) -> None:
     groups = make(10)
-    each(
-        groups, lambda group: group.barrier()
-    )  # word of a failure goes along connections, so let all be open
+    # Word of a failure goes along connections, so let all be open.
+    each(groups, lambda group: group.barrier())
     timer = threading.Timer(0.1, lambda: (groups[2].abort("first"), groups[2].abort("second")))
     timer.start()
     ends = each(groups[:2], lambda group: group.barrier())

@@ -117,9 +117,8 @@ def test_inputs_have_the_shapes_that_were_asked_for() -> None:
         InvalidInput, match=r"input_shapes says \(5,\) for column 'x', whose rows have 4 numbers"
     ):
         _inputs(request(feature_cols=("x",), input_shapes=((5,),), brought=none), manifest)
-    changed: Any = SimpleNamespace(
-        transformation=dict
-    )  # whose results are reshaped: what is stored, it says itself
+    # The function's results are reshaped: what is stored, it says itself.
+    changed: Any = SimpleNamespace(transformation=dict)
     bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), brought=changed)
     assert [c.shape for c in _inputs(bytes_shaped, manifest)] == [(4,)]
 
