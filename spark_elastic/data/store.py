@@ -57,8 +57,9 @@ class Store:
     root: str = field(repr=False)
 
     @classmethod
-    def open(cls, url: str, **storage_options: Any) -> Store:
+    def open(cls, url: str | os.PathLike[str], **storage_options: Any) -> Store:
         """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's."""
+        url = url_of(url)
         if not url:
             raise InvalidInput(
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."

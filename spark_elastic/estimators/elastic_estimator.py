@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from pyspark.sql import DataFrame
+
+Path = str | os.PathLike[str]
+Paths = Path | Sequence[Path]
 
 _UNSAVED = ("storage_options",)  # they may hold credentials
 
@@ -63,9 +67,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
     def write(self) -> MLWriter:
         return _Writer(self)
 
-    def fit_on_parquet(
-        self, paths: str | Sequence[str], validation_paths: str | Sequence[str] | None = None
-    ) -> Any:
+    def fit_on_parquet(self, paths: Paths, validation_paths: Paths | None = None) -> Any:
         """Train on Parquet files as they are, written by anybody; nothing is copied. Needs an active Spark session.
 
         paths: files or folders, local or fsspec urls that driver and executors share, read with `storage_options`.

@@ -5,6 +5,7 @@ Owns names, documentation and defaults. What values are allowed is `validation.p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,8 +21,8 @@ def plain(value: Any) -> Any:
 
 
 def names(value: Any) -> list[str]:
-    """One column name or several, as a list."""
-    return [value] if isinstance(value, str) else [str(name) for name in value]
+    """One name of a column, or one path, or several, as a list."""
+    return [str(value)] if isinstance(value, str | os.PathLike) else [str(name) for name in value]
 
 
 def listed(value: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, url_of
 from spark_elastic.errors import InvalidInput
 
 BlowKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
@@ -75,12 +75,14 @@ class ClusterFaults:
         InvalidInput: a blow is not one of `KINDS`.
     """
 
-    def __init__(self, blows: Sequence[Blow], folder: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self, blows: Sequence[Blow], folder: str | os.PathLike[str], clock: Clock | None = None
+    ) -> None:
         for blow in blows:
             if blow.kind not in KINDS:
                 raise InvalidInput(f"kind must be one of {', '.join(KINDS)}; got {blow.kind!r}.")
         self._left = dict(enumerate(blows))
-        self._folder = folder
+        self._folder = url_of(folder)
         self._clock = clock or SystemClock()
         self._slow: tuple[float, float] | None = None  # until when, and by how much
 

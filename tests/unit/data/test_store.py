@@ -72,6 +72,7 @@ def test_one_of_two_creates_an_object(store: Store) -> None:
 
 
 def test_urls(tmp_path: Path) -> None:
+    assert Store.open(tmp_path).url == Store.open(str(tmp_path)).url
     for given in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/"):
         store = Store.open(given)
         assert store.url == f"file://{tmp_path}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from pyspark.ml.util import DefaultParamsWriter
 
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
-from spark_elastic.estimators.params import TorchParams
+from spark_elastic.estimators.params import TorchParams, names
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 FRAMEWORKS_OWN = {"model", "optimizer", "loss", "metrics", "callbacks"}  # objects of the framework
@@ -47,6 +48,10 @@ def test_set_returns_the_holder_and_goes_before_the_default() -> None:
 def test_one_column_may_be_given_by_its_name() -> None:
     assert Holder().setFeatureCols("x").getFeatureCols() == ["x"]
     assert Holder().setOutputCols("p").getOutputCols() == ["p"]
+
+
+def test_paths_of_files_may_be_paths() -> None:
+    assert names(Path("/a/b")) == names([Path("/a/b")]) == names("/a/b") == ["/a/b"]
 
 
 def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:

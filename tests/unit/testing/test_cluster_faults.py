@@ -38,7 +38,7 @@ def test_a_blow_falls_once_on_the_rank_that_it_is_for(
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
     monkeypatch.setattr("spark_elastic.testing.cluster_faults._wake_after", lambda pid, seconds: None)
     blow = Blow(kind, step=3, epoch=1, rank=5)  # type: ignore[arg-type]
-    first, second = (ClusterFaults([blow], str(tmp_path / "f")) for _ in range(2))
+    first, second = (ClusterFaults([blow], folder) for folder in (tmp_path / "f", str(tmp_path / "f")))
     first.strike(2, 2, 3, epoch=1)
     first.strike(9, 2, 3, epoch=0)
     first.strike(3, 1, 3, epoch=1)
