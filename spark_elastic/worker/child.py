@@ -17,8 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import IO
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.scratch import sweep
 from spark_elastic.worker.entry import Header
+from spark_elastic.worker.lines import lines
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
 
 # Seconds for a killed process and its last lines; what it forked may keep its output open longer.
@@ -148,9 +150,8 @@ class Child:
     def _read_lines(self, on_line: Callable[[Child, str], None]) -> None:
         pipe = self._process.stdout
         assert pipe is not None
-        with pipe:
-            for raw in pipe:
-                on_line(self, raw.decode("utf-8", errors="replace").rstrip("\n"))
+        for line in lines(pipe, SystemClock()):
+            on_line(self, line)
 
 
 def _process(handed: tuple[int, ...], threads: int | None) -> subprocess.Popen[bytes]:

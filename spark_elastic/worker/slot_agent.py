@@ -19,12 +19,14 @@ from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
+from spark_elastic.worker.lines import LINE_AT_MOST
 from spark_elastic.worker.out_of_memory import MemoryKills
 
 LOOK_AGAIN = 30.0  # seconds between two looks at the memory of a slot's processes
 STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
+CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message takes twice as many, whatever becomes of them on the way
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 REJOIN = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
 LAST_WORDS = 2.0  # seconds for the last log lines on their way to the driver
@@ -242,16 +244,22 @@ class SlotAgent:
         self._ship_waiting_lines()
 
     def _ship_waiting_lines(self) -> None:
-        while not self._lines.empty():
-            batch: dict[str, list[str]] = {}
-            for _ in range(min(LINES_AT_ONCE, self._lines.qsize())):
-                worker, line = self._lines.get()
-                batch.setdefault(worker, []).append(line)
+        while batch := self._next_lines():
             for worker, lines in batch.items():
                 try:
                     self._driver.logs(worker, None, tuple(lines))
                 except ElasticError:
                     continue  # lines are for people; losing some must not hurt training
+
+    def _next_lines(self) -> dict[str, list[str]]:
+        """By worker, as many as go in one message."""
+        batch: dict[str, list[str]] = {}
+        count = characters = 0
+        while count < LINES_AT_ONCE and characters < CHARACTERS_AT_ONCE and not self._lines.empty():
+            worker, line = self._lines.get()
+            batch.setdefault(worker, []).append(line)
+            count, characters = count + 1, characters + len(line)
+        return batch
 
 
 def _how(code: int, starved: bool) -> str:

@@ -17,6 +17,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.scratch import scratch_folder
 from spark_elastic.protocol.events import SlotBeat, SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
+from spark_elastic.rendezvous.messages import BODY_AT_MOST
 from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
@@ -27,6 +28,7 @@ from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_d
 pytestmark = pytest.mark.native
 
 SLOT = "4-0"
+MUCH = BODY_AT_MOST + 1
 CLOCK = SystemClock()
 
 
@@ -222,6 +224,26 @@ def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
     first = driver.logs.get(timeout=20.0)  # handed on by a thread of the server's
     assert first.lines[0] == "farewell"
     assert first.worker == f"{SLOT}.1"
+
+
+class PrintsMuch(CountingProgram):
+    """A line that is longer than a message may be, and so many lines that 500 are as well."""
+
+    def prepare(self) -> None:
+        sys.stdout.write("x" * MUCH + "\n" + f"{'y' * 20_000}\n" * 500 + "the end\n")
+        sys.exit(3)
+
+
+def test_all_that_a_worker_prints_arrives_however_much_it_is(driver: Driver) -> None:
+    def play() -> None:
+        driver.heard(WorkerExited)
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, PrintsMuch(1), play) == "enough"
+    told = ""
+    while not told.endswith("the end"):
+        told += "".join(driver.logs.get(timeout=20.0).lines)
+    assert told == "x" * MUCH + "y" * 10_000_000 + "the end"
 
 
 class SaysGoodbye(Announced):
