@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from datetime import datetime
@@ -11,6 +12,8 @@ from spark_elastic.clock import Clock
 from spark_elastic.observe.curve import Speed
 from spark_elastic.observe.line_limit import LineLimit
 from spark_elastic.observe.progress import PLAIN_EVERY, figures
+
+log = logging.getLogger("spark_elastic")
 
 COUNTED = {"step", "world"}  # of each job
 
@@ -36,6 +39,7 @@ class Output:
         self._limit = limit
         self._pending: Mapping[str, Any] | None = None
         self._next_line = 0.0
+        self._nobody_reads = False  # the pipe's other end was closed, as by `head`
         self._lock = threading.Lock()
 
     def log(self, rank: int | None, line: str) -> None:
@@ -82,5 +86,17 @@ class Output:
     def _write(self, text: str) -> None:
         if self._timestamps:
             text = f"{datetime.fromtimestamp(self._clock.wall()).astimezone().isoformat(timespec='seconds')} {text}"
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        if self._nobody_reads:
+            return
+        try:
+            self._stream.write(_writable(text, self._stream) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            self._nobody_reads = True
+            log.warning("nobody reads what workers print any more; the job goes on")
+
+
+def _writable(text: str, stream: IO[str]) -> str:
+    """What the stream's encoding lacks is told by its number."""
+    encoding = getattr(stream, "encoding", None)
+    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)

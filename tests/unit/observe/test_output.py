@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -13,7 +14,7 @@ from spark_elastic.observe.output import Output
 from spark_elastic.testing.clock import FakeClock
 
 
-def output(stream: io.StringIO, lines: bool = True, limit: LineLimit | None = None) -> Output:
+def output(stream: IO[str], lines: bool = True, limit: LineLimit | None = None) -> Output:
     return Output(stream, FakeClock(), timestamps=False, worlds=True, lines=lines, limit=limit)
 
 
@@ -32,6 +33,33 @@ def test_a_worker_that_prints_much_is_cut_short_where_it_is_to_be(limited: bool,
     last = ["[1] 2 lines were left out"] if limited else []
     assert shown == [*first, "[0] another", "[driver] world 2", *last]
     assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == lines
+
+
+class _ClosedPipe(io.StringIO):
+    writes = 0
+
+    def write(self, text: str, /) -> int:
+        self.writes += 1
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_pipe_that_nobody_reads_any_more_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    stream = _ClosedPipe()
+    shown = output(stream)
+    for number in range(3):
+        shown.log(0, f"line {number}")
+    shown.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "nobody reads what workers print any more; the job goes on"
+    ]
+    assert stream.writes == 1
+
+
+def test_what_a_streams_encoding_lacks_is_told_by_its_number() -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii")
+    output(stream).log(0, "é")
+    assert written.getvalue() == b"[0] \\xe9\n"
 
 
 def test_without_logs_the_files_are_still_written(tmp_path: Path) -> None:
