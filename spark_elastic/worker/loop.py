@@ -219,8 +219,10 @@ class WorkerLoop:
             return on.Synced(self._clock.now(), turn.world.fence, self._program.sync(turn.world, group))
         except CollectiveError as error:
             return self._broke(self._fence(), error)
-        except (Exception, SystemExit) as error:
-            # The user's, or ours inside the user's: told to the driver, which decides (R13).
+        except Left:
+            raise
+        except BaseException as error:
+            # The user's, or ours inside the user's, whatever its class: told to the driver, which decides (R13).
             return on.UserRaised(self._clock.now(), fingerprint(error), traceback_of(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:

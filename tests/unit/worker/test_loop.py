@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol import commands as do
@@ -11,7 +14,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.assignment import Place, assign
 from spark_elastic.protocol.types import Fence, World
 from spark_elastic.worker.loop import Identity, WorkerLoop
-from spark_elastic.worker.program import Completed
+from spark_elastic.worker.program import Completed, Left
 
 NOTHING: Any = None
 
@@ -61,3 +64,27 @@ def test_a_result_that_no_message_takes_ends_the_job_with_a_sentence() -> None:
     event = loop._guarded(do.Run("", world, None))
     assert isinstance(event, on.UserRaised)
     assert "InvalidInput: what training returned takes 8.6 MiB" in event.traceback
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, BaseException])
+def test_what_user_code_raises_is_told_whatever_its_class(raised: type[BaseException]) -> None:
+    """As a bare exit code it would be tried again until the budget is used up."""
+
+    def run(*world: object) -> Completed:
+        raise raised("why")
+
+    loop = _loop(SimpleNamespace(run=run))
+    loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
+    event = loop._guarded(do.Run("", _world(1), None))
+    assert isinstance(event, on.UserRaised)
+    assert f"{raised.__name__}: why" in event.traceback
+
+
+def test_the_end_of_a_function_that_was_in_other_worlds_is_no_exception_of_the_users() -> None:
+    def run(*world: object) -> Completed:
+        raise Left(0)
+
+    loop = _loop(SimpleNamespace(run=run))
+    loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
+    with pytest.raises(Left):
+        loop._guarded(do.Run("", _world(1), None))
