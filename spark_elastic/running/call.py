@@ -259,9 +259,12 @@ def _slow_for(fn: Callable[..., Any]) -> tuple[str, ...]:
     return _preload(modules, BACKEND in code.co_consts)
 
 
-def _slow_in(source: str) -> tuple[str, ...]:
-    modules = set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", source, re.MULTILINE))
-    return _preload(modules, BACKEND in source)
+def _slow_in(source: bytes) -> tuple[str, ...]:
+    text = source.decode(
+        "utf-8", "replace"
+    )  # the names of these modules are the same in any encoding of a program
+    modules = set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", text, re.MULTILINE))
+    return _preload(modules, BACKEND in text)
 
 
 def _preload(modules: set[str], chooses_backend: bool) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from spark_elastic.worker.ending import forks_end_here
 
 @dataclass(frozen=True)
 class Script:
-    """path: where it lies at the caller. source: its text, for hosts that do not have it there."""
+    """path: where it lies at the caller. source: its bytes, for hosts that do not have it there."""
 
     path: str
-    source: str
+    source: bytes
     arguments: tuple[str, ...] = ()
 
     @classmethod
@@ -30,8 +30,8 @@ class Script:
         """Raises InvalidInput where there is no such file."""
         whole = os.path.abspath(path)
         try:
-            return cls(whole, Path(whole).read_text(encoding="utf-8"), arguments)
-        except (OSError, UnicodeDecodeError) as error:
+            return cls(whole, Path(whole).read_bytes(), arguments)
+        except OSError as error:
             raise InvalidInput(
                 f"the script {path!r} cannot be read ({error}): give the path of a Python file."
             ) from error
@@ -40,30 +40,31 @@ class Script:
         """Run it. An exit code other than 0 is an error, as for the shell."""
         with scratch_folder() as folder:
             path = self._here(folder)
-            with _as_program(str(path), self.arguments, str(path.parent)):
+            # What it imports lies beside the file itself, as for Python, not beside a link to it.
+            with _as_program(str(path), self.arguments, str(path.resolve().parent)):
                 runpy.run_path(str(path), run_name="__main__")
 
     def _here(self, folder: Path) -> Path:
         """The script's path on this host: its own place, beside the modules that it imports, or a copy."""
         own = Path(self.path)
         try:
-            if own.read_text(encoding="utf-8") == self.source:
+            if own.read_bytes() == self.source:
                 return own
-        except (OSError, UnicodeDecodeError):
-            pass  # it is not here, or is another file
+        except OSError:
+            pass  # it is not here
         copy = folder / own.name
-        copy.write_text(self.source, encoding="utf-8")
+        copy.write_bytes(self.source)
         return copy
 
 
 @dataclass(frozen=True)
 class Module:
     """A module to run as `python -m` does. folder: where the caller stands; it is looked for there first. source: its
-    text."""
+    bytes."""
 
     name: str
     folder: str
-    source: str
+    source: bytes
     arguments: tuple[str, ...] = ()
 
     @classmethod
@@ -78,7 +79,7 @@ class Module:
             raise InvalidInput(
                 f"there is no module {name!r} to run, neither in {folder} nor among what is installed."
             )
-        return cls(name, folder, Path(spec.origin).read_text(encoding="utf-8"), arguments)
+        return cls(name, folder, Path(spec.origin).read_bytes(), arguments)
 
     @property
     def __name__(self) -> str:

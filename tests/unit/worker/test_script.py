@@ -45,6 +45,38 @@ def test_a_script_runs_on_a_host_that_does_not_have_it(
     assert not Path(told.read_text()).exists()
 
 
+def test_a_script_that_a_link_leads_to_has_its_own_modules_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.delitem(sys.modules, "neighbour_of_a_linked_script", raising=False)
+    own, link, told = tmp_path / "own", tmp_path / "train.py", tmp_path / "told"
+    own.mkdir()
+    (own / "neighbour_of_a_linked_script.py").write_text("value = 7\n")
+    (own / "train.py").write_text(
+        "import pathlib, neighbour_of_a_linked_script as near\n"
+        f"pathlib.Path({str(told)!r}).write_text(f'{{near.value}} {{__file__}}')\n"
+    )
+    link.symlink_to(own / "train.py")
+    Script.read(str(link))()
+    assert told.read_text() == f"7 {link}"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_script_says_its_encoding(here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+    path, told = tmp_path / "train.py", tmp_path / "told"
+    path.write_bytes(
+        b"# -*- coding: latin-1 -*-\nimport pathlib\n"
+        + f"pathlib.Path({str(told)!r}).write_text('caf\xe9', encoding='utf-8')\n".encode("latin-1")
+    )
+    script = Script.read(str(path))
+    if not here:
+        path.unlink()
+    script()
+    assert told.read_text(encoding="utf-8") == "café"
+
+
 def test_a_script_that_exits_ill_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
     path = tmp_path / "train.py"
@@ -72,7 +104,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.Mon
     module()
     assert told.read_text() == "__main__ ['--lr', '0.1'] 7"
     assert (sys.path, module.__name__) == (before, "package_to_run")
-    assert "from .near import value" in module.source
+    assert b"from .near import value" in module.source
     for name in ("nowhere", "nowhere.train", "package_to_run.nowhere", "sys"):
         with pytest.raises(InvalidInput, match=f"no module '{name}' to run"):
             Module.found(name)
