@@ -22,7 +22,7 @@ from spark_elastic.worker import results
 from spark_elastic.worker.context import begin_call, current
 from spark_elastic.worker.ending import forks_end_here
 from spark_elastic.worker.program import Completed, Outcome, Session
-from spark_elastic.worker.surroundings import surround
+from spark_elastic.worker.surroundings import leave_process_group, surround
 
 
 class FunctionProgram:
@@ -70,6 +70,7 @@ class FunctionProgram:
         session.kept.pop(ENTERED, None)
         if self._ran:  # before the first call, what its modules asked for when they were imported
             begin_call()
+            leave_process_group()
         self._ran = True
         if self._durable is not None and self._commits is None:
             store, policy = self._durable

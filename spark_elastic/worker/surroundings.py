@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import World
@@ -44,6 +45,14 @@ def surround(world: World, group: Group, address: str, ports: tuple[int, int] | 
             "HOROVOD_ELASTIC": "1",
         }
     )
+
+
+def leave_process_group() -> None:
+    """The one of torch.distributed that an earlier call of the function was done with, or could not go on with: there
+    is one in a process, and the next call asks for its own."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def free_port(address: str, ports: tuple[int, int]) -> int:

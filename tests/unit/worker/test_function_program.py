@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +38,35 @@ def test_a_function_that_begins_again_adds_its_process_sets_again(monkeypatch: p
             assert here.group is not None
             program.run(here.world, here.group, session)
             assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
+
+
+TALKS = """
+import os
+import torch.distributed as dist
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.worker.context import current
+from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.program import Session
+from tests.unit.ops.workers import become
+
+def talk():
+    dist.init_process_group("gloo")  # like many a program it does not destroy what it made
+    dist.barrier()
+
+program = FunctionProgram(talk)
+for generation in (1, 2):
+    become(FakeFabric(1, fence=(1, generation)).group(0))
+    program.run(current().world, current().group, Session(lambda: 0, lambda at: None, lambda told: None, None))
+    print(os.environ["MASTER_PORT"], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_function_that_begins_again_makes_its_process_group_of_torch_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TALKS], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert len(done.stdout.split()) == 2, done.stderr
 
 
 def _never(error: object) -> Any:
