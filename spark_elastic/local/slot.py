@@ -6,6 +6,7 @@ agent.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from spark_elastic.clock import SystemClock
@@ -21,6 +22,8 @@ def main() -> None:
     payload = sys.stdin.buffer.read()
     # A death signal follows the spawning thread; the launcher's thread outlives its slot.
     die_with_parent(order.parent)
+    # Ctrl-C reaches all processes of a terminal, and the driver ends the job; those that this one starts inherit it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     clock = SystemClock()
     plan = SlotPlan(
         order.slot,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 
 import pytest
 
@@ -27,6 +28,25 @@ def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
         ended = posted.get(timeout=30.0)
         assert isinstance(ended, SlotJobEnded)
         assert ("localhost has no torch" if key == KEY else "key") in ended.reason
+    finally:
+        assert launcher.close(10.0) == []
+        driver.close()
+
+
+def test_ctrl_c_is_the_drivers_to_answer() -> None:
+    """A terminal signals all processes; those of a slot would end with a traceback each, before they are told to."""
+    driver = start_driver(admit=lambda facts: "so that it starts no worker")
+    posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
+    launcher = LocalLauncher(None, Hosts({"localhost": 1}), SystemClock())
+    try:
+        launcher.start(Contact(driver.server.address, KEY, ATTEMPT, "job", None), posted.put)
+        launcher.launch(1)
+        slot = driver.heard(SlotRegistered).slot
+        launcher.kill(1, signal.SIGINT)
+        driver.server.release_slot(slot, "the caller was interrupted")
+        ended = posted.get(timeout=30.0)
+        assert isinstance(ended, SlotJobEnded)
+        assert ended.reason == "the caller was interrupted"
     finally:
         assert launcher.close(10.0) == []
         driver.close()
