@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import keras
 import torch
 
 from spark_elastic.errors import InvalidInput
@@ -15,6 +16,7 @@ from spark_elastic.ops.passes import PassCount
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
 from spark_elastic.ops.reduction import How
+from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, exchange_of, wrapped
 from spark_elastic.torch.allreduce import start
 
 Plain = TypeVar("Plain")
@@ -38,14 +40,13 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     if op not in (Average, Sum):
         raise InvalidInput(f"on the torch backend of Keras op must be Average or Sum; got {op!r}.")
     how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
-    passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
-    own = type(optimizer)
-    kind = type(own.__name__, (_Distributed, own), {"__module__": own.__module__})
-    distributed: Any = object.__new__(kind)
-    object.__setattr__(distributed, "__dict__", optimizer.__dict__)  # past Keras's own way to set attributes
-    vars(distributed)["_spark_elastic"] = (passes, _Exchange(how, scale_local_gradients))
-    wrapped: Plain = distributed
-    return wrapped
+
+    def made() -> tuple[_Passes, _Exchange]:
+        passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
+        return passes, _Exchange(how, scale_local_gradients)
+
+    distributed: Plain = wrapped(optimizer, _Distributed, made, keras.utils)
+    return distributed
 
 
 class _Passes:
@@ -98,14 +99,12 @@ class _Exchange:
         return results
 
 
-class _Distributed:
+class _Distributed(WrappedOptimizer):
     """What is added to the optimizer's own class."""
-
-    _spark_elastic: tuple[_Passes, _Exchange]
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of that variable is not exchanged."""
-        self._spark_elastic[1].local.add(id(var))
+        exchange_of(self)[1].local.add(id(var))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange, and apply.
@@ -116,7 +115,7 @@ class _Distributed:
         own: Any = super()
         this: Any = self
         variables = this._trainable_variables if trainable_variables is None else list(trainable_variables)
-        passes, exchange = self._spark_elastic
+        passes, exchange = exchange_of(self)
         summed = passes.add(list(grads))
         if summed is not None:
             own.apply(exchange.shared(summed, variables), trainable_variables)

@@ -1,7 +1,4 @@
-"""`DistributedOptimizer`: a Keras optimizer whose gradients are exchanged before it applies them. Training thread only.
-
-It is the optimizer itself with a further class: variables, learning rate and schedules are the same objects.
-"""
+"""`DistributedOptimizer`: a Keras optimizer that exchanges gradients before it applies them. Training thread only."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduce_op import Average, ReduceOp
 from spark_elastic.ops.reduction import How
+from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, exchange_of, wrapped
 from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.calls import unconverted
 from spark_elastic.tensorflow.compression import Compression
@@ -56,16 +54,13 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
             f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
         )
     how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
-    terms = Terms(how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients)
-    passes = Passes(backward_passes_per_step, average_aggregated_gradients)
-    own = type(optimizer)
-    # Under the name of its own class: what is saved is loaded as the plain optimizer.
-    kind = type(own.__name__, (_Distributed, own), {"__module__": own.__module__})
-    distributed: Any = object.__new__(kind)
-    object.__setattr__(distributed, "__dict__", optimizer.__dict__)  # past Keras's own way to set attributes
-    vars(distributed)["_spark_elastic"] = (terms, passes)  # unseen by Keras's tracking of attributes
-    wrapped: Plain = distributed
-    return wrapped
+
+    def made() -> tuple[Terms, Passes]:
+        terms = Terms(how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients)
+        return terms, Passes(backward_passes_per_step, average_aggregated_gradients)
+
+    distributed: Plain = wrapped(optimizer, _Distributed, made, tf.keras.utils)
+    return distributed
 
 
 def PartialDistributedOptimizer(
@@ -75,18 +70,16 @@ def PartialDistributedOptimizer(
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
     for variable in weights_of(local_layers):
         distributed.register_local_var(variable)
-    wrapped: Plain = distributed
-    return wrapped
+    partly: Plain = distributed
+    return partly
 
 
-class _Distributed:
+class _Distributed(WrappedOptimizer):
     """What is added to the optimizer's own class."""
-
-    _spark_elastic: tuple[Terms, Passes]
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of that variable is not exchanged."""
-        self._spark_elastic[0].local.append(var)
+        exchange_of(self)[0].local.append(var)
 
     @unconverted
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -97,13 +90,14 @@ class _Distributed:
         """
         own: Any = super()
         this: Any = self
-        terms, passes = self._spark_elastic
+        terms, passes = exchange_of(self)
         variables = list(this._trainable_variables if trainable_variables is None else trainable_variables)
         given = list(grads)
         if passes.count == 1:
             own.apply(exchanged(given, variables, terms), trainable_variables)
             return
-        this.build(variables)  # not inside of the branch below
+        if not this.built:  # not inside of the branch below
+            this.build(variables)
         complete, summed = passes.add([dense(gradient) for gradient in given], terms.how.process_set)
 
         def step() -> Any:

@@ -161,6 +161,45 @@ def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_on
         hvd.DistributedOptimizer(optimizer)
 
 
+@keras.saving.register_keras_serializable(package="tests")
+class Registered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
+    """An optimizer of the user's that Keras knows."""
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+def test_an_optimizer_that_keras_was_told_of_is_found_by_its_name(tmp_path: Path) -> None:
+    model = compiled(hvd.DistributedOptimizer(Registered(0.1)))
+    model.save(tmp_path / "model.keras")
+    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
+
+
+def test_an_optimizer_made_from_its_configuration_exchanges_as_well() -> None:
+    first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    second = type(first).from_config(first.get_config())
+    model = compiled(second)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert int(second.iterations.numpy()) == 3
+    assert not first.built
+
+
+def test_scaled_losses_are_inside_of_what_exchanges() -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0)
+    model, expected = compiled(), compiled()
+    model.compile(hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), "mse")
+    model.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
+    expected.compile(keras.optimizers.SGD(0.2), "mse")
+    expected.fit(X, Y, verbose=0)
+    np.testing.assert_allclose(model.get_weights()[0], expected.get_weights()[0], rtol=1e-5)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.raises(
+            InvalidInput, match=r"use DistributedOptimizer\(keras\.optimizers\.LossScaleOptimizer"
+        ):
+            compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_passes_are_summed_before_they_are_applied(eager: bool) -> None:
     expected, model = compiled(), compiled(run_eagerly=eager)
