@@ -60,9 +60,12 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         names = sorted(logs or ())
         if names:
-            values = np.array([float(logs[name]) for name in names])
-            allreduce_arrays([values], "allreduce.metrics", process_set=self._process_set)
-            logs.update(zip(names, values.tolist(), strict=True))
+            # Some metrics have a number for each class or threshold.
+            values = [np.array(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
+            allreduce_arrays(values, "allreduce.metrics", process_set=self._process_set)
+            logs.update(
+                {n: value if value.ndim else float(value) for n, value in zip(names, values, strict=True)}
+            )
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]

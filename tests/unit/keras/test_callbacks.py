@@ -219,6 +219,14 @@ def test_xla_is_refused_in_a_sentence() -> None:
         model.fit(X, Y, verbose=0)
 
 
+def test_metrics_of_several_numbers_are_averaged_number_by_number() -> None:
+    logs = {"f1": np.array([1.0, 2.0]), "loss": keras.ops.convert_to_tensor(3.0), "lr": 0.5}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs["f1"].tolist() == [1.0, 2.0]
+    assert (logs["loss"], logs["lr"]) == (3.0, 0.5)
+    assert isinstance(logs["loss"], float)
+
+
 def test_values_of_one_process_are_its_own() -> None:
     assert hvd.allreduce(2.0, op=hvd.Sum) == 2.0
     assert hvd.allgather(keras.ops.ones((2, 1))).tolist() == [[1], [1]]
