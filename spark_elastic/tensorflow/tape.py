@@ -72,8 +72,15 @@ class _Distributed:
         self._terms.local.append(source)
 
     @unconverted
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **how: Any) -> Any:
-        """As the tape's own, of the average or sum over all ranks.
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **how: Any,
+    ) -> Any:
+        """As the tape's own, of the average or sum over all ranks. use_generic_names: of no use here.
 
         Raises:
             CollectiveError: the exchange, or an operation inside of what was recorded, broke.
