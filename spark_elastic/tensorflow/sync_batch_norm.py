@@ -17,6 +17,7 @@ from spark_elastic.tensorflow.allreduce import reduced
 from spark_elastic.tensorflow.arrays import Tensor
 
 
+@tf.keras.utils.register_keras_serializable("spark_elastic")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc] # untyped
     """As tf.keras.layers.BatchNormalization, with the statistics of the whole batch while it trains.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,10 @@ def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(
         np.testing.assert_allclose(y, expected[0][parts[rank]], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(gradient, expected[1][parts[rank]], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(variance, whole.moving_variance.value.numpy(), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+def test_a_saved_model_is_loaded_as_it_is(tmp_path: Path) -> None:
+    model = tf.keras.Sequential([tf.keras.Input((3,)), hvd.SyncBatchNormalization()])
+    model.save(tmp_path / "model.keras")
+    assert type(tf.keras.models.load_model(tmp_path / "model.keras").layers[0]) is hvd.SyncBatchNormalization
