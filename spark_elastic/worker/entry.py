@@ -130,6 +130,7 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     ) as error:  # the driver decides what follows; it hears of it once this process is a worker
         return None, (fingerprint(error), traceback_of(error))
     finally:
+        gc.freeze()  # nor need the collector look through them once in the middle of the first epoch
         gc.enable()
     return program, ("", "")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import queue
+import sys
 import threading
 
 import cloudpickle
@@ -52,3 +54,13 @@ def test_what_is_registered_for_its_end_runs_and_does_not_keep_it() -> None:
     lines, code = life(cloudpickle.dumps(SaysGoodbye()))
     assert code == 1
     assert "goodbye" in lines
+
+
+class Loads:
+    def prepare(self) -> None:
+        atexit.register(lambda: sys.stdout.write(f"left alone: {gc.get_freeze_count()}\n"))
+
+
+def test_the_collector_leaves_alone_what_was_loaded() -> None:
+    lines, _ = life(cloudpickle.dumps(Loads()))
+    assert any(int(line.removeprefix("left alone:")) > 10_000 for line in lines if "left alone" in line)
