@@ -128,7 +128,7 @@ def _settings() -> list[str]:
 
 
 def _variable(field: dataclasses.Field[object]) -> str:
-    """Of an object there is none."""
+    """The variable of the environment that sets it; "" for objects, which have none."""
     return "" if str(field.type).startswith("object") else f"`{PREFIX}{field.name.upper()}`"
 
 

@@ -63,7 +63,7 @@ def test_every_scenario_has_a_test_in_every_build() -> None:
 
 def test_every_mark_names_a_scenario_and_its_faults_can_be_switched_off() -> None:
     for number, test, _, takes_fault in _marked():
-        assert number in scenarios.IDS, f"{test} plays {number}, which is none"
+        assert number in scenarios.IDS, f"{test} plays {number}, which is no scenario"
         assert takes_fault or number in scenarios.FAULTLESS, (
             f"{test} plays {number} but does no fault by `fault`"
         )

@@ -23,7 +23,7 @@ LOOK_EVERY = 0.02  # seconds
 
 
 def await_blow(epoch: int, step: int, validates: bool = False) -> None:
-    """At the beginning of a step, or of one of the validation behind the epoch."""
+    """Wait for a blow at the beginning of a step, or of a step of the validation after the epoch."""
     if FOLDER in os.environ and (validates or step == STEP):
         to_come = Path(os.environ[FOLDER], f"validation {epoch}" if validates else f"epoch {epoch}")
         while to_come.exists():

@@ -71,7 +71,7 @@ def fits(store: str) -> None:
 
 
 def runs(store: str) -> None:
-    """The same with a hand-written loop; the first step that is taken is the one behind the newest durable commit."""
+    """The same with a hand-written loop; the first step that is taken is the one after the newest durable commit."""
     cloudpickle.register_pickle_by_value(hand_written)
     durable, lines = Checkpoints(Store.open(store), RUN).published(), io.StringIO()
     with session() as spark:

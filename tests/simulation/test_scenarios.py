@@ -23,7 +23,7 @@ def test_r01_death_at_any_point_of_a_step_costs_no_step(moment: Moment, target: 
 
 
 def test_r04_state_comes_from_survivors_and_the_late_come_as_newcomers() -> None:
-    """A stopped member is left out; it comes back without a step, behind those who stayed."""
+    """A stopped member is left out; it comes back without a step, ranked after those who stayed."""
     report = simulate(scene(Fault(Kind.STOP_WORKER, Moment.EXCHANGE, nth=5, target=0, duration=60.0)))
     assert report.end.outcome is Outcome.SUCCESS
     stopped = report.worlds[0].members[0].worker

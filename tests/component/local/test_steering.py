@@ -102,7 +102,7 @@ def test_a_job_is_ended_by_its_handle() -> None:
 
 
 def test_a_run_id_goes_on_behind_a_killed_command(tmp_path: Path) -> None:
-    """`spark-elastic-run --run-id`: killed once a commit is durable, the same command goes on behind that one."""
+    """`spark-elastic-run --run-id`: killed once a commit is durable, the same command goes on after that commit."""
     durable = ("--run-id", "mine", "--store", str(tmp_path / "store"), "--checkpoint-steps", "5")
     fault, folders = Fault(on=True), [tmp_path / name for name in ("first", "second")]
     for folder in folders:

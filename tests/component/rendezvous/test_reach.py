@@ -120,7 +120,7 @@ def hang(until: threading.Event) -> None:
 def test_a_driver_that_falls_silent_is_named_and_heard_again_when_it_wakes(driver: Driver) -> None:
     """Its loop hangs while a poll is open; the hold of the poll is no reason to wait longer than `timeout`."""
     wake = threading.Event()
-    client = driver.client(timeout=6.0)  # the answer has two seconds behind the hold
+    client = driver.client(timeout=6.0)  # the answer has two seconds after the hold
     slot = client.slot("1-0")
     assert slot.watch(0, hold=20.0).release is None, (
         "an idle poll ends in time, though asked to be held for long"

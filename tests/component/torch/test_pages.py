@@ -41,14 +41,14 @@ def defined(program: str) -> Callable[[int], Any]:
     return names["train"]
 
 
-def late(train: Callable[[int], Any], epochs: int, behind: str) -> Any:
-    """`train`, which awaits its second world in the last commit behind an epoch, or in that of its last batch."""
+def late(train: Callable[[int], Any], epochs: int, last: str) -> Any:
+    """`train`, which awaits its second world in the last commit of an epoch, or in that of its last batch."""
     import spark_elastic.torch as hvd
 
     class Late(hvd.elastic.TorchState):
         def commit(self) -> None:
             batches_done = self.sampler.processed_num >= len(self.sampler.dataset)
-            done = self.epoch == epochs if behind == "epoch" else batches_done
+            done = self.epoch == epochs if last == "epoch" else batches_done
             if done:
                 print("step 1", flush=True)  # noqa: T201 - what the test waits for
                 hold(self, 2)
@@ -58,9 +58,9 @@ def late(train: Callable[[int], Any], epochs: int, behind: str) -> Any:
     return train(epochs)
 
 
-@pytest.mark.parametrize(("program", "behind"), [(of_page, "epoch"), (of_notebook, "batch")])
-def test_a_world_without_a_batch_has_the_last_ones_loss(program: Callable[[], Any], behind: str) -> None:
-    run = Run(late, (program(), 1, behind), room=2, num_workers=2, max_workers=3)
+@pytest.mark.parametrize(("program", "last"), [(of_page, "epoch"), (of_notebook, "batch")])
+def test_a_world_without_a_batch_has_the_last_ones_loss(program: Callable[[], Any], last: str) -> None:
+    run = Run(late, (program(), 1, last), room=2, num_workers=2, max_workers=3)
     run.at(1, lambda: run.cluster.add_room(1))
     results = run.results()
     assert run.sizes()[:2] == [2, 3]

@@ -1,4 +1,4 @@
-"""A training process that the kernel kills for want of memory: said so, and after two repeats the job ends."""
+"""A training process that the kernel kills because memory ran out: the log says so, and the third kill ends the job."""
 
 from __future__ import annotations
 

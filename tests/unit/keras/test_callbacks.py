@@ -105,7 +105,7 @@ def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     state = Position()
     callbacks = [hvd.elastic.CommitStateCallback(state, batches_per_commit=4)]
     compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
-    assert state.commits == 4  # behind four batches, and at the end of each epoch
+    assert state.commits == 4  # after four batches, and at the end of each epoch
     state.batch = 2
     seen = Seen(state)
     rest = [hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6), seen]

@@ -98,7 +98,7 @@ def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None
     whole = len(replay(path).turns)
     path.write_bytes(path.read_bytes()[:-20])
     assert len(replay(path).turns) == whole - 1
-    _journal_of(44, path)  # the next driver goes on behind it
+    _journal_of(44, path)  # the next driver appends to it
     assert len(replay(path, 0).turns) == whole - 1
     assert replay(path).initial["limits"] == random_plan(44).limits
     with pytest.raises(InvalidInput, match="holds 2 jobs, and number 2 is asked for"):

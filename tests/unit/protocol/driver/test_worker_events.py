@@ -59,7 +59,7 @@ def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(fir
     (abort,) = bench.all(Abort)
     assert name(2) in abort.reason
     _done(bench, *(worker for worker in (name(1), name(3)) if worker != first))
-    assert not bench.all(End), "a result of a world that is over is none"
+    assert not bench.all(End), "a result of a world that is over does not count"
     assert bench.members() == [name(1), name(3)]
     assert bench.world.position == at(0)
     bench.form()

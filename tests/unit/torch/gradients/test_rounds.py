@@ -64,7 +64,7 @@ def test_who_waits_for_gradients_of_a_process_set_is_seen_to_wait(monkeypatch: p
 
 
 def stepped(model: torch.nn.Module) -> None:
-    """One step of size 1 along gradients of 1, by an optimizer that nobody holds any more behind it."""
+    """One step of size 1 along gradients of 1, by an optimizer that nobody holds any more afterwards."""
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

@@ -148,7 +148,7 @@ def test_the_real_package() -> None:
     scored = stepped(model, Position(2, Phase.TRAIN, 3))
     assert scored.logged == {"epoch": 2.0, "step": 23.0, "number": 3.0, "rank": 1.0}
     assert scored.denominator == 3
-    assert model.current_epoch == 0, "it has no trainer behind the step"
+    assert model.current_epoch == 0, "it has no trainer after the step"
 
     class Clips(Real):
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
