@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from spark_elastic.errors import PeersMissing
 from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId
+from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous import messages as m
 
 R = TypeVar("R")
@@ -93,7 +94,7 @@ class WorkerCalls:
         return self._client.ask(m.WatchWorker(self._worker, self._slot, over, version), hold, within)
 
     def report(self, numbers: dict[str, Any]) -> m.Acknowledged:
-        return self._client.ask(m.Report(self._worker, self._slot, numbers))
+        return self._client.ask(m.Report(self._worker, self._slot, codec.worded(numbers)))
 
     def exchange(
         self, fence: Fence, rank: int, blob: bytes, timeout: float, name: str = "mesh"

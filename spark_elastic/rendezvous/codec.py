@@ -10,10 +10,11 @@ import base64
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 Reader = Callable[[Any, str], Any]
 
 PACKED_FROM = 4096  # bytes
+ODD = ("nan", "inf", "-inf")  # as Python writes and reads them
 
 
 class Garbled(ValueError):
@@ -72,6 +74,20 @@ def unpacked(body: bytes) -> bytes:
         return zlib.decompress(body)
     except zlib.error:
         raise Garbled("the body is neither JSON nor packed") from None
+
+
+def worded(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """With NaN and infinities as text, since JSON has neither; `numbered` gives them back."""
+    return {name: str(value) if _is_odd(value) else value for name, value in numbers.items()}
+
+
+def numbered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `worded` was given."""
+    return {name: float(value) if value in ODD else value for name, value in values.items()}
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def plain(value: Any) -> Any:

@@ -219,7 +219,7 @@ class Blobs:
 
 @dataclass(frozen=True)
 class Report(Request[Acknowledged]):
-    """Progress for people: a few numbers by name. Some may be lost."""
+    """Progress for people: a few numbers by name. Some may be lost. JSON has no NaN and no infinity: as text."""
 
     path = "/v1/worker/report"
     reply = Acknowledged

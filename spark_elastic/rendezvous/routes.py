@@ -7,6 +7,7 @@ the clock together. It must not know sockets, signatures or the driver machine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from spark_elastic.errors import StaleGeneration
 from spark_elastic.protocol import events
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
+from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous import messages as m
 from spark_elastic.rendezvous.board import Board
 from spark_elastic.rendezvous.gate import Call, Handler, PeerGone
@@ -176,7 +178,7 @@ class Routes:
         return reply or self._board.news(request.worker)
 
     def _report(self, request: m.Report) -> m.Acknowledged:
-        self._on_report(request)
+        self._on_report(dataclasses.replace(request, numbers=codec.numbered(request.numbers)))
         return m.Acknowledged(self._board.stop(request.worker))
 
     async def _exchange(self, call: Call) -> m.Blobs:

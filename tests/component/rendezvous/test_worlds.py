@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from spark_elastic.errors import StaleGeneration
@@ -99,6 +101,14 @@ def test_progress_is_handed_on(driver: Driver) -> None:
     worker.report({"loss": 0.5, "step": 3})
     report = driver.reports.get(timeout=PATIENCE)
     assert (report.worker, report.numbers) == (A, {"loss": 0.5, "step": 3})
+
+
+def test_progress_of_a_training_that_diverged_is_handed_on_too(driver: Driver) -> None:
+    """JSON has no NaN: the server refused every such report, and people saw a job that stood still."""
+    driver.client().worker(A, "1-0").report({"loss": math.nan, "norm": -math.inf, "step": 3})
+    numbers = driver.reports.get(timeout=PATIENCE).numbers
+    assert math.isnan(numbers.pop("loss"))
+    assert numbers == {"norm": -math.inf, "step": 3}
 
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:
