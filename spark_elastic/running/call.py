@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -221,7 +222,7 @@ def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
 
 def results(launched: LaunchResult) -> Results[Any]:
     """By rank, of the last world's members."""
-    return Results(map(decode, launched.results), launched.report)
+    return Results(map(decode, launched.results, itertools.count()), launched.report)
 
 
 def _positional(

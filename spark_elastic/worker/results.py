@@ -54,7 +54,21 @@ def refuse_too_large(text: str) -> None:
         )
 
 
-def decode(text: str) -> Any:
-    """The value; None for `null`, which stands for a worker that ended without a result."""
+def decode(text: str, rank: int) -> Any:
+    """The value; None for `null`, which stands for a worker that ended without a result. rank: as in `encode`.
+
+    Raises:
+        InvalidInput: the value cannot be made here again.
+    """
     encoded = json.loads(text)
-    return None if encoded is None else cloudpickle.loads(base64.b64decode(encoded))
+    if encoded is None:
+        return None
+    try:
+        return cloudpickle.loads(base64.b64decode(encoded))
+    except (
+        Exception
+    ) as error:  # a module that is not here, or a class whose objects pickle and do not come back
+        raise InvalidInput(
+            f"what the function returned on rank {rank} was pickled there and cannot be read here "
+            f"({type(error).__name__}: {error}): return plain data."
+        ) from error

@@ -96,7 +96,7 @@ def fork() -> int | None:
 
 def test_a_function_forks_processes() -> None:
     result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, Watcher())
-    assert [decode(text) for text in result.results] == [0]
+    assert [decode(text, 0) for text in result.results] == [0]
 
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:

@@ -12,18 +12,30 @@ from spark_elastic.worker.results import MOST, decode, encode, refuse_too_large
 
 def test_any_object_comes_back() -> None:
     for value in (None, {"a": (1, 2.5)}, "text", b"bytes"):
-        assert decode(encode(value, 0)) == value
-    assert decode(encode(np.arange(3), 0)).tolist() == [0, 1, 2]
-    assert decode(encode(lambda x: x + 1, 0))(2) == 3
+        assert decode(encode(value, 0), 0) == value
+    assert decode(encode(np.arange(3), 0), 0).tolist() == [0, 1, 2]
+    assert decode(encode(lambda x: x + 1, 0), 0)(2) == 3
 
 
 def test_a_worker_that_ended_without_a_result_counts_as_none() -> None:
-    assert decode("null") is None
+    assert decode("null", 0) is None
 
 
 def test_what_cannot_be_pickled_is_one_sentence() -> None:
     with pytest.raises(InvalidInput, match="generator that cannot be pickled"):
         encode((number for number in range(3)), 0)
+
+
+class _StaysAway(Exception):
+    """As many a class of exceptions does, it pickles and does not come back."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(what)
+
+
+def test_what_cannot_be_made_again_here_is_one_sentence() -> None:
+    with pytest.raises(InvalidInput, match=r"on rank 3 .* cannot be read here \(TypeError: .*'where'"):
+        decode(encode(_StaysAway("back", "nowhere"), 3), 3)
 
 
 def test_a_result_too_large_for_a_message_is_one_sentence() -> None:
