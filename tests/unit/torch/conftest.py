@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from elastic_collectives import Group
 from spark_elastic.ops import world as ops_world
 from spark_elastic.torch.gradients import rounds
 from spark_elastic.worker import seat
 from spark_elastic.worker.context import Current, Floor
+from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.torch.loops import Here
+from tests.unit.torch.worlds import World, in_a_world
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +24,28 @@ def repeatable() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         yield
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Runs a function on every rank of a world of fakes, each thread being a worker."""
+    per_thread(monkeypatch)
+    return among_fakes
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> World:
+    """The same over the real engine."""
+    per_thread(monkeypatch)
+
+    def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
+        def be(group: Group) -> Any:
+            become(group)
+            return work(group)
+
+        return in_a_world(size, be)
+
+    return run
 
 
 @pytest.fixture

@@ -10,58 +10,40 @@ import torch
 
 import spark_elastic.torch as hvd
 from elastic_collectives import Group, MismatchError
-from tests.unit.ops.workers import become, per_thread
-from tests.unit.torch.worlds import in_a_world
-
-World = Callable[[int, Callable[[Group], Any]], list[Any]]
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Runs a function on every rank of a world, each thread being a worker."""
-    per_thread(monkeypatch)
-
-    def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
-        def be(group: Group) -> Any:
-            become(group)
-            return work(group)
-
-        return in_a_world(size, be)
-
-    return run
+from tests.unit.torch.worlds import World
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 )
-def test_allreduce_averages_and_sums(world: World, dtype: torch.dtype) -> None:
+def test_allreduce_averages_and_sums(engine: World, dtype: torch.dtype) -> None:
     def work(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         mine = torch.tensor([[1, 2], [3, 4 * (group.rank + 1)]], dtype=dtype)
         return hvd.allreduce(mine), hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
 
-    for average, total in world(3, work):
+    for average, total in engine(3, work):
         assert average.dtype == total.dtype == dtype
         assert average.tolist() == [[1, 2], [3, 8]]
         assert total.tolist() == [[3, 6], [9, 24]]
 
 
-def test_ranks_gather_different_lengths(world: World) -> None:
+def test_ranks_gather_different_lengths(engine: World) -> None:
     def work(group: Group) -> list[list[int]]:
         return hvd.allgather(torch.full((group.rank, 2), group.rank, dtype=torch.int16)).tolist()
 
-    assert world(3, work) == [[[1, 1], [2, 2], [2, 2]]] * 3
+    assert engine(3, work) == [[[1, 1], [2, 2], [2, 2]]] * 3
 
 
-def test_shapes_that_do_not_fit_name_the_ranks(world: World) -> None:
+def test_shapes_that_do_not_fit_name_the_ranks(engine: World) -> None:
     def work(group: Group) -> None:
         with pytest.raises(MismatchError, match=r"rank 0 has shapes \(-1, 2\), rank 1 \(-1, 3\)") as error:
             hvd.allgather(torch.ones(2, 2 + group.rank))
         assert error.value.ranks == (1,)
 
-    world(2, work)
+    engine(2, work)
 
 
-def test_broadcasts(world: World) -> None:
+def test_broadcasts(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], list[float], dict[str, int]]:
         mine = torch.full((2,), float(group.rank), dtype=torch.bfloat16)
         got = hvd.broadcast(mine, 1)
@@ -69,18 +51,18 @@ def test_broadcasts(world: World) -> None:
         hvd.broadcast_(mine, 2)
         return got.tolist(), mine.tolist(), hvd.broadcast_object({"of": group.rank}, 1)
 
-    assert world(3, work) == [([1.0, 1.0], [2.0, 2.0], {"of": 1})] * 3
+    assert engine(3, work) == [([1.0, 1.0], [2.0, 2.0], {"of": 1})] * 3
 
 
-def test_objects_of_all_ranks(world: World) -> None:
+def test_objects_of_all_ranks(engine: World) -> None:
     def work(group: Group) -> list[Any]:
         hvd.barrier()
         return hvd.allgather_object("x" * group.rank)
 
-    assert world(3, work) == [["", "x", "xx"]] * 3
+    assert engine(3, work) == [["", "x", "xx"]] * 3
 
 
-def test_parameters_and_optimizer_state(world: World) -> None:
+def test_parameters_and_optimizer_state(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], float, int]:
         model = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.constant_(model.weight, float(group.rank))
@@ -93,13 +75,13 @@ def test_parameters_and_optimizer_state(world: World) -> None:
         steps = int(opt.state[model.weight]["step"])
         return model.weight.detach().flatten().tolist(), opt.param_groups[0]["lr"], steps
 
-    results = world(2, work)
+    results = engine(2, work)
     assert results[0] == results[1]
     assert results[0][1:] == (0.2, 2)
 
 
 @pytest.mark.parametrize("listed", [torch.nn.Module.named_parameters, torch.nn.Module.parameters])
-def test_parameters_with_and_without_names(world: World, listed: Callable[..., Any]) -> None:
+def test_parameters_with_and_without_names(engine: World, listed: Callable[..., Any]) -> None:
     def work(group: Group) -> list[float]:
         model = torch.nn.Linear(2, 2)
         for parameter in model.parameters():
@@ -107,10 +89,10 @@ def test_parameters_with_and_without_names(world: World, listed: Callable[..., A
         hvd.broadcast_parameters(list(listed(model)), root_rank=1)
         return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
 
-    assert world(2, work) == [[1.0] * 6] * 2
+    assert engine(2, work) == [[1.0] * 6] * 2
 
 
-def test_gradients_go_through(world: World) -> None:
+def test_gradients_go_through(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], list[float], list[float]]:
         x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
         (hvd.allreduce(x) * (group.rank + 1)).sum().backward()
@@ -121,7 +103,7 @@ def test_gradients_go_through(world: World) -> None:
         assert z.grad is not None
         return x.grad.tolist(), y.grad.tolist(), z.grad.tolist()
 
-    assert world(2, work) == [
+    assert engine(2, work) == [
         ([1.5, 1.5], [0.0, 1.0], [0.0, 0.0]),
         ([1.5, 1.5], [2.0, 3.0], [1.5, 1.5]),
     ]

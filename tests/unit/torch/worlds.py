@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from numpy.random import mtrand
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 
 T = TypeVar("T")
+# Runs a function on every rank of a world of so many.
+World = Callable[[int, Callable[[Group], Any]], list[Any]]
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
