@@ -15,7 +15,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver import durable, jobs, listing, slot_events, stall, worker_events
 from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
-from spark_elastic.protocol.driver.durable import connection_changed
+from spark_elastic.protocol.driver.durable import connection_back, connection_ended
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import hear, judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.driver.forming import settle
@@ -55,7 +55,7 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
 
 def _connection_lost(turn: Turn, event: on.ConnectionLost) -> None:
     state = turn.state
-    connection_changed(turn, event.slot, event.worker, stands=False)
+    connection_ended(turn, event)
     slot = state.slots.get(event.slot)
     if event.worker is None:
         if slot is not None and slot.cut is None:
@@ -69,7 +69,7 @@ def _connection_lost(turn: Turn, event: on.ConnectionLost) -> None:
 def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
     state = turn.state
     mark_hiccup(turn)
-    connection_changed(turn, event.slot, event.worker, stands=True)
+    connection_back(turn, event)
     slot = state.slots.get(event.slot)
     worker = state.workers.get(event.worker) if event.worker is not None else None
     if worker is not None:

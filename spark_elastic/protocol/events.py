@@ -117,10 +117,13 @@ class WorkerFormed(Event):
 
 @dataclass(frozen=True)
 class ConnectionLost(Event):
-    """The control connection of a worker (`worker` set) or of a slot task broke while a request was open on it."""
+    """The control connection of a worker (`worker` set) or of a slot task broke while a request was open on it.
+
+    failed: it was reset or timed out, as the network does it; that of a process that dies is closed by its kernel."""
 
     slot: SlotId
     worker: WorkerId | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)

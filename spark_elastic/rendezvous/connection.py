@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 PROVEN = "spark_elastic.proven"  # in a request's scope: to be called by the door that knows its sender
+FAILED = "spark_elastic.failed"  # too: whether its connection ended by an error of the network, not by its sender's end
 MOST_STRANGERS = 2048
 
 
@@ -33,6 +34,12 @@ def proven(scope: Scope) -> None:
     """The sender of this request is no stranger."""
     if PROVEN in scope:
         scope[PROVEN]()
+
+
+def failed(scope: Scope) -> bool:
+    """Whether the connection of this request, which has ended, was reset or timed out. One whose sender died was closed
+    by that machine's kernel."""
+    return FAILED in scope and bool(scope[FAILED]())
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -83,6 +90,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **named)
         self._head_deadline: asyncio.TimerHandle | None = None
         self._stands = False  # it has a transport; of a TLS connection, since the handshake
+        self._failed = False  # it ended by an error
         self._strangers: dict[Connection, socket.socket] = vars(self.server_state).setdefault("strangers", {})
         self._served, self.app = self.app, self._introduced
 
@@ -114,10 +122,12 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._strangers.pop(self, None)
+        self._failed = exc is not None
         super().connection_lost(exc)
 
     async def _introduced(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[PROVEN] = lambda: self._strangers.pop(self, None)
+        scope[FAILED] = lambda: self._failed
         await self._served(scope, receive, send)
 
     def _hang_up(self, connection: socket.socket) -> None:

@@ -17,14 +17,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.rendezvous import auth, codec
-from spark_elastic.rendezvous.connection import proven
+from spark_elastic.rendezvous.connection import failed, proven
 from spark_elastic.rendezvous.messages import BODY_AT_MOST, HOLD, VERSION, Request
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 
 class PeerGone(Exception):
-    """The connection broke while its request was open."""
+    """The connection broke while its request was open. failed: by an error of the network; see `connection.failed`."""
+
+    def __init__(self, failed: bool = False) -> None:
+        super().__init__(failed)
+        self.failed = failed
 
 
 class Refused(Exception):
@@ -40,6 +44,7 @@ class Call:
     """An authenticated request, and the means to learn that its sender went away. hold: seconds that it may wait."""
 
     message: Request[Any]
+    scope: Scope
     receive: Receive
     hold: float
 
@@ -47,6 +52,10 @@ class Call:
         """Returns when the connection breaks."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+    def broken(self) -> PeerGone:
+        """What there is to raise once it has."""
+        return PeerGone(failed(self.scope))
 
 
 Handler = Callable[[Call], Awaitable[object]]
@@ -92,7 +101,7 @@ class Gate:
                 raise Refused(401)
             else:
                 proven(scope)
-                status, text = await self._answer(scope["path"], body, receive)
+                status, text = await self._answer(scope, body, receive)
         except Refused as refused:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
@@ -137,15 +146,16 @@ class Gate:
         except TimeoutError:
             raise Refused(408) from None
 
-    async def _answer(self, path: str, body: bytes, receive: Receive) -> tuple[int, bytes]:
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive) -> tuple[int, bytes]:
         """Status and reply to a genuine request; only defects of ours end in 500."""
+        path: str = scope["path"]
         cls, handler = self._handlers[path]
         try:
             envelope = codec.loads(body)
             if (stale := self._stale(envelope)) is not None:
                 return 200, _text("stale", stale)
             message = codec.read(cls, envelope.get("message"))
-            call = Call(message, receive, self._hold(envelope))
+            call = Call(message, scope, receive, self._hold(envelope))
             return 200, self._encode(await handler(call))
         except StaleGeneration as stale_error:
             return 200, _text("stale", str(stale_error))

@@ -38,16 +38,16 @@ class Presence:
     @contextmanager
     def waiting(self, peer: Peer) -> Iterator[None]:
         self._count(peer, 1)
-        broken = False
+        broken: PeerGone | None = None
         try:
             yield
-        except PeerGone:
-            broken = True
+        except PeerGone as gone:
+            broken = gone
             raise
         finally:
-            if not self._count(peer, -1) and broken:
+            if not self._count(peer, -1) and broken is not None:
                 self._lost.add(peer)
-                self._post(events.ConnectionLost(self._clock.now(), *peer))
+                self._post(events.ConnectionLost(self._clock.now(), *peer, failed=broken.failed))
 
     def _count(self, peer: Peer, change: int) -> int:
         """Change how many long polls the peer has open; returns the new number."""

@@ -19,7 +19,7 @@ from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous import messages as m
 from spark_elastic.rendezvous.board import Board
-from spark_elastic.rendezvous.gate import Call, Handler, PeerGone
+from spark_elastic.rendezvous.gate import Call, Handler
 from spark_elastic.rendezvous.kv import generation_scope
 from spark_elastic.rendezvous.presence import Peer, Presence
 
@@ -282,7 +282,7 @@ class Routes:
                 finally:
                     self._board.waiters.remove(topic, wake)
                 if gone.done():
-                    raise PeerGone
+                    raise call.broken()
                 reply = ready()
                 if reply is not None:
                     return reply

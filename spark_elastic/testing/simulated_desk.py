@@ -187,17 +187,17 @@ class SimDesk:
         if worker.connected and not worker.slot.host.cut and not self.sim.silent:
             self.sim.at(0.001, lambda: self.post(on.ConnectionLost(0, worker.slot.name, worker.name)))
 
-    def lost(self, slot: SimSlot) -> None:
+    def lost(self, slot: SimSlot, failed: bool = False) -> None:
         if not self.sim.silent:
-            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(on.ConnectionLost(0, slot.name)))
+            event = on.ConnectionLost(0, slot.name, failed=failed)
+            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
     def cut(self, slot: SimSlot) -> None:
-        self.lost(slot)
+        self.lost(slot, failed=True)
         worker = slot.worker
         if worker is not None and worker.alive and worker.connected and not self.sim.silent:
-            self.sim.at(
-                self.sim.rng.uniform(0, 0.01), lambda: self.post(on.ConnectionLost(0, slot.name, worker.name))
-            )
+            event = on.ConnectionLost(0, slot.name, worker.name, failed=True)
+            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
     def heal(self, slot: SimSlot) -> None:
         """Both ask again, and hear what they have missed."""

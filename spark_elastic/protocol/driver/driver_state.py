@@ -112,6 +112,7 @@ class DriverState:
 
     # Connections and leases
     cut: Table[WorkerId, float] = field(default_factory=Table)  # whose connection is broken, and since when
+    unclosed: frozenset[str] = frozenset()  # workers and slots whose last one was reset or timed out
     hiccup: float = float("-inf")  # when last all workers were cut at once
     deaf: float = float("-inf")  # when last the driver itself was cut off or asleep
     scanned: float = float("inf")  # when the leases were last looked at

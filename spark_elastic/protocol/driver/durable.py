@@ -40,20 +40,41 @@ def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
     slot = state.slots.get(worker.slot)
     heard = max(worker.heard, slot.heard if slot is not None else worker.heard)
     until = heard + state.limits.driver_timeout + MARGIN
-    ends = (state.cut.get(worker.worker), slot.cut if slot is not None else None)
-    hung_up = any(end is not None and _soon(turn, end, heard) for end in ends)
+    ends = (
+        (worker.worker, state.cut.get(worker.worker)),
+        (worker.slot, slot.cut if slot is not None else None),
+    )
+    hung_up = any(
+        end is not None and name not in state.unclosed and _soon(turn, end, heard) for name, end in ends
+    )
     _note(turn, worker.worker, Unsure(until, heard, hung_up, disowned))
     state.unsure_in |= {_job(worker.slot)}
 
 
-def connection_changed(turn: Turn, slot: SlotId, worker: WorkerId | None, stands: bool) -> None:
-    """The connection of a slot (worker: None) or of a worker broke, or stands again; it may have been given up."""
-    if _job(slot) not in turn.state.unsure_in:
-        return
-    for name, unsure in tuple(turn.state.unsure.items()):
-        if name == worker or (worker is None and _slot(name) == slot):
-            hung_up = not stands and _soon(turn, turn.now, unsure.heard)
-            _note(turn, name, replace(unsure, hung_up=hung_up))
+def connection_ended(turn: Turn, event: on.ConnectionLost) -> None:
+    """That of a slot or of a worker, who may have been given up, or will be."""
+    state, name = turn.state, event.worker or event.slot
+    state.unclosed = state.unclosed | {name} if event.failed else state.unclosed - {name}
+    for worker, unsure in _unsure_behind(turn, event):
+        hung_up = _soon(turn, turn.now, unsure.heard) and (unsure.hung_up or not event.failed)
+        _note(turn, worker, replace(unsure, hung_up=hung_up))
+
+
+def connection_back(turn: Turn, event: on.ConnectionBack) -> None:
+    """It was no end."""
+    for worker, unsure in _unsure_behind(turn, event):
+        _note(turn, worker, replace(unsure, hung_up=False))
+
+
+def _unsure_behind(turn: Turn, event: on.ConnectionLost | on.ConnectionBack) -> list[tuple[WorkerId, Unsure]]:
+    """Whom a connection tells of: its worker, or whoever ran in its slot."""
+    if _job(event.slot) not in turn.state.unsure_in:
+        return []
+    return [
+        (name, unsure)
+        for name, unsure in turn.state.unsure.items()
+        if name == event.worker or (event.worker is None and _slot(name) == event.slot)
+    ]
 
 
 def seen_dead(turn: Turn, worker: WorkerId) -> None:

@@ -56,6 +56,7 @@ def retire(turn: Turn, worker: WorkerRecord, gone: Gone) -> None:
     turn.drop(worker)
     state.waiting = state.waiting.drop(worker.worker)
     state.cut = state.cut.drop(worker.worker)
+    state.unclosed -= {worker.worker}
     state.gone_workers = state.gone_workers.put(worker.worker, gone)
     state.draining -= bool(worker.draining)
     slot = state.slots.get(worker.slot)
@@ -81,6 +82,7 @@ def lose_slot(turn: Turn, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
     state.barred = state.barred.drop(slot.slot)
     state.kills = state.kills.drop(slot.slot)
     state.killed = state.killed.drop(slot.slot)
+    state.unclosed -= {slot.slot}
     job = state.jobs.get(slot.job)
     if job is not None:
         state.jobs = state.jobs.put(slot.job, replace(job, slots=job.slots - 1))

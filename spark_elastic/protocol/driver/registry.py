@@ -85,7 +85,7 @@ class Unsure:
 
     until: float  # by then it has ended itself because the driver was silent
     heard: float  # when it or its slot last spoke
-    # Its connection or its slot's ended while it still spoke: so ends that of a dying process, not of a host cut off.
+    # Its connection or its slot's was closed while it still spoke: so is a dying process's, not that of a host cut off.
     hung_up: bool = False
     disowned: bool = False  # Spark says that its executor is lost
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
+from spark_elastic.errors import ConnectionClosed
 from spark_elastic.protocol import events
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
 
@@ -22,6 +27,53 @@ print("ready", flush=True)
 print(eval(sys.argv[4], {"slot": client.slot("1-0"), "worker": client.worker("1-0.1", "1-0")}))
 """
 Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+class Relay:
+    """A box on the way to the driver, which may lose what it knows of its connections."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = port
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._ends += [near, far]
+                for ends in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._carry, args=ends))
+                    self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, to: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                to.sendall(data)
+
+    def reset(self) -> None:
+        """Both ends of every connection hear that it is unknown here; there are no new ones."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for end in self._ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.shutdown(socket.SHUT_RD)  # wakes its thread
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.close()
 
 
 @pytest.fixture
@@ -50,7 +102,7 @@ def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) 
     driver.heard(events.WorkerJoins)
     child.send_signal(signal.SIGKILL)
     lost = driver.heard(events.ConnectionLost)
-    assert (lost.slot, lost.worker) == ("1-0", "1-0.1")
+    assert (lost.slot, lost.worker, lost.failed) == ("1-0", "1-0.1", False)
     driver.client().worker("1-0.1", "1-0").join(None, None, hold=0.0)
     back = driver.heard(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", "1-0.1")
@@ -73,6 +125,21 @@ def test_a_killed_slot_task_is_noticed_and_comes_back(driver: Driver, process: S
     driver.client().slot("1-0").beat()
     back = driver.heard(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", None)
+
+
+def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_with_its_process(
+    driver: Driver,
+) -> None:
+    with Relay(driver.port) as relay:
+        client = driver.client(address=relay.address)
+        waiting = driver.aside(lambda: client.slot("1-0").watch(0))
+        driver.until_polls(1)
+        relay.reset()
+        lost = driver.heard(events.ConnectionLost)
+        assert (lost.slot, lost.failed) == ("1-0", True)
+        client.close()
+        with pytest.raises(ConnectionClosed):
+            waiting.result(PATIENCE)
 
 
 def test_one_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:

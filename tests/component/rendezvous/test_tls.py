@@ -17,6 +17,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.status_page import pages
+from spark_elastic.protocol import events
 from spark_elastic.rendezvous import tls
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
@@ -49,6 +50,7 @@ def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
     client.close()
     with pytest.raises(ConnectionClosed):
         waiting.result(PATIENCE)
+    assert not driver.heard(events.ConnectionLost).failed, "it was closed, not lost on its way (R18)"
 
 
 def test_another_certificate_is_refused_at_once(driver: Driver) -> None:

@@ -110,10 +110,10 @@ def goes_on_after(bench: Bench, *jobs: int) -> float:
     return bench.now - begun
 
 
-def all_hang_up(bench: Bench) -> None:
+def all_hang_up(bench: Bench, failed: bool = False) -> None:
     """Of some the worker's connection is seen to end, of others their slot task's."""
     for job in (1, 2, 3, 4):
-        bench.on(on.ConnectionLost(0, f"{job}-0", name(job) if job % 2 else None))
+        bench.on(on.ConnectionLost(0, f"{job}-0", name(job) if job % 2 else None, failed))
 
 
 @pytest.mark.parametrize(("before", "after"), [(all_hang_up, None), (None, all_hang_up)])
@@ -136,6 +136,27 @@ def test_r18_a_connection_that_silence_ended_is_no_proof() -> None:
         all_hang_up(bench)
 
     assert goes_on_after(disowned(None, given_up_by_the_kernel), 5, 6, 7, 8) > FOUR.driver_timeout - 30
+
+
+def all_are_reset(bench: Bench) -> None:
+    all_hang_up(bench, failed=True)
+
+
+@pytest.mark.parametrize(("before", "after"), [(all_are_reset, None), (None, all_are_reset)])
+def test_r18_connections_that_the_network_breaks_are_no_proof(
+    before: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None
+) -> None:
+    assert goes_on_after(disowned(before, after), 5, 6, 7, 8) > FOUR.driver_timeout - 1
+
+
+def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> None:
+    def some_are_reset(bench: Bench) -> None:
+        for job in (1, 2, 3, 4):
+            bench.on(on.ConnectionLost(0, f"{job}-0"))
+            bench.on(on.ConnectionLost(0, f"{job}-0", name(job), failed=True))
+
+    assert goes_on_after(disowned(some_are_reset), 5, 6, 7, 8) < 2.0
+    assert goes_on_after(disowned(None, some_are_reset), 5, 6, 7, 8) < 2.0
 
 
 def test_r18_who_dials_again_is_alive() -> None:
