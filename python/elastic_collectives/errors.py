@@ -12,6 +12,10 @@ The rank that notices tells the others: class, ranks and reason are the same on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class CollectiveError(RuntimeError):
@@ -26,6 +30,14 @@ class CollectiveError(RuntimeError):
         super().__init__(reason)
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.reason = reason
+
+    def among(self, members: Sequence[int]) -> Self:
+        """What a subgroup raised, for those who know its ranks as the `Group.members` that they are."""
+        if list(members) == list(range(len(members))):
+            return self
+        listed = ", ".join(map(str, members))
+        reason = f"{self.reason} (counted among ranks {listed})"
+        return type(self)([members[rank] for rank in self.ranks], reason)
 
 
 class PeerLost(CollectiveError):

@@ -16,7 +16,12 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.torch.gradients.buckets import layout_hash
-from spark_elastic.torch.gradients.rounds import end_exchange, group_for, rounds_of_process
+from spark_elastic.torch.gradients.rounds import (
+    end_exchange,
+    group_for,
+    ranks_of_the_world,
+    rounds_of_process,
+)
 from spark_elastic.torch.gradients.trainable import specs, trainable
 from spark_elastic.torch.untraced import untraced
 from spark_elastic.torch.wrapped import Wrapped
@@ -48,10 +53,10 @@ class Deltas:
         group = group_for(self._process_set)
         if group is None or group.size == 1:
             return False
-        with torch.no_grad():
+        with torch.no_grad(), ranks_of_the_world(group):
             for parameter in self._parameters:
                 _combined(group, torch.zeros_like(parameter))
-        return self._told(group, rows=0).rows > 0
+            return self._told(group, rows=0).rows > 0
 
     def around(self, apply: Callable[[], Any]) -> Any:
         """`apply` changes the parameters; then they hold what they were plus the combined change.
@@ -65,7 +70,7 @@ class Deltas:
         if group is None:
             return value
         try:
-            with torch.no_grad():
+            with torch.no_grad(), ranks_of_the_world(group):
                 self._combine(group, before)
         except CollectiveError:
             with torch.no_grad():

@@ -214,14 +214,14 @@ class Channel:
         try:
             self._turn(self._next_words())
         except CollectiveError as error:
-            self._break(error)
+            self._break(error.among(self.group.members))
         except BaseException as error:  # peers must not wait for this rank until their timeout
             reason = f"rank {self.group.rank} cannot go on: {type(error).__name__}: {error}"
             self.group.abort(reason)
             if isinstance(error, Exception):
                 self._break(error)  # as itself: it is no loss that another world could mend
             else:
-                self._break(CollectiveError((self.group.rank,), reason))
+                self._break(CollectiveError((self.group.rank,), reason).among(self.group.members))
                 raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: Exception) -> None:
@@ -308,4 +308,4 @@ class Channel:
     def _fail(self, due: Due) -> None:
         own = self._live.pop(due.label, None)
         if own is not None:
-            own.settle(error=due.error)
+            own.settle(error=due.error and due.error.among(self.group.members))

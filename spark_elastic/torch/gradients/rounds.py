@@ -7,6 +7,8 @@ does one that is not in the process set. Training thread only.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
@@ -121,8 +123,9 @@ class Rounds:
             self._open()
             self._check_order()
             there = np.array([parameter.grad is not None for parameter in swap.parameters])
-            swap.finish()
-            present = self._trailer(swap.group, there) if swap.group is not None else there
+            with ranks_of_the_world(swap.group):
+                swap.finish()
+                present = self._trailer(swap.group, there) if swap.group is not None else there
         except CollectiveError:
             swap.clear()
             raise
@@ -167,8 +170,9 @@ class Rounds:
             return False
         self.exchange.begin(group, 0)
         try:
-            self.exchange.finish()
-            verdict = self._told(group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0)
+            with ranks_of_the_world(group):
+                self.exchange.finish()
+                verdict = self._told(group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0)
         finally:
             self.exchange.clear()
         return verdict.rows > 0
@@ -209,6 +213,15 @@ def group_for(process_set: ProcessSet) -> Group | None:
     return here.floor.shared(
         f"gradients of {ranks}", lambda: here.watched(world.subgroup(_number(ranks), ranks))
     )
+
+
+@contextmanager
+def ranks_of_the_world(group: Group | None) -> Iterator[None]:
+    """Whoever is at fault in a process set's exchange is known to the driver by the world's ranks."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise error if group is None else error.among(group.members) from error.__cause__
 
 
 def end_exchange(

@@ -1,0 +1,76 @@
+"""Operations and optimizers over a process set whose member is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.worker import context
+from tests.unit.ops.workers import become, per_thread
+from tests.unit.torch.worlds import in_a_world
+
+pytestmark = pytest.mark.native
+
+Exchange = Callable[[], object]
+
+
+def _operation(process_set: hvd.ProcessSet) -> Exchange:
+    return lambda: hvd.allreduce(torch.ones(1), process_set=process_set)
+
+
+def _step(op: Any) -> Callable[[hvd.ProcessSet], Exchange]:
+    def made(process_set: hvd.ProcessSet) -> Exchange:
+        weight = torch.nn.Parameter(torch.ones(3))
+        opt = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1), [("weight", weight)], op=op, process_set=process_set
+        )
+
+        def step() -> None:
+            opt.zero_grad()
+            weight.sum().backward()
+            opt.step()
+
+        return step
+
+    return made
+
+
+def _what_rank_1_hears(group: Group, make: Callable[[hvd.ProcessSet], Exchange]) -> CollectiveError | None:
+    hvd.init()
+    pair = hvd.add_process_set([1, 2])
+    if group.rank == 0:
+        return None
+    exchange = make(pair)
+    exchange()
+    if group.rank == 2:
+        group.close()
+        return None
+    with pytest.raises(CollectiveError) as broke:
+        exchange()
+    return broke.value
+
+
+@pytest.mark.parametrize("make", [_operation, _step(hvd.Sum), _step(hvd.Adasum)])
+def test_who_is_lost_is_known_by_its_rank_in_the_world(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[hvd.ProcessSet], Exchange]
+) -> None:
+    per_thread(monkeypatch)
+
+    def be(group: Group) -> CollectiveError | None:
+        become(group)
+        try:
+            return _what_rank_1_hears(group, make)
+        finally:
+            here = context.current()
+            assert here is not None
+            here.floor.engine.close()
+
+    _, error, _ = in_a_world(3, be)
+    assert error is not None
+    assert error.ranks == (2,)
+    assert "(counted among ranks 1, 2)" in error.reason
