@@ -23,7 +23,7 @@ from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn
 from spark_elastic.driver.ports import Contact, Launcher
-from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.launch.audience import WorldSpan
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.launch.narrators import Narrator
@@ -77,7 +77,10 @@ class Coordinator:
             report = done.report.to_json()
             launcher.mail.post({"results": list(done.results), "worlds": worlds, "report": report})
         except errors.ElasticError as error:
-            launcher.mail.post({"failed": type(error).__name__, "text": str(error)})
+            failed = {"failed": type(error).__name__, "text": str(error)}
+            if isinstance(error, JobFailed | JobCancelled) and error.report is not None:
+                failed["report"] = error.report.to_json()
+            launcher.mail.post(failed)
         except Exception:  # of ours, or of the machine's: its words would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
             launcher.mail.post({"failed": JobFailed.__name__, "text": text})
@@ -244,7 +247,9 @@ class Client:
 
 def _result(end: Letter) -> LaunchResult:
     if "failed" in end:
-        kind = getattr(errors, end["failed"], JobFailed)
-        raise kind(end["text"])
+        error = getattr(errors, end["failed"], JobFailed)(end["text"])
+        if "report" in end:
+            error.report = JobReport.from_json(end["report"])
+        raise error
     worlds = tuple(WorldSpan(*world) for world in end["worlds"])
     return LaunchResult(tuple(end["results"]), worlds, (), JobReport.from_json(end["report"]))

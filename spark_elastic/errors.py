@@ -21,6 +21,11 @@ ElasticError                      everything below
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
 
 class ElasticError(Exception):
     """Root of all errors of spark_elastic."""
@@ -35,7 +40,9 @@ class PreflightError(ElasticError):
 
 
 class JobFailed(ElasticError):
-    """Training ended without a result."""
+    """Training ended without a result. report: as `JobCancelled.report`."""
+
+    report: Any = None
 
 
 class WorkerFailed(JobFailed):
@@ -64,7 +71,10 @@ class FailureBudgetExceeded(JobFailed):
 
 
 class JobCancelled(ElasticError):
-    """The user or Spark cancelled the job, or another driver took its run over."""
+    """The user or Spark cancelled the job, or another driver took its run over. report: a `JobReport` of where its time
+    went, as far as it came; None where it was never begun."""
+
+    report: Any = None
 
 
 class DriverUnreachable(ElasticError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
 from spark_elastic.driver.stall_watch import StallWatch
+from spark_elastic.errors import JobCancelled, JobFailed, StoreError
 from spark_elastic.launch.audience import Audience, WorldSpan
 from spark_elastic.launch.ends import results
 from spark_elastic.launch.narrators import Narrator, Silent
@@ -133,7 +134,12 @@ def supervise(
         loop.start()
         end = _await_end(loop)
     report = audience.chronicle.report(clock.now())
-    return LaunchResult(results(end), tuple(audience.worlds), tuple(journal.story()), report)
+    try:
+        returned = _results(end, run)
+    except (JobFailed, JobCancelled) as error:
+        error.report = report
+        raise
+    return LaunchResult(returned, tuple(audience.worlds), tuple(journal.story()), report)
 
 
 def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
@@ -157,6 +163,17 @@ def _close_launcher(launcher: Launcher) -> None:
     left = launcher.close(STOP_WITHIN)
     if left:
         log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
+
+
+def _results(end: End, run: HeldRun | None) -> tuple[str, ...]:
+    """As `results`. A job whose run another driver took over fails of what that one does to the run's checkpoints."""
+    try:
+        return results(end)
+    except JobFailed:
+        if run is not None:
+            with suppress(StoreError):
+                run.check()
+        raise
 
 
 def _await_end(loop: DriverLoop) -> End:

@@ -42,6 +42,15 @@ def highest(store: Store, run_id: str) -> int:
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
+def driver_of(store: Store, run_id: str, attempt: int) -> str:
+    """For sentences: which driver took it."""
+    try:
+        driver = json.loads(store.read_bytes(f"{folder(run_id)}/{attempt:06d}"))
+        return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
+    except (StoreError, ValueError, TypeError, KeyError):
+        return f"attempt {attempt}"
+
+
 def folder(run_id: str) -> str:
     """Where a run's attempts are."""
     return f"runs/{run_id}/attempts"

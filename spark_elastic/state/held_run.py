@@ -47,9 +47,9 @@ class HeldRun:
         """Raises JobCancelled where another driver holds the run."""
         holder = self._holder()
         if holder != self.attempt:
+            taken_by = attempts.driver_of(self.store, self.run_id, holder)
             raise JobCancelled(
-                f"run {self.run_id!r} was taken over by another driver (attempt {holder}; this one is attempt "
-                f"{self.attempt})"
+                f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
             )
 
     def let_go(self, *names: str) -> None:

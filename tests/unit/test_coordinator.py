@@ -46,8 +46,11 @@ def test_the_clients_addresses_are_not_the_tasks() -> None:
 
 
 def test_what_fails_there_is_raised_here() -> None:
-    with pytest.raises(WorkerFailed, match="no such luck"):
-        _result({"failed": "WorkerFailed", "text": "no such luck"})
+    with pytest.raises(WorkerFailed, match="no such luck") as failed:
+        _result(
+            {"failed": "WorkerFailed", "text": "no such luck", "report": JobReport(seconds=3.0).to_json()}
+        )
+    assert failed.value.report.seconds == 3.0
     with pytest.raises(JobFailed, match="of a later release"):
         _result({"failed": "Unknown", "text": "of a later release"})
 

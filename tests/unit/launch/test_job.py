@@ -1,19 +1,25 @@
-"""An interrupt leaves nothing behind, wherever it lands."""
+"""How a job ends that has no result: an interrupt leaves nothing behind, an error has the report and the reason."""
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 
 import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.memory_store import memory_store
 from spark_elastic.driver.discovery import FixedHosts
-from spark_elastic.launch.job import Site, supervise
+from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.errors import JobCancelled, NotEnoughWorkers
+from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.places import Hosts
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.state.held_run import HeldRun
 
 
 def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +45,39 @@ def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", started[0]))
+
+
+class NoRoom:
+    """A cluster that starts nothing."""
+
+    def start(self, contact: Contact, post: Post) -> None: ...
+
+    def launch(self, job: int) -> None: ...
+
+    def close(self, timeout: float) -> list[str]:
+        return []
+
+
+def fails(run: HeldRun | None) -> LaunchResult:
+    clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
+    return supervise(NoRoom(), FixedHosts({}, clock), Site(run=run), limits, ElasticConfig(), "job")
+
+
+def test_what_a_job_raises_has_its_report() -> None:
+    with pytest.raises(NotEnoughWorkers) as failed:
+        fails(None)
+    assert failed.value.report.seconds > 0.1
+    assert failed.value.report.phases["training"] == 0.0
+
+
+def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the_driver() -> None:
+    store = memory_store()
+    run = HeldRun.take(store, "mine")
+    with pytest.raises(NotEnoughWorkers):
+        fails(run)
+    HeldRun.take(store, "mine")
+    by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(JobCancelled, match=re.escape(by)) as lost:
+        fails(HeldRun(store, "mine", run.attempt, ()))
+    assert isinstance(lost.value.__context__, NotEnoughWorkers), "what it failed of is told, too"
+    assert lost.value.report is not None

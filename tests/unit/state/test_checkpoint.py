@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import uuid
 from pathlib import Path
@@ -167,7 +169,8 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_says_who_has_it(st
     assert HeldRun.take(store, "r").attempt == 2
     old.publish((written(store, 1),))
     old.close()
-    assert lost == ["run 'r' was taken over by another driver (attempt 2; this one is attempt 1)"]
+    by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
+    assert lost == [f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"]
     assert Checkpoints(store, "r").published() == ()
 
 
