@@ -42,7 +42,7 @@ class Launcher(Protocol):
 
 
 class Discovery(Protocol):
-    """Watches which hosts are there, and posts `HostLost` and `DrainRequested`."""
+    """Watches which hosts are there, and posts `HostAppeared`, `HostLost` and `DrainRequested`."""
 
     def start(self, post: Post) -> None: ...
 

@@ -114,6 +114,7 @@ HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
     on.SlotRegistered: slot_events.slot_registered,
     on.SlotBeat: slot_events.slot_beat,
     on.SlotJobEnded: slot_events.slot_job_ended,
+    on.HostAppeared: slot_events.host_appeared,
     on.HostLost: slot_events.host_lost,
     on.HostsListed: listing.hosts_listed,
     on.WorkerStarted: worker_events.worker_started,

@@ -66,6 +66,13 @@ class SlotJobEnded(Event):
 
 
 @dataclass(frozen=True)
+class HostAppeared(Event):
+    """Spark lists another executor."""
+
+    host: HostId
+
+
+@dataclass(frozen=True)
 class HostLost(Event):
     """Spark no longer lists the executor."""
 
@@ -225,6 +232,7 @@ DriverEvent: TypeAlias = (
     | SlotRegistered
     | SlotBeat
     | SlotJobEnded
+    | HostAppeared
     | HostLost
     | HostsListed
     | WorkerStarted

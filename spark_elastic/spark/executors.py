@@ -1,4 +1,5 @@
-"""Discovery: Spark's own view of its executors, polled; loss and decommissioning are posted to the driver.
+"""Discovery: Spark's own view of its executors, polled; new ones, losses and decommissioning are posted to the
+driver.
 
 One thread. A hint only, if a valuable one: slots and workers report themselves, and broken connections are seen first.
 """
@@ -14,7 +15,7 @@ from pyspark import InheritableThread, SparkContext
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
-from spark_elastic.protocol.events import DrainRequested, HostLost
+from spark_elastic.protocol.events import DrainRequested, HostAppeared, HostLost
 
 log = logging.getLogger("spark_elastic.spark")
 
@@ -49,7 +50,7 @@ class ExecutorWatch:
             self._thread.join(END_WAIT)
 
     def _watch(self, post: Post) -> None:
-        known: set[str] = set()
+        known: set[str] | None = None  # those of the beginning may have been asked for slots already
         draining: set[str] = set()
         while not self._closing.wait(POLL_EVERY):
             try:
@@ -62,7 +63,9 @@ class ExecutorWatch:
                 )  # a stopped context ends the job elsewhere
                 continue
             now = self._clock.now()
-            for host in sorted(known - present):
+            for host in sorted(set() if known is None else present - known):
+                post(HostAppeared(now, host))
+            for host in sorted((known or set()) - present):
                 post(HostLost(now, host, f"Spark lost executor {host}"))
             for host in sorted(leaving):
                 post(DrainRequested(now, f"executor {host} is being decommissioned", host=host))

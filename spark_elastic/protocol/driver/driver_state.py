@@ -74,7 +74,7 @@ class DriverState:
     slots_of: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same by slot job
     gone_slots: Table[SlotId, str] = field(default_factory=Table)  # and why
     barred: Table[SlotId, None] = field(default_factory=Table)  # take no part, but must not return yet (R14)
-    hosts: frozenset[HostId] = frozenset()  # all that ever had a slot
+    hosts: frozenset[HostId] = frozenset()  # all that ever had a slot, or appeared
     listed: tuple[tuple[str, int], ...] | None = None  # discovery's newest answer: hosts and their slots
     draining_hosts: Table[HostId, str] = field(default_factory=Table)  # and why
     early: tuple[DrainRequested, ...] = ()  # orders that wait for the first world

@@ -12,7 +12,7 @@ from spark_elastic.protocol.driver.registry import JobRecord, PutOff, SlotEnd, S
 from spark_elastic.protocol.types import HostId, SlotId
 
 # Seconds before a slot job is launched, by fruitless predecessors. A host that may not be used and has room would be
-# found again and again; the last is how long another one that comes up meanwhile is not noticed.
+# found again and again; the last is how long another one that gets room meanwhile is not noticed.
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 # What was left to another job is asked for again as after so many fruitless predecessors.
 YIELDED = BACK_OFF.index(4.0) - 1

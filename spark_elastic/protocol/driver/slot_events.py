@@ -10,7 +10,7 @@ from spark_elastic.protocol.driver.driver_state import Turn
 from spark_elastic.protocol.driver.durable import job_is_gone
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import STOPPED, lose_slot
-from spark_elastic.protocol.driver.jobs import follow, give_back, refuse
+from spark_elastic.protocol.driver.jobs import follow, give_back, hasten, refuse
 from spark_elastic.protocol.driver.listing import refusal
 from spark_elastic.protocol.driver.registry import JobRecord, SlotEnd, SlotRecord
 from spark_elastic.protocol.driver.worker_events import adopt
@@ -84,6 +84,14 @@ def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
         end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
     elif state.done_since is None:
         follow(turn, job, event.reason)
+
+
+def host_appeared(turn: Turn, event: on.HostAppeared) -> None:
+    """One that was not asked for a slot yet is, at once, whatever others had to be asked in vain."""
+    state = turn.state
+    if event.host not in state.hosts:
+        state.hosts |= {event.host}
+        hasten(turn)
 
 
 def host_lost(turn: Turn, event: on.HostLost) -> None:

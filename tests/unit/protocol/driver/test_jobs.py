@@ -61,6 +61,26 @@ def test_a_host_that_is_listed_again_is_not_kept_waiting_by_the_jobs_that_it_ref
     assert bench.all(LaunchSlot)[-1].job == job
 
 
+def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_after_that() -> None:
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
+    bench.on(on.DrainRequested(0, "maintenance", host="h1"))
+    _free_of_work(bench, 130.0, "h1")
+    (job,) = bench.state.put_off
+    bench.on(on.HostAppeared(0, "h2"))
+    assert [command.job for command in bench.commands if isinstance(command, LaunchSlot)] == [job]
+    assert _free_of_work(bench, 120.0, "h1") <= 5
+
+
+def test_a_host_that_appears_is_asked_although_all_others_are_blacklisted() -> None:
+    bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
+    bench.warm(1)
+    bench.on(on.WorkerFailed(0, name(1), None, None, "f", "boom"))
+    bench.on(on.SlotJobEnded(0, 1, "released"))
+    assert list(bench.state.put_off) == [2]
+    bench.on(on.HostAppeared(0, "h2"))
+    assert [launch.job for launch in bench.all(LaunchSlot)] == [1, 2]
+
+
 # ---- idle slots
 
 

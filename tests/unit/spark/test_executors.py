@@ -1,0 +1,47 @@
+"""What becomes of Spark's executors is posted as it is seen."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
+from spark_elastic.spark import executors
+from spark_elastic.testing.clock import FakeClock
+
+
+class Backend:
+    """Of a scheduler whose executors differ from look to look; the last ones stay."""
+
+    def __init__(self, *looks: set[str]) -> None:
+        self._looks = list(looks)
+
+    def getExecutorIds(self) -> Any:
+        ids = sorted(self._looks.pop(0) if len(self._looks) > 1 else self._looks[0])
+        return SimpleNamespace(size=lambda: len(ids), apply=ids.__getitem__)
+
+    def isExecutorActive(self, host: str) -> bool:
+        return True
+
+
+def test_those_of_the_beginning_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend({"1", "2"}, {"1", "2"}, {"2", "3"})
+    context: Any = SimpleNamespace(
+        _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(schedulerBackend=lambda: backend))
+    )
+    monkeypatch.setattr(executors, "hasattr_java", lambda sc, method: True)
+    monkeypatch.setattr(executors, "POLL_EVERY", 0.001)
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+    watch = executors.ExecutorWatch(context, FakeClock())
+    watch.start(posted.put)
+    try:
+        events = [posted.get(timeout=30.0) for _ in range(2)]
+    finally:
+        watch.close()
+    assert events == [HostAppeared(0.0, "3"), HostLost(0.0, "1", "Spark lost executor 1")]
+    assert posted.empty()
