@@ -145,13 +145,15 @@ class ConnectionBack(Event):
 class WorkerExited(Event):
     """Seen by the slot task: the process is gone. exit_code as subprocess gives it (negative: signal).
 
-    out_of_memory: the kernel killed it because memory ran out.
+    out_of_memory: the kernel killed it because memory ran out. crashed_at: the Python frames that it was in when native
+    code ended it, "" where it ended otherwise or did not say.
     """
 
     worker: WorkerId
     exit_code: int
     reason: str = ""
     out_of_memory: bool = False
+    crashed_at: str = ""
 
 
 @dataclass(frozen=True)

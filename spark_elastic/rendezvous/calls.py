@@ -50,9 +50,14 @@ class SlotCalls:
         return self._client.ask(m.Started(self._slot, worker))
 
     def exited(
-        self, worker: WorkerId, exit_code: int, reason: str = "", out_of_memory: bool = False
+        self,
+        worker: WorkerId,
+        exit_code: int,
+        reason: str = "",
+        out_of_memory: bool = False,
+        crashed_at: str = "",
     ) -> m.Acknowledged:
-        return self._client.ask(m.Exited(self._slot, worker, exit_code, reason, out_of_memory))
+        return self._client.ask(m.Exited(self._slot, worker, exit_code, reason, out_of_memory, crashed_at))
 
     def watch(self, seen: int, hold: float = m.HOLD, within: float | None = None) -> m.SlotOrders:
         """Orders after the first `seen`, at once when there are some; else after `hold` seconds, none."""

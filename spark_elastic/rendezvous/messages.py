@@ -101,6 +101,7 @@ class Exited(Request[Acknowledged]):
     exit_code: int
     reason: str = ""
     out_of_memory: bool = False
+    crashed_at: str = ""
 
 
 @dataclass(frozen=True)

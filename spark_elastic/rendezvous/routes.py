@@ -106,7 +106,12 @@ class Routes:
     def _exited(self, request: m.Exited) -> m.Acknowledged:
         self._post(
             events.WorkerExited(
-                self._clock.now(), request.worker, request.exit_code, request.reason, request.out_of_memory
+                self._clock.now(),
+                request.worker,
+                request.exit_code,
+                request.reason,
+                request.out_of_memory,
+                request.crashed_at,
             )
         )
         return m.Acknowledged(self._board.ended)

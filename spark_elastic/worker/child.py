@@ -19,12 +19,15 @@ from typing import IO
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.scratch import sweep
+from spark_elastic.protocol.driver.worker_events import KILLED
+from spark_elastic.worker.crash_site import CrashSite
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.lines import lines
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
 
 # Seconds for a killed process and its last lines; what it forked may keep its output open longer.
 CLOSE_WAIT = 2.0
+LAST_LINES = 0.5  # seconds for the last ones of a process that crashed
 
 
 class Child:
@@ -45,6 +48,7 @@ class Child:
         self._process = process
         self._window = window
         self._ended = threading.Event()
+        self._crash = CrashSite()
         self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         work: dict[str, Callable[[], None]] = {
             "input": self._write,
@@ -111,6 +115,10 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
+    def crashed_at(self, code: int) -> str:
+        """Where, in Python, it was in native code that ended it; "" where it ended otherwise. code: its exit code."""
+        return "" if code >= 0 or code in KILLED else self._crash.place(LAST_LINES)
+
     def await_end(self, seconds: float) -> None:
         """Of a process that was told to end, for so long at most."""
         self._ended.wait(seconds)
@@ -151,7 +159,9 @@ class Child:
         pipe = self._process.stdout
         assert pipe is not None
         for line in lines(pipe, SystemClock()):
+            self._crash.hear(line)
             on_line(self, line)
+        self._crash.no_more()
 
 
 def _process(handed: tuple[int, ...], threads: int | None) -> subprocess.Popen[bytes]:

@@ -120,7 +120,7 @@ class SlotAgent:
             assert child.worker is not None
             try:
                 starved = self._memory_kills.explains(code)
-                self._driver.exited(child.worker, code, _how(code, starved), starved)
+                self._driver.exited(child.worker, code, _how(code, starved), starved, child.crashed_at(code))
                 self._promote()
             finally:
                 child.close()

@@ -40,7 +40,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's own failure. generation 0: before it was in any world."""
+    """A worker's own failure. generation 0: before it was in any world. crash: how and where native code ended it, on
+    which host; "" if nothing did."""
 
     at: float
     generation: int
@@ -48,6 +49,8 @@ class Failure:
     position: Position | None
     fingerprint: str
     detail: str
+    crash: str = ""
+    host: HostId = ""
 
 
 @dataclass

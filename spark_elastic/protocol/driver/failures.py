@@ -3,6 +3,7 @@ worlds that break in vain."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 
 from spark_elastic.protocol.commands import Outcome
@@ -10,6 +11,7 @@ from spark_elastic.protocol.driver.driver_state import DriverState, Failure, Tur
 from spark_elastic.protocol.types import START, Position, WorkerId
 
 STARVED_BORNE = 2  # kills because memory ran out that a job tolerates within the failure window
+TRIES = 2  # of worlds, or of a slot's workers, that crashed at one place
 VAIN_BORNE = 2  # worlds in a row that broke in vain
 Ending = Callable[[Turn, Outcome, str, str], None]
 
@@ -23,7 +25,7 @@ def blame(turn: Turn, failure: Failure, end: Ending) -> None:
     oldest = turn.now - state.limits.failure_window
     earlier = tuple(f for f in state.failures if f.at >= oldest)
     state.failures = (*earlier, failure)
-    poison = _poison(state, earlier, failure)
+    poison = _poison(state, earlier, failure) or _crashes(state, failure)
     if poison:
         end(turn, Outcome.USER_ERROR, poison, failure.detail)
         return
@@ -79,6 +81,28 @@ def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> s
                 f"{old.generation}, both at {spell(new.position)}"
             )
     return ""
+
+
+def _crashes(state: DriverState, new: Failure) -> str:
+    """Why the program's native code will crash again, "" if it need not: it did so at one place in two worlds, and of
+    several hosts, one of which may be broken, on two. Before there is a world, each slot has to have seen it twice."""
+    alike = [
+        f for f in state.failures if f.crash == new.crash and (f.position or START) == (new.position or START)
+    ]
+    if not new.crash or len(alike) < TRIES:
+        return ""
+    if new.generation == 0:
+        tried = Counter(f.worker.rpartition(".")[0] for f in alike)
+        if state.waiting or any(tried[slot] < TRIES for slot in state.slots):
+            return ""
+        where = f"before they were warm, on all {len(state.slots)} slots"
+    else:
+        worlds = {f.generation for f in alike}
+        there = {member.host for member in state.world.members} if state.world is not None else set()
+        if len(worlds) < TRIES or len({f.host for f in alike}) < min(TRIES, len(there)):
+            return ""
+        where = f"in {len(worlds)} worlds that began at {spell(new.position)}"
+    return f"{len(alike)} workers crashed {where}, all of them {new.crash}"
 
 
 def _raised_by_all(state: DriverState, new: Failure) -> tuple[str, str]:

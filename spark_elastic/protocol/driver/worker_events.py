@@ -203,7 +203,16 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
             detail += f"; {often} of its slot ended so within {state.limits.failure_window:g} s"
     # The step is not known: failures in worlds that began at the same position count as failures at one place.
     position = state.world.position if state.world is not None else None
-    _blame(turn, Failure(turn.now, state.generation, event.worker, position, fingerprint, detail))
+    crash = ""
+    if event.crashed_at:
+        detail = f"{detail} in {event.crashed_at}"
+        if took_part or state.world is None:  # what newcomers crash of need not stop those who train
+            crash = f"{event.reason} in {event.crashed_at}"
+    host = state.slots[slot].host if slot in state.slots else ""
+    _blame(
+        turn,
+        Failure(turn.now, state.generation, event.worker, position, fingerprint, detail, crash, host),
+    )
 
 
 def _killed(turn: Turn, slot: SlotId) -> int:

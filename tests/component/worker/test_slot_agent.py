@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import subprocess
 import sys
 import time
@@ -110,6 +111,26 @@ def test_every_crash_finds_a_warm_spare(driver: Driver) -> None:
 
     assert serve(driver, Announced(1), play) == "enough"
     assert len(set(spares)) == 3
+
+
+class Crashing(CountingProgram):
+    """Native code of it ends the process."""
+
+    def prepare(self) -> None:
+        ctypes.string_at(0)
+
+
+def test_a_crash_of_native_code_is_told_with_the_python_lines_it_was_called_from(driver: Driver) -> None:
+    def play() -> None:
+        exited = driver.heard(WorkerExited)
+        assert exited.reason == "killed by signal 11"
+        innermost, caller, *_ = exited.crashed_at.split("; called from ")
+        assert innermost.endswith(", in string_at")
+        assert caller.startswith("test_slot_agent.py, line ")
+        assert caller.endswith(", in prepare")
+        driver.server.release_slot(SLOT, "enough")
+
+    assert serve(driver, Crashing(1), play, spare_after=1000.0) == "enough"
 
 
 class Littering(CountingProgram):

@@ -205,3 +205,80 @@ def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
     assert not bench.all(End)
     _break_in_vain(bench, 0, seconds=BORNE / 5)
     assert "11 worlds in a row" in bench.end.reason
+
+
+AT = "net.py, line 7, in forward"
+
+
+def _crash(bench: Bench, worker: str, at: str = AT) -> None:
+    bench.on(on.WorkerExited(0, worker, -11, "killed by signal 11", crashed_at=at))
+
+
+def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> None:
+    """The first worker of that slot crashes in the world's first step; the slot's next one is a newcomer."""
+    _crash(bench, name(job), at)
+    for other in others:
+        bench.join(name(other), bench.fence, None)
+    bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+    bench.join(name(job, 2))
+    bench.wait(2.0, beating=[job, *others])
+    bench.form()
+
+
+def test_r13_native_code_that_crashes_at_one_place_in_two_worlds_ends_the_job() -> None:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
+    bench.start(1, 2)
+    _crash_and_come_back(bench, 2, 1)
+    assert not bench.all(End)
+    _crash(bench, name(1))
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert f"killed by signal 11 in {AT}" in bench.end.reason
+
+
+def test_r13_one_host_of_several_that_crashes_again_and_again_is_the_hosts_trouble() -> None:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
+    bench.start(1, 2)
+    _crash_and_come_back(bench, 2, 1)
+    _crash(bench, name(2, 2))
+    assert not bench.all(End)
+
+
+def test_r13_crashes_at_two_places_are_two() -> None:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
+    bench.start(1, 2)
+    _crash_and_come_back(bench, 2, 1, at="net.py, line 9, in forward")
+    _crash(bench, name(1))
+    assert not bench.all(End)
+
+
+def test_r13_the_only_host_is_tried_twice() -> None:
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
+    bench.start(1)
+    _crash_and_come_back(bench, 1)
+    assert not bench.all(End)
+    _crash(bench, name(1, 2))
+    assert bench.end.outcome is Outcome.USER_ERROR
+
+
+def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_it_twice() -> None:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
+    for job in (1, 2):
+        bench.slot(job)
+    for started in (1, 2):
+        for job in (1, 2):
+            assert not bench.all(End)
+            _crash(bench, name(job, started))
+            bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started + 1)))
+    assert "on all 2 slots" in bench.end.reason
+
+
+def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
+    bench = Bench(replace(FOUR, num_workers=1, cooldown_range=(1.0, 1.0)))
+    bench.start(1)
+    for job in (2, 3):
+        bench.slot(job)
+    for started in (1, 2):
+        for job in (2, 3):
+            _crash(bench, name(job, started))
+            bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started + 1)))
+    assert not bench.all(End)
