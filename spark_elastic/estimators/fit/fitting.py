@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -35,7 +36,7 @@ from spark_elastic.launch.audience import WorldSpan
 from spark_elastic.launch.job import LaunchResult, bounds
 from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.teller import closing_in_time
+from spark_elastic.observe.teller import Teller, closing_in_time
 from spark_elastic.observe.told_log import log_told
 from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
@@ -302,7 +303,8 @@ def _train(training: _Training, spec: TrainSpec, run: HeldRun) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = framework.task(spec, request.brought)
     if request.num_workers > 1 and not request.scale_lr:
-        training.shown.tell(UNSCALED)
+        with Teller() as teller:  # a terminal that blocks holds up no job
+            teller.tell(partial(training.shown.tell, UNSCALED))
     limits = _limits(request, spec.plan.global_batch)
     order = Order(task, limits, run.run_id, framework.preload, run)
     return training.platform.launch(order, training.shown)

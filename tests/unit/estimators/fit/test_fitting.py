@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from spark_elastic.estimators.fit.fit_rows import forgotten_unless_it_goes_on
 from spark_elastic.estimators.fit.fitting import _agreed, _inputs, _ledger, _limits, _opened
 from spark_elastic.estimators.fit.run_record import RunResult
 from spark_elastic.estimators.fit.torch_fit import TORCH
+from spark_elastic.observe import teller
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.torch.train.spec import Brought
@@ -95,6 +97,29 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
         training: Any = SimpleNamespace(platform=platform, request=wanted, framework=TORCH, shown=shown)
         fitting._train(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
+
+
+def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teller, "CLOSE_SECONDS", 0.05)
+    platform: Any = SimpleNamespace(launch=lambda order, progress: "launched")
+    wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
+    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
+    read = threading.Event()
+    shown = SimpleNamespace(tell=lambda text: read.wait(60.0))
+    training: Any = SimpleNamespace(platform=platform, request=wanted, framework=TORCH, shown=shown)
+    ended = threading.Event()
+
+    def fit() -> None:
+        fitting._train(training, plan, SimpleNamespace(run_id="r"))
+        ended.set()
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    try:
+        assert ended.wait(20.0)
+    finally:
+        read.set()
+        thread.join()
 
 
 def test_a_ledger_needs_a_folder(tmp_path: Path) -> None:
