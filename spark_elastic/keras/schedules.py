@@ -90,8 +90,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
                 f"{type(self).__name__} sets the learning rate, which the optimizer takes from a schedule of its own: "
                 "build it with a number."
             ) from error
-        if self._corrects and before > 0 and getattr(optimizer, "momentum", None):
-            for velocity in getattr(optimizer, "momentums", ()):
+        stepping = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        if self._corrects and before > 0 and getattr(stepping, "momentum", None):
+            for velocity in getattr(stepping, "momentums", ()):
                 # Keras's own product with a number is of float32 on torch.
                 velocity.assign(plain(velocity) * (after / before))
 
