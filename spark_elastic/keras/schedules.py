@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.topology import size
+from spark_elastic.ops.topology import rank, size
 from spark_elastic.state.variables import plain
 
 DONE_BEFORE = "spark_elastic_batches"  # in a fit's params: batches of the epoch that earlier fits did
@@ -129,5 +129,5 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self._verbose and epoch == self._warmup - 1:
+        if self._verbose and epoch == self._warmup - 1 and rank() == 0:
             log.warning("epoch %d: learning rate warm-up is over, at %g.", epoch + 1, self._rate())

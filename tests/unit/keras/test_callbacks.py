@@ -132,6 +132,17 @@ def test_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduled.fit(X, Y, verbose=0, callbacks=[steps.__class__(0.4, 0.5)])
 
 
+def test_one_rank_tells_that_the_warm_up_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1, verbose=1)
+    warm.set_model(compiled())
+    for number in (0, 1):
+        monkeypatch.setattr(schedules, "rank", lambda number=number: number, raising=False)
+        warm.on_epoch_end(0)
+    assert caplog.text.count("warm-up is over") == 1
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_velocities_follow_rates(scaled: bool) -> None:
     steps = keras.optimizers.SGD(0.4, momentum=0.5)
