@@ -175,7 +175,7 @@ def _play(wanted: Wanted) -> None:
     hosts, clock = Hosts(), SystemClock()
     config = call.options.config
     launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))
-    folder = Path(wanted.output_filename) if wanted.output_filename else None
+    folder = _folder(wanted.output_filename)
     limits = call.limits(number)
     limit = LineLimit() if sys.stdout.isatty() else None
     shown = Output(
@@ -184,6 +184,19 @@ def _play(wanted: Wanted) -> None:
     with closing_in_time(Narration(shown, folder)) as narration:
         discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
         supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
+
+
+def _folder(path: str | None) -> Path | None:
+    """Made before anything is printed, all of which would be missing in one that cannot be made."""
+    folder = Path(path) if path else None
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"--output-filename {path} is no folder that files can be put into: {error}."
+        ) from error
+    return folder
 
 
 def _environment(wanted: Wanted) -> dict[str, str]:

@@ -76,6 +76,7 @@ def test_what_means_nothing_here_is_refused(options: str, sentence: str, script:
         ("-np 2 python -c train", "give the path of a script"),
         ("-np 2 python -m nowhere.train", "there is no module 'nowhere.train' to run"),
         ("-np 2 python none.py", "cannot be read"),
+        ("-np 2 --output-filename {0} python {0}", "is no folder that files can be put into"),
         ("-np 2 -H node1:2 --hostfile f python {}", "give one of -H"),
         ("-np 2 --hostfile none python {}", "cannot be read"),
         ("-np 2 -H 192.0.2.7:2 python {}", "192.0.2.7 is not this machine"),
