@@ -53,6 +53,7 @@ class Audience:
     chronicle: Chronicle = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
+    failing: bool = False  # the narrator, at its last line
     short: bool = False  # what `lacks` was told last
 
     def __post_init__(self) -> None:
@@ -103,5 +104,8 @@ class Audience:
     def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
+            self.failing = False
         except Exception:
-            log.exception("the narrator failed")
+            if not self.failing:  # a full disk fails at each line; one traceback says so
+                log.exception("the narrator failed")
+            self.failing = True

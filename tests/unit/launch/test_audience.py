@@ -35,6 +35,27 @@ def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> N
     assert record.message == "memory will not do (slot 1-0)"
 
 
+class FullDisk(Listener):
+    room = 1
+
+    def log(self, rank: int | None, line: str) -> None:
+        if len(self.heard) == self.room:
+            raise OSError(28, "No space left on device")
+        super().log(rank, line)
+
+
+def test_a_narrator_that_fails_at_each_line_is_told_of_once_until_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, listener = FakeClock(), FullDisk()
+    audience = Audience(listener, clock, 0.0, StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0))
+    for room in (1, 2):
+        listener.room = room
+        audience.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost", "lost")))
+        assert len(caplog.records) == room
+    assert listener.heard == ["shown", "shown"]
+
+
 def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
     stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
