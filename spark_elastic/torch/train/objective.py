@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from elastic_collectives import Group
+from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.train.loss import RowLoss
@@ -69,8 +69,8 @@ class TypesTold:
         try:
             return self._objective(model, part)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, ElasticError) or not _OF_TYPES.search(str(error)):
-                raise
+            if isinstance(error, ElasticError | CollectiveError) or not _OF_TYPES.search(str(error)):
+                raise  # a layer may speak to the other ranks
             tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
             given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
             raise InvalidInput(

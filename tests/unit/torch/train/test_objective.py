@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from elastic_collectives import MismatchError
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
@@ -124,7 +125,14 @@ def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
         objective(layer, whole)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the loss is out of order"), InvalidInput("of that dtype")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the loss is out of order"),
+        InvalidInput("of that dtype"),
+        MismatchError([1], "another dtype than rank 1"),
+    ],
+)
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     def broken(output: Any, label: Any) -> Any:
         raise error
