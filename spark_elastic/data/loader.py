@@ -130,6 +130,7 @@ class StepStream:
         self._ready: deque[StepRows] = deque()
         self._sizes: deque[int] = deque()  # bytes of each of them
         self._ready_bytes = 0
+        self._wish = 0, 0  # steps and bytes of the block that is to be read next
         self._answers = 0  # row groups that were read
         self._failed: BaseException | None = None
         self._closed = False
@@ -166,7 +167,9 @@ class StepStream:
                 raise self._failed
             rows = self._ready.popleft()
             self._ready_bytes -= self._sizes.popleft()
-            self._changed.notify_all()
+            # Woken at each step, the thread would take the interpreter's lock from a step's computing for nothing.
+            if self._fits():
+                self._changed.notify_all()
         self._next += 1
         return rows
 
@@ -228,17 +231,16 @@ class StepStream:
     def _room(self, steps: int, wanted: int) -> bool:
         """Wait until they fit; False once the stream is closed. Only `close` ends a slow consumer's wait."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._closed
-                    or not self._ready
-                    or (
-                        len(self._ready) + steps <= self._limit.steps
-                        and self._ready_bytes + wanted <= self._limit.bytes
-                    )
-                )
-            )
+            self._wish = steps, wanted
+            self._changed.wait_for(lambda: self._closed or self._fits())
             return not self._closed
+
+    def _fits(self) -> bool:
+        """Whether there is room for what is to be read next."""
+        steps, wanted = self._wish
+        return not self._ready or (
+            len(self._ready) + steps <= self._limit.steps and self._ready_bytes + wanted <= self._limit.bytes
+        )
 
     def _weighed(self, gathered: list[StepRows]) -> list[int]:
         """Bytes of each. How long bytes and strings are is known once they are there: the next ones are like them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,31 @@ def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
                 assert stream._changed.wait_for(lambda s=stream, m=most: len(s._ready) == m, 10)
                 assert not stream._changed.wait_for(lambda s=stream, m=most: len(s._ready) > m, 0.1)
             assert len(list(stream)) == PLAN.steps
+
+
+def test_the_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = DataPlan((10,) * 8, global_batch=8, seed=5, lanes=3)
+    looked: list[threading.Thread] = []
+    with StepLoader(plan, Rows(plan), COLUMNS, Prefetch(steps=4)).steps(0, 0, 0, 1) as stream:
+
+        def fits(fit: Callable[[], bool] = stream._fits) -> bool:
+            looked.append(threading.current_thread())
+            return fit()
+
+        def are_ready(steps: int) -> bool:
+            with stream._changed:
+                return stream._changed.wait_for(lambda: len(stream._ready) == steps, 10)
+
+        assert are_ready(3)
+        next(stream)
+        assert are_ready(4)
+        monkeypatch.setattr(stream, "_fits", fits)
+        next(stream)
+        time.sleep(0.1)
+        assert stream._thread not in looked, "woken for one step, where there is no room for two"
+        next(stream)
+        assert are_ready(4)
+        assert stream._thread in looked
 
 
 def test_long_bytes_count_as_long_as_they_are() -> None:
