@@ -25,6 +25,11 @@ def names(value: Any) -> list[str]:
     return [str(value)] if isinstance(value, str | os.PathLike) else [str(name) for name in value]
 
 
+def names_if_any(value: Any) -> list[str] | None:
+    """The same of a Param that may be None."""
+    return value if value is None else names(value)
+
+
 def listed(value: Any) -> Any:
     """A tuple as a list: `explainParams` of Spark ML cannot show one."""
     return list(value) if isinstance(value, tuple) else value
@@ -110,7 +115,7 @@ class ColumnParams(Params):
     )
     output_cols: Param[Sequence[str]] = declare(
         "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output",
-        names,
+        names_if_any,
     )
 
 

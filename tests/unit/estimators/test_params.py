@@ -48,6 +48,7 @@ def test_set_returns_the_holder_and_goes_before_the_default() -> None:
 def test_one_column_may_be_given_by_its_name() -> None:
     assert Holder().setFeatureCols("x").getFeatureCols() == ["x"]
     assert Holder().setOutputCols("p").getOutputCols() == ["p"]
+    assert Holder().setOutputCols(None).getOutputCols() is None, "as a saved model's are loaded"
 
 
 def test_paths_of_files_may_be_paths() -> None:
