@@ -164,6 +164,7 @@ def _play(wanted: Wanted) -> None:
         "max_workers": wanted.max_np,
         "run_id": wanted.run_id,
         "store": wanted.store,
+        "checkpoint_steps": wanted.checkpoint_steps,
         "env": _environment(wanted),
     }
     call = prepare(
