@@ -200,7 +200,7 @@ class Chronicle:
         """Steps that were reported and are to be taken again."""
         if self._world is None or not self._numbers:
             return 0
-        onward = world.resume[0].position if world.resume else world.position
+        onward = world.begins_at
         return max(0, steps_done(self._numbers) - _done(onward, int(self._numbers.get("steps", 0))))
 
     def _tell(self, at: float, kind: str, text: str) -> None:

@@ -101,6 +101,11 @@ class World:
         """The position that its source stands at; None: it begins from the beginning or from a checkpoint."""
         return None if self.source is None else self.members[self.source].position
 
+    @property
+    def begins_at(self) -> Position | None:
+        """Its source's position or, if it begins from a checkpoint, the newest one's; None: the beginning."""
+        return self.resume[0].position if self.resume else self.position
+
     @cached_property
     def receivers(self) -> tuple[int, ...]:
         """Ranks that do not stand at `position` and take the source's state; empty: no broadcast at all."""

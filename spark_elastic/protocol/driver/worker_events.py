@@ -202,7 +202,7 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
         else:
             detail += f"; {often} of its slot ended so within {state.limits.failure_window:g} s"
     # The step is not known: failures in worlds that began at the same position count as failures at one place.
-    position = state.world.position if state.world is not None else None
+    position = state.world.begins_at if state.world is not None else None
     crash = ""
     if event.crashed_at:
         detail = f"{detail} in {event.crashed_at}"

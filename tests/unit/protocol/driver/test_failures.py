@@ -7,6 +7,7 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.driver.failures import spell
+from spark_elastic.protocol.types import Checkpoint
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 
@@ -258,6 +259,26 @@ def test_r13_the_only_host_is_tried_twice() -> None:
     assert not bench.all(End)
     _crash(bench, name(1, 2))
     assert bench.end.outcome is Outcome.USER_ERROR
+
+
+def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None:
+    """A job on one host, whose native code crashes now and then, comes further with each world, until it does not."""
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
+    bench.start(1)
+    for started, step in ((1, 100), (2, 200), (3, 0)):
+        assert not bench.all(End)
+        if step:
+            written = Checkpoint(bench.fence, at(step), f"checkpoint-{step}", "digest")
+            bench.on(on.CheckpointWritten(0, name(1, started), written))
+        _crash(bench, name(1, started))
+        bench.on(on.WorkerStarted(0, "1-0", name(1, started + 1)))
+        bench.join(name(1, started + 1))
+        bench.wait(5.0, beating=[1])
+        bench.form()
+    assert not bench.all(End)
+    _crash(bench, name(1, 4))
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert f"in 2 worlds that began at {spell(at(200))}" in bench.end.reason
 
 
 def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_it_twice() -> None:
