@@ -28,6 +28,7 @@ from spark_elastic.rendezvous import tls
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import Box
+from spark_elastic.worker.forking import importable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -57,6 +58,10 @@ class Order:
     @property
     def needs(self) -> tuple[str, ...]:
         return tuple(name for name in self.preload if "." not in name)
+
+    def imports(self, config: ElasticConfig) -> tuple[str, ...]:
+        """What may be imported before training processes are forked; none: they are spawned."""
+        return importable(self.program, self.preload, config.fork_workers)
 
 
 class Platform(Protocol):
@@ -140,7 +145,8 @@ class Classic:
         shipped = broadcast(sc, cloudpickle.dumps(order.program), "the program")
 
         profile = profile_of(settings, sc.emptyRDD().withResources)
-        launcher = SparkLauncher(sc, tasks_of(shipped, order.preload, config, room), clock, profile)
+        make_task = tasks_of(shipped, order.preload, order.imports(config), config, room)
+        launcher = SparkLauncher(sc, make_task, clock, profile)
         try:
             turn = GatherTurn(application_of(sc), order.name, order.limits, clock)
             with turn.lives, turn:
@@ -204,7 +210,7 @@ class Connect:
         warn(settings, self._spark, connect.plain_server(self._spark))
         program, room = carried_program(self._spark, order.program), room_of(settings)
 
-        make_task = tasks_of(program, order.preload, config, room)
+        make_task = tasks_of(program, order.preload, order.imports(config), config, room)
         profile = profile_of(settings, lambda profile: profile.id)
         launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
         turn = GatherTurn(application_of(self._spark), order.name, order.limits, clock)

@@ -18,6 +18,7 @@ from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.local.order import SlotOrder, SlotSettings
 from spark_elastic.local.places import Places
 from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.worker.forking import importable
 
 
 class LocalLauncher:
@@ -36,6 +37,7 @@ class LocalLauncher:
         self._clock = clock
         self._preload = preload
         self._settings = settings or SlotSettings()
+        self._imports = importable(program, preload, self._settings.fork_workers)
         self._closing = threading.Event()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -94,6 +96,7 @@ class LocalLauncher:
             job=job,
             host=host,
             preload=self._preload,
+            imports=self._imports,
             parent=os.getpid(),
             settings=self._settings,
         )

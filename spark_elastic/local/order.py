@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from spark_elastic.config import ElasticConfig
@@ -20,18 +20,13 @@ class SlotSettings:
     collective_timeout: float = 20.0
     driver_timeout: float = 20.0
     spare_after: float = 0.0
+    fork_workers: bool = False
     worker_port_range: tuple[int, int] | None = None
     cpus_per_worker: int | None = None
 
     @classmethod
     def of(cls, config: ElasticConfig) -> Self:
-        return cls(
-            config.collective_timeout,
-            config.driver_timeout,
-            config.spare_after,
-            config.worker_port_range,
-            config.cpus_per_worker,
-        )
+        return cls(**{named.name: getattr(config, named.name) for named in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +40,7 @@ class SlotOrder:
     job: int
     host: str
     preload: tuple[str, ...]
+    imports: tuple[str, ...]
     parent: int
     settings: SlotSettings
 
@@ -53,9 +49,9 @@ class SlotOrder:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        fields: dict[str, Any] = json.loads(text)
-        settings = _with_tuples(fields.pop("settings"))
-        return cls(**_with_tuples(fields), settings=SlotSettings(**settings))
+        given: dict[str, Any] = json.loads(text)
+        settings = _with_tuples(given.pop("settings"))
+        return cls(**_with_tuples(given), settings=SlotSettings(**settings))
 
     @property
     def slot(self) -> str:
@@ -78,6 +74,7 @@ class SlotOrder:
             status_fd=status_fd,
             threads=self.settings.cpus_per_worker,
             certificate=self.certificate,
+            imports=self.imports,
         )
 
 

@@ -14,6 +14,7 @@ from spark_elastic.errors import ElasticError
 from spark_elastic.local.order import SlotOrder
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.entry import die_with_parent
+from spark_elastic.worker.forking import kept
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
 
@@ -41,6 +42,8 @@ def main() -> None:
             reason = SlotAgent(plan, client, clock).run()
         except ElasticError as error:
             reason = str(error)
+        finally:
+            kept.close()
     sys.stdout.write(reason)
 
 

@@ -38,6 +38,7 @@ class SlotTask:
     cpus_per_worker: int | None
     room: Room
     spare_after: float
+    imports: tuple[str, ...]  # before a training process is forked; see `Header`
 
     def __call__(self, jobs: Iterable[int]) -> Iterator[str]:
         numbers = list(jobs)  # consumed, so that Spark uses the Python worker again
@@ -71,6 +72,7 @@ class SlotTask:
                 status_fd=status_fd,
                 threads=self.cpus_per_worker,
                 certificate=self.contact.certificate,
+                imports=self.imports,
                 resources={name: tuple(held.addresses) for name, held in context.resources().items()},
             )
 
@@ -92,9 +94,9 @@ class SlotTask:
 
 
 def tasks_of(
-    program: Carrier, preload: tuple[str, ...], config: ElasticConfig, room: Room
+    program: Carrier, preload: tuple[str, ...], imports: tuple[str, ...], config: ElasticConfig, room: Room
 ) -> Callable[[Contact], SlotTask]:
-    """What a launch ships, once the contact is known."""
+    """What a launch ships, once the contact is known. imports: see `Header`."""
 
     def make(contact: Contact) -> SlotTask:
         return SlotTask(
@@ -107,6 +109,7 @@ def tasks_of(
             config.cpus_per_worker,
             room,
             config.spare_after,
+            imports,
         )
 
     return make

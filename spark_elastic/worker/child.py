@@ -1,7 +1,8 @@
 """One training process as its slot sees it: spawned warm, activated as a worker, and its every line shipped.
 
-Spawned from the slot's main thread, since the child dies with the thread that spawned it (PR_SET_PDEATHSIG). Daemon
-threads per child write its input, read its output and its status, and wait for its end.
+Spawned from the slot's main thread, since the child dies with the thread that spawned it (PR_SET_PDEATHSIG); one that a
+fork server made is that thread's as well. Daemon threads per child write its input, read its output and its status, and
+wait for its end; the last of them begins by making the process where a server has to be waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.scratch import sweep
 from spark_elastic.protocol.driver.worker_events import KILLED
 from spark_elastic.worker.crash_site import CrashSite
-from spark_elastic.worker.entry import Header
+from spark_elastic.worker.entry import Handed, Header
+from spark_elastic.worker.forking import Forked, Shape, kept
 from spark_elastic.worker.lines import lines
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
 
@@ -35,7 +37,7 @@ class Child:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | Forked,
         window: Window,
         status: int,
         on_line: Callable[[Child, str], None],
@@ -75,9 +77,8 @@ class Child:
         window = Window()
         watch = window.activity, window.stacks
         told = replace(header(status_write), watch_fds=watch)
-        process = _process((status_write, *watch), told.threads)
+        process = _process((status_write, *watch), told)
         child = cls(process, window, status_read, on_line, on_warm, on_exit)
-        os.close(status_write)
         child._input.put(told.to_json().encode() + b"\n")
         child._input.put(payload)
         for thread in child._threads:
@@ -86,6 +87,8 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Of a child that is warm."""
+        assert self._process.pid is not None
         return self._process.pid
 
     def activate(self, worker: str) -> None:
@@ -94,9 +97,9 @@ class Child:
         self._input.put((json.dumps({"worker": worker}) + "\n").encode())
 
     def state(self) -> str:
-        """The letter of the process's state (R, S, D, T, Z ...); "" once it is gone."""
+        """The letter of the process's state (R, S, D, T, Z ...); "" before there is one and once it is gone."""
         try:
-            with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
+            with open(f"/proc/{self._process.pid}/stat", encoding="ascii", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return ""
@@ -164,15 +167,26 @@ class Child:
         self._crash.no_more()
 
 
-def _process(handed: tuple[int, ...], threads: int | None) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "spark_elastic.worker.entry"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=handed,
-        env=_environment(threads),
-    )
+def _process(handed: Handed, told: Header) -> subprocess.Popen[bytes] | Forked:
+    """handed: the first of these is closed here once the process has it."""
+    environment = _environment(told.threads)
+
+    def spawn(stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "spark_elastic.worker.entry"],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            pass_fds=handed,
+            env=environment,
+        )
+
+    server = kept.server(Shape.of_here(told.imports, environment)) if told.imports else None
+    if server is not None:
+        return Forked(server, handed, spawn)
+    process = spawn(subprocess.PIPE, subprocess.PIPE)
+    os.close(handed[0])
+    return process
 
 
 def _environment(threads: int | None) -> dict[str, str]:

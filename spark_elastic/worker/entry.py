@@ -1,4 +1,4 @@
-"""Main of a training process: `python -m spark_elastic.worker.entry`, started by a slot's agent.
+"""Main of a training process: `python -m spark_elastic.worker.entry`, started by a slot's agent or a fork server.
 
 Standard input brings a header line, the pickled program, and later one line that activates the process as a worker;
 until then it is a warm spare with everything imported. The end of standard input means that the slot is gone.
@@ -16,8 +16,8 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -29,11 +29,12 @@ from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.control import Control
 from spark_elastic.worker.ending import code_of, end
 from spark_elastic.worker.loop import Identity, WorkerLoop
-from spark_elastic.worker.program import Program
+from spark_elastic.worker.program import Program, environment_of
 from spark_elastic.worker.raised import fingerprint, traceback_of
 from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
 
 PR_SET_PDEATHSIG = 1
+Handed = tuple[int, int, int]  # descriptors of the status pipe and of what is watched: see `Header`
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Header:
     resources: addresses of what Spark gave to the slot, by name.
     certificate: of the driver's server, PEM; None: plain HTTP.
     threads: of the arithmetic of numpy and frameworks, for the child's environment; None: as that says already.
+    imports: modules of the fork server that the child may come from; none: it is spawned.
     """
 
     parent: int
@@ -62,6 +64,7 @@ class Header:
     threads: int | None = None
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     certificate: str | None = None
+    imports: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -75,10 +78,12 @@ class Header:
         return cls(**fields)
 
 
-def main() -> int:
+def main(handed: Handed | None = None) -> int:
     """Returns the process's exit code."""
     channel = sys.stdin.buffer
     header = Header.from_json(channel.readline())
+    if handed is not None:
+        header = replace(header, status_fd=handed[0], watch_fds=handed[1:])
     die_with_parent(header.parent)
     clock = SystemClock()
     assert header.watch_fds is not None
@@ -120,7 +125,7 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     gc.disable()  # a framework's import makes objects that stay: to look through them again and again is a tenth of it
     try:
         program: Program = cloudpickle.loads(payload)
-        os.environ.update(getattr(program, "environment", {}))  # before what is preloaded looks at it
+        os.environ.update(environment_of(program))  # before what is preloaded looks at it
         _print_log(operations_from_env().log_level)
         for module in preload:
             importlib.import_module(module)
@@ -186,13 +191,18 @@ def _end_with(descriptor: int) -> None:
     os._exit(1)
 
 
-def _run() -> int:
+def _run(handed: Handed | None) -> int:
     """The exit code."""
     try:
-        return main()
+        return main(handed)
     except BaseException as error:
         return code_of(error)
 
 
+def run(handed: Handed | None = None) -> NoReturn:
+    """A training process's whole life. handed: where it has the header's descriptors under other numbers."""
+    end(_run(handed))
+
+
 if __name__ == "__main__":
-    end(_run())
+    run()

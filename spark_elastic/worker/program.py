@@ -90,3 +90,9 @@ class Program(Protocol):
     def close(self) -> None:
         """Free readers and threads."""
         ...
+
+
+def environment_of(program: object) -> Mapping[str, str]:
+    """The variables that it wants, if any."""
+    found: Mapping[str, str] = getattr(program, "environment", {})
+    return found

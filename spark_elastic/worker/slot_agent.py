@@ -19,6 +19,7 @@ from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
+from spark_elastic.worker.forking import kept
 from spark_elastic.worker.lines import LINE_AT_MOST
 from spark_elastic.worker.out_of_memory import MemoryKills
 
@@ -44,8 +45,8 @@ class SlotPlan:
     payload: bytes
     header: Callable[[int, int], Header]  # (status descriptor, bytes of payload) -> header
     driver_timeout: float
-    # (worker's pid, spare's) -> what they show about the memory that the executor will lack
-    shortage: Callable[[int, int | None], str | None] = lambda worker, spare: None
+    # pids of worker, spare and fork server -> what they show about the memory that the executor will lack
+    shortage: Callable[[int, int | None, int | None], str | None] = lambda worker, spare, server: None
     spare_after: float = 0.0  # seconds for which a worker has been warm when its spare is started
 
 
@@ -144,7 +145,7 @@ class SlotAgent:
         if child is not self._active:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
-        if said := self._plan.shortage(child.pid, spare):
+        if said := self._plan.shortage(child.pid, spare, kept.pid):
             self._on_line(child, f"{OWN_WORDS}{said}")
         else:
             self._later(LOOK_AGAIN, lambda: self._events.put(lambda: self._look_at_memory(child)))

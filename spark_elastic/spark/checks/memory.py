@@ -30,14 +30,18 @@ class Room:
     beside: int | None
     slots: int
 
-    def shortage(self, worker: int, spare: int | None = None, proc: Path = Path("/proc")) -> str | None:
+    def shortage(
+        self, worker: int, spare: int | None = None, server: int | None = None, proc: Path = Path("/proc")
+    ) -> str | None:
         """Why the processes of the executor's slots will not fit, all slots being like this one; None where they do.
 
-        worker, spare: process ids; without a spare: there will be one, like the worker.
+        worker, spare: process ids; without a spare: there will be one, like the worker. server: the fork server's, if they
+        have one.
         """
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            sizes = [_share_of(proc / str(pid)) for pid in (worker, worker if spare is None else spare)]
+            pids = [worker, worker if spare is None else spare] + ([] if server is None else [server])
+            sizes = [_share_of(proc / str(pid)) for pid in pids]
         except (OSError, ValueError):
             return None  # it has ended, which is told elsewhere
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -57,7 +61,7 @@ def _share_of(process: Path) -> int:
 
 
 def judge(room: Room, need: int, mapped: int, address_space: int | None, limit: int | None) -> str | None:
-    """need: all workers and spares of an executor. mapped: by one. address_space: its limit. limit: of a cgroup."""
+    """need: all processes of an executor's slots. mapped: by one. address_space: its limit. limit: of a cgroup."""
     if address_space is not None and mapped * 5 > address_space * 4:
         return (
             f"a worker has mapped {_mib(mapped)} of the {_mib(address_space)} that spark.executor.pyspark.memory "

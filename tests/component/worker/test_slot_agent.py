@@ -23,6 +23,7 @@ from spark_elastic.testing.counting import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.entry import Header
+from spark_elastic.worker.forking import kept
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 
@@ -40,13 +41,21 @@ def driver() -> Iterator[Driver]:
     made.close()
 
 
+@pytest.fixture
+def no_fork_server() -> Iterator[None]:
+    """One that a slot has kept is not left behind."""
+    yield
+    kept.close()
+
+
 def serve(
     driver: Driver,
     program: CountingProgram,
     play: Callable[[], Any],
     driver_timeout: float = 60.0,
     spare_after: float = 0.0,
-    shortage: Callable[[int, int | None], str | None] = lambda worker, spare: None,
+    shortage: Callable[[int, int | None, int | None], str | None] = lambda worker, spare, server: None,
+    imports: tuple[str, ...] = (),
 ) -> str:
     """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -55,8 +64,9 @@ def serve(
     def header(status_fd: int, payload_bytes: int) -> Header:
         address, me = driver.server.address, psutil.Process().pid
         return Header(
-            me, address, KEY.hex(), ATTEMPT, SLOT, "127.0.0.1", None, (), 20.0, 20.0, payload_bytes, status_fd
-        )
+            me, address, KEY.hex(), ATTEMPT, SLOT, "127.0.0.1", None, (), 20.0, 20.0, payload_bytes, status_fd,
+            imports=imports,
+        )  # fmt: skip
 
     played = driver.aside(play)
     plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout, shortage, spare_after)
@@ -92,7 +102,9 @@ class Announced(CountingProgram):
 
 
 @pytest.mark.timeout(180)
-def test_every_crash_finds_a_warm_spare(driver: Driver) -> None:
+@pytest.mark.parametrize("imports", [(), ("json",)], ids=["spawned", "forked"])
+@pytest.mark.usefixtures("no_fork_server")
+def test_every_crash_finds_a_warm_spare(driver: Driver, imports: tuple[str, ...]) -> None:
     spares: list[int] = []
 
     def play() -> None:
@@ -109,8 +121,9 @@ def test_every_crash_finds_a_warm_spare(driver: Driver) -> None:
             assert (exited.worker, exited.reason) == (f"{SLOT}.{number}", "killed by signal 9")
         driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, Announced(1), play) == "enough"
+    assert serve(driver, Announced(1), play, imports=imports) == "enough"
     assert len(set(spares)) == 3
+    assert (kept.pid is not None) is bool(imports)
 
 
 class Crashing(CountingProgram):
@@ -180,7 +193,7 @@ def test_memory_that_grows_is_told_once(driver: Driver, monkeypatch: pytest.Monk
     monkeypatch.setattr(slot_agent, "LOOK_AGAIN", 0.05)
     looks: list[tuple[int, int | None]] = []
 
-    def shortage(worker: int, spare: int | None) -> str | None:
+    def shortage(worker: int, spare: int | None, server: int | None) -> str | None:
         looks.append((worker, spare))
         return "it takes too much" if spare is not None else None
 

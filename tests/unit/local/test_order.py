@@ -18,6 +18,7 @@ CONFIG = ElasticConfig(
     collective_timeout=7.0,
     driver_timeout=8.0,
     spare_after=9.0,
+    fork_workers=False,
     worker_port_range=(7000, 7010),
     cpus_per_worker=3,
 )
@@ -39,13 +40,14 @@ def test_they_reach_the_training_process() -> None:
         job=5,
         host="a",
         preload=("torch", "numpy"),
+        imports=("torch",),
         parent=1,
         settings=SlotSettings.of(CONFIG),
     )
     read = SlotOrder.from_json(order.to_json())
     assert read == order
     header = read.header(4, 99)
-    assert (header.port_range, header.threads) == ((7000, 7010), 3)
+    assert (header.port_range, header.threads, header.imports) == ((7000, 7010), 3, ("torch",))
     assert (header.collective_timeout, header.driver_timeout) == (7.0, 8.0)
     assert (header.slot, header.preload, header.status_fd, header.payload_bytes) == (
         "5-0", ("torch", "numpy"), 4, 99,

@@ -70,7 +70,7 @@ def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Pa
         )
     without, beside = (
         Room(0, 100 * M, 2).shortage(7, proc=tmp_path),
-        Room(0, 100 * M, 2).shortage(7, 8, tmp_path),
+        Room(0, 100 * M, 2).shortage(7, 8, proc=tmp_path),
     )
     assert without is not None
     assert "2 workers of an executor and their spares take 3600m" in without

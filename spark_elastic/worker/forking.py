@@ -1,0 +1,296 @@
+"""The slot's side of forked training processes: its fork server, and a process that comes out of it.
+
+A slot's process keeps one `ForkServer`, from which later jobs profit as well if Spark uses its Python worker again.
+Where no process comes out of a server, for whatever reason, it is spawned instead; the log says so (DEBUG).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO
+
+from spark_elastic.worker.entry import Handed
+from spark_elastic.worker.fork_server import ADOPT, ASKED, BORN
+from spark_elastic.worker.program import environment_of
+
+log = logging.getLogger("spark_elastic.worker")
+
+# What a fork is known to do no harm to. TensorFlow is not: it starts threads when it is imported.
+SAFE = frozenset({"torch", "torch._dynamo", "spark_elastic.torch"})
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+
+
+def importable(program: object, preload: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
+    """What a fork server may import for a program that preloads this; nothing: it is to be spawned.
+
+    wanted: `fork_workers`. An environment of the program's own must be there before anything is imported, and may hold
+    secrets.
+    """
+    if not wanted or environment_of(program) or "torch" not in preload or not SAFE.issuperset(preload):
+        return ()
+    return preload
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a server hands down to its processes: one serves only slots of the same."""
+
+    modules: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+    others: tuple[object, ...] = ()
+
+    @classmethod
+    def of_here(cls, modules: tuple[str, ...], environment: Mapping[str, str]) -> Shape:
+        """With what a process started here and now would take over from this one."""
+        names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+        limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
+        mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        processors = frozenset(os.sched_getaffinity(0))
+        others = sys.executable, os.getcwd(), _umask(), limits, mask, processors, os.nice(0)
+        return cls(modules, environment, others)
+
+
+def _umask() -> str:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next((line for line in file if line.startswith("Umask:")), "")
+
+
+class ForkServer:
+    """The running process. Start it in a thread that outlives it: it ends with that."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.refused = False  # it has said that it cannot fork: nobody is to ask again
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "spark_elastic.worker.fork_server", str(os.getpid()), *shape.modules]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.STDOUT,
+                    env=dict(shape.environment),
+                )
+            except OSError:
+                self._socket.close()
+                raise
+
+    @property
+    def pid(self) -> int | None:
+        """None once it has ended."""
+        return self._process.pid if self._process.poll() is None else None
+
+    def ask(self, streams: tuple[int, int], handed: Handed, reply: int) -> None:
+        """For a process with this standard input and output.
+
+        Raises:
+            OSError: it is gone.
+        """
+        socket.send_fds(self._socket, [ASKED], [*streams, *handed, reply])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+class Kept:
+    """The fork server of this process; main thread only."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None where no server runs."""
+        return None if self._server is None else self._server.pid
+
+    def server(self, shape: Shape) -> ForkServer | None:
+        """One that suits; made now if there is none. None: such a one cannot fork."""
+        if self._server is not None and self._server.shape == shape:
+            if self._server.refused:
+                return None
+            if self._server.pid is not None:
+                return self._server
+        self.close()
+        try:
+            self._server = ForkServer(shape)
+        except OSError as error:
+            log.debug("no fork server could be started: %s", error)
+        return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+
+
+kept = Kept()
+
+
+class _Adopted:
+    """A child of this process that it did not start itself. Any thread."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal; one thread alone may call this."""
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:  # its number may be another's as soon as it is collected
+            self._ended = True
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def send_signal(self, number: int) -> None:
+        with self._lock:
+            if not self._ended:
+                os.kill(self.pid, number)
+
+
+class Forked:
+    """A training process to come: out of a fork server, which may not be ready yet, or else spawned.
+
+    The interface is that of `subprocess.Popen`, but it comes into being inside `wait`, for which there is a thread.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        handed: Handed,
+        spawn: Callable[[int, int], subprocess.Popen[bytes]],
+    ) -> None:
+        """handed: the first of these is closed here once the process has it. spawn: with these streams."""
+        self._server = server
+        self._spawn = spawn
+        self._lock = threading.Lock()
+        self._process: _Adopted | subprocess.Popen[bytes] | None = None
+        self._killed = False
+        self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._streams, self.stdin, self.stdout = _streams()
+        self._status = handed[0]
+        with theirs:
+            try:
+                server.ask(self._streams, handed, theirs.fileno())
+            except OSError:
+                pass  # it is gone, and so the reply says nothing
+
+    @property
+    def pid(self) -> int | None:
+        """None until it has come into being."""
+        return None if self._process is None else self._process.pid
+
+    def wait(self) -> int:
+        """Its exit code; one thread alone may call this."""
+        try:
+            process = self._begin()
+        except OSError as error:
+            os.write(self._streams[1], f"the training process could not be started: {error}\n".encode())
+            return 1
+        finally:
+            self._reply.close()
+            for descriptor in (*self._streams, self._status):
+                os.close(descriptor)
+        return -signal.SIGKILL if process is None else process.wait()
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.send_signal(number)
+            elif number == signal.SIGKILL and not self._killed:
+                self._killed = True
+                _hang_up(self._reply)
+
+    def _begin(self) -> _Adopted | subprocess.Popen[bytes] | None:
+        """None: it was killed before."""
+        process = self._adopted()
+        with self._lock:
+            if process is None and not self._killed:
+                self._process = self._spawn(*self._streams)
+            elif process is not None:
+                self._process = process
+                if self._killed:
+                    process.send_signal(signal.SIGKILL)
+            return self._process
+
+    def _adopted(self) -> _Adopted | None:
+        said = _hear(self._reply)
+        if not said.isdigit():
+            self._server.refused = self._server.refused or bool(said)
+            log.debug("no process was forked: %s", said.decode(errors="replace") or "the fork server is gone")
+            return None
+        pid = int(said)
+        with _inheriting():
+            _send(self._reply, ADOPT)
+            born = _hear(self._reply) == BORN
+        process = _Adopted(pid)
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None  # not of this process: it ends by itself
+        if born:
+            return process
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return None
+
+
+_inheritance = threading.Lock()
+
+
+@contextmanager
+def _inheriting() -> Iterator[None]:
+    """Whatever below this process loses its parent inside the block becomes a child of its main thread."""
+    prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
+    before = ctypes.c_int()
+    with _inheritance:
+        prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _streams() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
+    """A process's standard input and output, and the other ends."""
+    theirs_in, ours_in = os.pipe()
+    ours_out, theirs_out = os.pipe()
+    return (theirs_in, theirs_out), os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
+
+
+def _hear(reply: socket.socket) -> bytes:
+    try:
+        return reply.recv(1024)
+    except OSError:
+        return b""
+
+
+def _send(reply: socket.socket, words: bytes) -> None:
+    try:
+        reply.send(words)
+    except OSError:
+        pass  # it is gone, which the next answer shows
+
+
+def _hang_up(reply: socket.socket) -> None:
+    try:
+        reply.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end is closed

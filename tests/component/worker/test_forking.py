@@ -1,0 +1,333 @@
+"""Training processes that a real fork server makes: like spawned ones in every respect, and the slot's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from spark_elastic.worker.child import Child
+from spark_elastic.worker.entry import Header
+from spark_elastic.worker.forking import kept
+
+FORKED, SPAWNED = ("json",), ()
+TORCH = ("torch", "torch._dynamo")
+
+
+@pytest.fixture(autouse=True)
+def no_fork_server() -> Iterator[None]:
+    """None of an earlier test, and none left behind."""
+    kept.close()
+    yield
+    kept.close()
+
+
+class Told:
+    """A program whose `prepare` prints what `tell` returns."""
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
+
+    def prepare(self) -> None:
+        print(json.dumps(self._tell(), default=str))  # noqa: T201
+
+
+class Life:
+    """A child without a driver; it waits for its activation once it is warm."""
+
+    def __init__(
+        self, imports: tuple[str, ...], tell: Callable[[], object], threads: int | None = None
+    ) -> None:
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        payload = cloudpickle.dumps(Told(tell))
+        self.lines: queue.Queue[str] = queue.Queue()
+        self._warm: queue.Queue[None] = queue.Queue()
+        self._ends: queue.Queue[int] = queue.Queue()
+
+        def header(status: int) -> Header:
+            return Header(
+                os.getpid(), "127.0.0.1:1", "00", 1, "1-0", "127.0.0.1", None, (), 5.0, 0.5, len(payload), status,
+                threads=threads, imports=imports,
+            )  # fmt: skip
+
+        self.child = Child.spawn(
+            header,
+            payload,
+            lambda child, line: self.lines.put(line),
+            lambda child: self._warm.put(None),
+            lambda child, code: self._ends.put(code),
+        )
+
+    def __enter__(self) -> Life:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.child.close()
+
+    def warm(self) -> psutil.Process:
+        self._warm.get(timeout=60.0)
+        return psutil.Process(self.child.pid)
+
+    def told(self) -> Any:
+        return json.loads(self.lines.get(timeout=60.0))
+
+    def end(self) -> int:
+        return self._ends.get(timeout=60.0)
+
+
+def told(imports: tuple[str, ...], tell: Callable[[], object]) -> Any:
+    with Life(imports, tell) as life:
+        return life.told()
+
+
+def self_portrait() -> dict[str, object]:
+    """All that a process can be told from another by."""
+    import faulthandler
+    import gc
+    import multiprocessing
+    import threading
+    from pathlib import Path
+
+    def status(*names: str) -> list[str]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return [line for line in lines if line.startswith(names)]
+
+    def kind(descriptor: str) -> str:
+        return os.readlink(f"/proc/self/fd/{descriptor}").partition(":[")[0]
+
+    open_now = [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+    main = sys.modules["__main__"]
+    return {
+        "parent": os.getppid(),
+        "command": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode(),
+        "name": Path("/proc/self/comm").read_text(),
+        "environment": dict(os.environ),
+        "arguments": (sys.argv, sys.orig_argv, sys.path, sys.executable, sys.flags),
+        "main": (main.__file__, main.__spec__.name if main.__spec__ else None),
+        "folder": os.getcwd(),
+        "descriptors": sorted(map(kind, open_now)),
+        "streams": [(stream.fileno(), stream.encoding, stream.isatty(), stream.line_buffering)
+                    for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "process": status("Umask", "SigBlk", "SigIgn", "SigCgt", "NoNewPrivs", "Cpus_allowed_list"),
+        "group": (os.getpgid(0), os.getsid(0), os.nice(0)),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "is main": threading.current_thread() is threading.main_thread(),
+        "native": threading.main_thread().native_id == os.getpid(),
+        "faulthandler": faulthandler.is_enabled(),
+        "gc": (gc.isenabled(), gc.get_threshold()),
+        "multiprocessing": (multiprocessing.parent_process(), multiprocessing.current_process().name),
+    }  # fmt: skip
+
+
+def test_it_is_like_a_spawned_one() -> None:
+    forked, spawned = (told(imports, self_portrait) for imports in (FORKED, SPAWNED))
+    assert kept.pid is not None
+    assert forked["parent"] == os.getpid()
+    assert forked == spawned
+
+
+def test_its_exit_code_is_the_slots() -> None:
+    with Life(FORKED, lambda: sys.exit(3)) as life:
+        assert life.end() == 3
+    with Life(FORKED, lambda: os.kill(os.getpid(), signal.SIGKILL)) as life:
+        assert life.end() == -signal.SIGKILL
+    with Life(FORKED, lambda: None) as life:
+        life.warm()
+        life.child.kill()
+        assert life.end() == -signal.SIGKILL
+
+
+def test_it_ends_with_its_input() -> None:
+    with Life(FORKED, lambda: None) as life:
+        life.warm()
+        life.child._input.put(None)
+        assert life.end() == 0
+
+
+def test_one_server_serves_one_process_after_another() -> None:
+    with Life(FORKED, lambda: None) as first:
+        first.warm()
+        server = kept.pid
+    with Life(FORKED, lambda: None) as second, Life(FORKED, lambda: None) as third:
+        assert second.warm().ppid() == third.warm().ppid() == os.getpid()
+        assert server is not None
+        assert kept.pid == server
+
+
+def test_another_environment_takes_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = []
+
+    def threads() -> object:
+        return os.environ.get("OMP_NUM_THREADS"), os.environ.get("A_VARIABLE")
+
+    for number, variable in ((1, "a"), (2, "a"), (2, "b")):
+        monkeypatch.setenv("A_VARIABLE", variable)
+        with Life(FORKED, threads, number) as life:
+            assert life.told() == [str(number), variable]
+            servers.append(kept.pid)
+    assert None not in servers
+    assert len(set(servers)) == 3
+    assert not psutil.pid_exists(servers[0] or 0)
+
+
+SLOT = """
+    import os, sys, signal
+    sys.path[:0] = {path!r}
+    from spark_elastic.worker.forking import kept
+    from test_forking import FORKED, Life
+
+    if __name__ == "__main__":
+        life = Life(FORKED, lambda: None)
+        sys.stdout.write(f"{{life.warm().pid}} {{kept.pid}}\\n")
+        sys.stdout.flush()
+        signal.pause()
+"""
+
+
+def test_it_and_its_server_end_with_the_slot(tmp_path: Path) -> None:
+    script = tmp_path / "slot.py"
+    script.write_text(textwrap.dedent(SLOT.format(path=[str(Path(__file__).parent), *sys.path])))
+    slot = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    assert slot.stdout is not None
+    with slot.stdout:
+        family = [psutil.Process(int(pid)) for pid in slot.stdout.readline().split()]
+        assert {process.ppid() for process in family} == {slot.pid}
+        slot.kill()
+        slot.wait()
+    _, alive = psutil.wait_procs(family, timeout=10.0)
+    assert not alive
+
+
+def test_it_outlives_its_server_and_the_next_has_another() -> None:
+    with Life(FORKED, lambda: None) as first:
+        process, server = first.warm(), kept.pid
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(server)] if kept.pid else [], timeout=10.0)
+        with Life(FORKED, lambda: None) as second:
+            second.warm()
+            assert kept.pid not in (None, server)
+        assert process.is_running()
+        first.child._input.put(None)
+        assert first.end() == 0
+
+
+def test_a_server_that_dies_before_the_fork_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with Life(("written",), lambda: None) as life:
+        assert life.warm().ppid() == os.getpid()
+
+
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """One with the name `written`, for the server to import."""
+    (folder / "written.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+
+
+THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.parametrize(("text", "why"), [(THREAD, "2 threads run in it"), ("1 / 0", "division by zero")])
+def test_where_a_fork_is_not_safe_it_is_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    module(tmp_path, monkeypatch, text)
+    with caplog.at_level(logging.DEBUG, "spark_elastic.worker"):
+        with Life(("written",), lambda: None) as life:
+            assert life.warm().ppid() == os.getpid()
+        assert why in caplog.text
+        caplog.clear()
+        with Life(("written",), lambda: None) as life:
+            assert life.warm().ppid() == os.getpid()
+        assert not caplog.text, "it was asked again"
+
+
+def test_one_that_is_killed_before_it_exists_never_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module(tmp_path, monkeypatch, "import time; time.sleep(2.0)")
+    with Life(("written",), lambda: "born") as life:
+        assert life.child.state() == ""
+        begin = time.monotonic()
+        life.child.kill()
+        assert life.end() == -signal.SIGKILL
+        assert time.monotonic() - begin < 1.5
+        with Life(("written",), lambda: "next") as following:
+            assert following.told() == "next"
+        assert life.lines.empty()
+
+
+def test_what_imports_say_each_process_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(tmp_path, monkeypatch, "print('written was imported')")
+    for _ in range(2):
+        with Life(("written",), lambda: "then") as life:
+            assert life.lines.get(timeout=60.0) == "written was imported"
+            assert life.told() == "then"
+
+
+def test_an_idle_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(tmp_path, monkeypatch, "import __main__; __main__.IDLE = 0.5")
+    with Life(("written",), lambda: None) as life:
+        life.warm()
+        time.sleep(1.0)
+        assert kept.pid is not None, "it has a process"
+    deadline = time.monotonic() + 20.0
+    while kept.pid is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def chances() -> list[object]:
+    import multiprocessing
+    import random
+
+    import numpy as np
+    import torch
+
+    authkey = multiprocessing.current_process().authkey
+    return [random.random(), np.random.rand(), float(torch.rand(1)), authkey.hex()]
+
+
+def trained() -> object:
+    """With rows from processes, as a user's program has them."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    net = torch.nn.Linear(1, 1)
+    step = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows = DataLoader(TensorDataset(torch.arange(8.0).view(8, 1)), batch_size=2, num_workers=2)
+    seen = 0.0
+    for (batch,) in rows:
+        step.zero_grad()
+        net(batch).sum().backward()
+        step.step()
+        seen += float(batch.sum())
+    return [seen, torch.get_num_threads(), chances()]
+
+
+@pytest.mark.native
+@pytest.mark.timeout(180)
+def test_forked_processes_train_with_torch_and_share_no_chance() -> None:
+    with Life(TORCH, trained, 2) as first, Life(TORCH, trained, 2) as second:
+        (rows, threads, one), (_, _, other) = first.told(), second.told()
+        assert kept.pid is not None
+        assert "fork_server" in " ".join(psutil.Process(kept.pid).cmdline())
+        memory = psutil.Process(first.child.pid).memory_full_info()
+        assert memory.pss < 0.8 * memory.rss, "it shares nothing"
+    assert (rows, threads) == (28.0, 2)
+    assert not set(one) & set(other)
