@@ -4,8 +4,8 @@
 
 Parquet of 256 float32 a row, once in row groups of 64 MB, once in one row group, trained on by `fit_on_parquet` with
 two workers in a Spark session of this machine. A worker is its slot task (a Python worker of Spark), the training
-process and the warm spare; each second the proportional set sizes (PSS) of the three are added up, shared memory
-included. A figure is the peak of the worker that had most. Beside it, the bound.
+process, the warm spare and the fork server of both; each second their proportional set sizes (PSS) are added up, shared
+memory included. A figure is the peak of the worker that had most. Beside it, the bound.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.parts.report import Row, finish, parser
 from spark_elastic import ElasticTorchEstimator
 
 WORKERS, WIDTH, BATCH = 2, 256, 512
-ENTRY = "spark_elastic.worker.entry"
+MAINS = {"spark_elastic.worker.entry", "spark_elastic.worker.fork_server"}
 GROUP_BYTES = 64 << 20
 BOUND = 1 << 30
 MEGABYTE = 1 << 20
@@ -69,11 +69,11 @@ class Watch:
 
 
 def _workers() -> dict[int, int]:
-    """PSS of slot task, training process and spare, by slot task."""
+    """PSS of slot task, training process, spare and fork server, by slot task."""
     totals: dict[int, int] = defaultdict(int)
     for process in psutil.Process().children(recursive=True):
         try:
-            if ENTRY in process.cmdline():
+            if MAINS.intersection(process.cmdline()):
                 slot = process.parent()
                 if slot is not None:
                     totals[slot.pid] = totals[slot.pid] or slot.memory_full_info().pss

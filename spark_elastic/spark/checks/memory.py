@@ -35,8 +35,7 @@ class Room:
     ) -> str | None:
         """Why the processes of the executor's slots will not fit, all slots being like this one; None where they do.
 
-        worker, spare: process ids; without a spare: there will be one, like the worker. server: the fork server's, if they
-        have one.
+        worker, spare: process ids; without a spare: there will be one, like the worker. server: of their fork server.
         """
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -62,20 +62,23 @@ def test_a_real_process_is_measured_and_one_that_ended_is_not() -> None:
 
 
 def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Path) -> None:
-    for pid, share in (("7", 900), ("8", 100)):
+    for pid, share in (("7", 900), ("8", 100), ("9", 50)):
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "statm").write_text("5000 4000 3000 1 0 2 0\n")
         (tmp_path / pid / "smaps_rollup").write_text(
             f"10-20 ---p 00000000 00:00 0 [rollup]\nRss: 2000000 kB\nPss: {share * 1024} kB\nPss_Dirty: 7 kB\n"
         )
-    without, beside = (
+    without, beside, forked = (
         Room(0, 100 * M, 2).shortage(7, proc=tmp_path),
         Room(0, 100 * M, 2).shortage(7, 8, proc=tmp_path),
+        Room(0, 100 * M, 2).shortage(7, 8, 9, proc=tmp_path),
     )
     assert without is not None
     assert "2 workers of an executor and their spares take 3600m" in without
     assert beside is not None
     assert "take 2000m by now" in beside
+    assert forked is not None
+    assert "take 2100m by now" in forked
 
 
 @pytest.mark.parametrize(
