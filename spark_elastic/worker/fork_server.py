@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 from spark_elastic.worker import entry
 
 IDLE = 60.0  # seconds; as long as Spark keeps a Python worker without a task
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.Handed`, and where the answer goes
 ASKED = b"fork"
 ADOPT, BORN = b"adopt", b"born"  # the slot's word that it will be the parent, and the server's that it is
@@ -94,7 +96,6 @@ def _import(modules: list[str]) -> str:
             importlib.import_module(module)
     except Exception as error:  # the training process will raise the same, and tell the driver
         return f"importing failed: {error}"
-    gc.collect()
     gc.freeze()
     return ""
 
@@ -138,9 +139,8 @@ def _receive(slot: socket.socket) -> _Request | None:
 
 def _refusal() -> str:
     """Why no process can be forked now, "" if one can."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA is initialised in it"
+    if devices := opened_devices():
+        return f"what it imported has opened {devices[0]}, which a fork cannot use"
     if _threads() > 1:
         # OpenBLAS's end before a fork and are started again when they have something to do; no other kind is known.
         _fork_in_vain()
@@ -149,12 +149,25 @@ def _refusal() -> str:
     return ""
 
 
+def opened_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
+    """The accelerators that this process uses. Importing a framework opens none; to ask whether there are any may."""
+    found = []
+    for descriptor in descriptors.iterdir():
+        try:
+            found.append(os.readlink(descriptor))
+        except OSError:
+            continue  # the listing's own
+    return sorted(name for name in found if name.startswith(DEVICES))
+
+
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
 def _fork_in_vain() -> None:
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the threads
+        pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
@@ -189,7 +202,7 @@ def _fork(request: _Request) -> int:
         os.kill(between, signal.SIGKILL)
         os.waitpid(between, 0)
         if adopted:
-            os.write(begin_write, b"\n")
+            _begin(begin_write)
             _tell(request.reply, BORN)
             return process
         if process:
@@ -198,6 +211,13 @@ def _fork(request: _Request) -> int:
     finally:
         os.close(told_read)
         os.close(begin_write)
+
+
+def _begin(process: int) -> None:
+    try:
+        os.write(process, b"\n")
+    except OSError:
+        pass  # it was killed already, as the slot will see
 
 
 def _fork_on(server: int, told: int) -> None:

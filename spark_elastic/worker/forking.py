@@ -71,7 +71,7 @@ class ForkServer:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.refused = False  # it has said that it cannot fork: nobody is to ask again
+        self.failed = False  # somebody asked in vain: nobody is to ask again
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "spark_elastic.worker.fork_server", str(os.getpid()), *shape.modules]
         with theirs:
@@ -118,9 +118,9 @@ class Kept:
         return None if self._server is None else self._server.pid
 
     def server(self, shape: Shape) -> ForkServer | None:
-        """One that suits; made now if there is none. None: such a one cannot fork."""
+        """One that suits; made now if there is none. None: such a one has failed."""
         if self._server is not None and self._server.shape == shape:
-            if self._server.refused:
+            if self._server.failed:
                 return None
             if self._server.pid is not None:
                 return self._server
@@ -222,6 +222,7 @@ class Forked:
         process = self._adopted()
         with self._lock:
             if process is None and not self._killed:
+                self._server.failed = True
                 self._process = self._spawn(*self._streams)
             elif process is not None:
                 self._process = process
@@ -232,7 +233,6 @@ class Forked:
     def _adopted(self) -> _Adopted | None:
         said = _hear(self._reply)
         if not said.isdigit():
-            self._server.refused = self._server.refused or bool(said)
             log.debug("no process was forked: %s", said.decode(errors="replace") or "the fork server is gone")
             return None
         pid = int(said)

@@ -163,8 +163,9 @@ class StandaloneCluster:
         return [task for daemon in _children(executor) for task in _children(daemon.pid) if _is_daemon(task)]
 
     def training_children(self, executor: int) -> list[psutil.Process]:
-        """What the slot tasks of an executor have started: training processes and warm spares."""
-        return [child for task in self.slot_tasks(executor) for child in _children(task.pid)]
+        """The training processes and warm spares of an executor. A slot task that is over may keep its fork server."""
+        found = [child for task in self.slot_tasks(executor) for child in _children(task.pid)]
+        return [child for child in found if "spark_elastic.worker.entry" in _command(child)]
 
     def stop(self) -> None:
         """End everything; raises if a process of the cluster is still there afterwards."""
