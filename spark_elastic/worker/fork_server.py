@@ -183,13 +183,13 @@ def _fork(request: _Request) -> int:
     """
     told_read, told_write = os.pipe()
     begin_read, begin_write = os.pipe()
-    server = os.getpid()
+    slot, server = os.getppid(), os.getpid()
     between = os.fork()
     if between == 0:
         os.close(begin_write)
         _fork_on(server, told_write)  # returns in the new process alone
-        if not os.read(begin_read, 1):
-            os._exit(1)  # nobody adopted it
+        if not os.read(begin_read, 1) or os.getppid() != slot:
+            os._exit(1)  # nobody adopted it; another process will read what there is to read
         for descriptor in (told_read, told_write, begin_read):
             os.close(descriptor)
         raise _Born(request)
@@ -262,7 +262,6 @@ def _live(born: _Born) -> NoReturn:
             os.close(descriptor)
         _become_entry()
         _take_own_chance()
-        gc.enable()
         sys.stdout.buffer.write(words)
         sys.stdout.flush()
     except BaseException:

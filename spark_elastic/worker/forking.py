@@ -244,11 +244,9 @@ class Forked:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return None  # not of this process: it ends by itself
-        if born:
-            return process
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        return None
+        if not born:  # the server has died just now, and who knows whether this began to read its input
+            process.send_signal(signal.SIGKILL)
+        return process
 
 
 _inheritance = threading.Lock()

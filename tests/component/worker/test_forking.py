@@ -19,6 +19,7 @@ import cloudpickle
 import psutil
 import pytest
 
+from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.forking import Forked, _Adopted, kept
@@ -265,6 +266,13 @@ def test_where_a_fork_is_not_safe_it_is_spawned(
         with Life(("written",), lambda: None, forked=False) as life:
             assert life.warm().ppid() == os.getpid()
         assert not caplog.text, "it was asked again"
+
+
+def test_where_the_slot_cannot_adopt_it_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that nobody adopted has not read what the other one needs."""
+    monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
+    with Life(FORKED, lambda: "spawned", forked=False) as life:
+        assert life.told() == "spawned"
 
 
 def test_one_that_is_killed_before_it_exists_never_does(
