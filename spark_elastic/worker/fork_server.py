@@ -63,12 +63,9 @@ def main() -> None:
     parent, *modules = sys.argv[1:]
     entry.die_with_parent(int(parent))
     slot = _taken_streams()
-    failure = _import(modules)
-    try:
-        with slot:
-            _serve(slot, failure)
-    except _Born as born:
-        _live(born)
+    descriptors = _new_process(slot, _import(modules))
+    if descriptors:
+        _live(descriptors)
 
 
 def _taken_streams() -> socket.socket:
@@ -98,6 +95,16 @@ def _import(modules: list[str]) -> str:
         return f"importing failed: {error}"
     gc.freeze()
     return ""
+
+
+def _new_process(slot: socket.socket, failure: str) -> list[int]:
+    """The descriptors of each new process, in that; none in the server itself, once it is done."""
+    try:
+        with slot:
+            _serve(slot, failure)
+    except _Born as born:  # left here, or whatever the process raises would have it as its context
+        return born.descriptors
+    return []
 
 
 def _serve(slot: socket.socket, failure: str) -> None:
@@ -249,16 +256,16 @@ def _tell(reply: socket.socket, words: bytes) -> None:
         pass  # the slot has cancelled
 
 
-def _live(born: _Born) -> NoReturn:
+def _live(descriptors: list[int]) -> NoReturn:
     """As a process that was spawned to run `entry`, in what others can see of it and in what it has of its own."""
     try:
         words = os.pread(1, os.fstat(1).st_size, 0)
-        stdin, stdout, *handed = born.descriptors
+        stdin, stdout, *handed = descriptors
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.dup2(stdout, 2)
         status, activity, stacks = map(os.dup, handed)  # the lowest numbers that are free
-        for descriptor in born.descriptors:
+        for descriptor in descriptors:
             os.close(descriptor)
         _become_entry()
         _take_own_chance()

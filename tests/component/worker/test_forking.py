@@ -137,6 +137,7 @@ def self_portrait() -> dict[str, object]:
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "is main": threading.current_thread() is threading.main_thread(),
         "native": threading.main_thread().native_id == os.getpid(),
+        "handled": repr(sys.exception()),
         "faulthandler": faulthandler.is_enabled(),
         "gc": (gc.isenabled(), gc.get_threshold()),
         "multiprocessing": (multiprocessing.parent_process(), multiprocessing.current_process().name),
