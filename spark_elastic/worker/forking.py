@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
+from spark_elastic.worker import fork_server
 from spark_elastic.worker.entry import Handed
 from spark_elastic.worker.fork_server import ADOPT, ASKED, BORN
 from spark_elastic.worker.program import environment_of
@@ -67,25 +68,31 @@ def _umask() -> str:
 
 
 class ForkServer:
-    """The running process. Start it in a thread that outlives it: it ends with that."""
+    """The running process."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, process: subprocess.Popen[bytes], requests: socket.socket) -> None:
         self.shape = shape
         self.failed = False  # somebody asked in vain: nobody is to ask again
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "spark_elastic.worker.fork_server", str(os.getpid()), *shape.modules]
+        self._process = process
+        self._requests = requests
+
+    @classmethod
+    def start(cls, shape: Shape) -> ForkServer:
+        """In a thread that outlives it: it ends with that."""
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    command,
+                process = subprocess.Popen(
+                    [sys.executable, "-m", fork_server.__name__, str(os.getpid()), *shape.modules],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.STDOUT,
                     env=dict(shape.environment),
                 )
             except OSError:
-                self._socket.close()
+                requests.close()
                 raise
+        return cls(shape, process, requests)
 
     @property
     def pid(self) -> int | None:
@@ -98,12 +105,12 @@ class ForkServer:
         Raises:
             OSError: it is gone.
         """
-        socket.send_fds(self._socket, [ASKED], [*streams, *handed, reply])
+        socket.send_fds(self._requests, [ASKED], [*streams, *handed, reply])
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._socket.close()
+        self._requests.close()
 
 
 class Kept:
@@ -126,7 +133,7 @@ class Kept:
                 return self._server
         self.close()
         try:
-            self._server = ForkServer(shape)
+            self._server = ForkServer.start(shape)
         except OSError as error:
             log.debug("no fork server could be started: %s", error)
         return self._server
