@@ -15,13 +15,22 @@ OVERWRITTEN_EVERY = 1.0  # seconds between two states of a progress bar that are
 def lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
     """Until its end, when it is closed. What ends with a carriage return is written over by what follows."""
     due, cut = float("-inf"), False
+    hidden = ""  # the newest state of a progress bar, if it was not shown
     with io.TextIOWrapper(pipe, encoding="utf-8", errors="replace", newline="") as text:
         while raw := text.readline(LINE_AT_MOST):
             line, follows = raw.rstrip("\r\n"), cut
-            cut = not raw.endswith(("\r", "\n"))
+            cut = not raw.endswith("\n")
             if raw.endswith("\r"):
-                if not line or clock.now() < due:
+                if not line:
+                    continue
+                if clock.now() < due:
+                    hidden = line
                     continue
                 due = clock.now() + OVERWRITTEN_EVERY
+            elif not line:
+                line = hidden
+            hidden = ""
             if line or not follows:
                 yield line
+        if hidden:
+            yield hidden

@@ -53,3 +53,16 @@ def test_a_progress_bar_is_told_now_and_then_and_as_it_ends() -> None:
         "6/6",
         "done",
     ]
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (b"1%\r2%\r3%\r", ["1%", "3%"]),
+        (b"1%\r2%\r3%\r\n", ["1%", "3%"]),
+        (b"1%\r2%\r\r\nnext\n", ["1%", "2%", "next"]),
+        (b"1%\r2%\rdone\n", ["1%", "done"]),  # on a terminal it is written over, too
+    ],
+)
+def test_a_bar_that_returns_after_each_state_is_told_as_it_ends(printed: bytes, told: list[str]) -> None:
+    assert list(lines(io.BytesIO(printed), FakeClock())) == told
