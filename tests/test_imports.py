@@ -11,6 +11,22 @@ import pytest
 from tests.sources import PACKAGES
 
 
+def assert_runs(program: str) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("imported", "absent"),
@@ -24,17 +40,33 @@ from tests.sources import PACKAGES
     ],
 )
 def test_a_half_imports_nothing_that_it_does_without(imported: str, absent: set[str]) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    program = f"import sys, spark_elastic.{imported}; sys.exit(bool({absent!r} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
+    assert_runs(f"import sys, spark_elastic.{imported}; sys.exit(bool({absent!r} & set(sys.modules)))")
+
+
+WITHOUT_THE_ENGINE = """
+import pickle, sys, types
+sys.modules["elastic_collectives"] = None  # as where it cannot be loaded
+import spark_elastic.keras as hvd
+
+class Named:
+    def __reduce__(self):
+        return "named"
+
+Named.__module__ = None  # as functions of scipy: pickle asks every module for such a name
+named, elsewhere = Named(), types.ModuleType("elsewhere")
+elsewhere.named = named
+sys.modules["elsewhere"] = elsewhere
+assert pickle.loads(pickle.dumps(named)) is named
+assert not hasattr(hvd, "__wrapped__") and not hasattr(hvd, "size") and "DistributedOptimizer" in dir(hvd)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_without_the_engine_the_keras_half_stands_in_nobodys_way() -> None:
+    assert_runs(WITHOUT_THE_ENGINE)
+
+
+def test_the_keras_half_lists_what_it_has() -> None:
+    import spark_elastic.keras as hvd
+
+    assert {"size", "init", "allreduce", "DistributedOptimizer", "callbacks"} <= set(dir(hvd))

@@ -7,7 +7,7 @@ which a fitted model does without.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 _SHARED = "spark_elastic.ops.horovod_names"
 # Public name -> the module that defines it.
@@ -60,13 +60,33 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    shared = importlib.import_module(_SHARED).__all__ if name not in _EXPORTS else []
-    value: object
-    if name == "__all__":
-        value = [*_EXPORTS, *_MODULES, *shared]
-    elif name in _EXPORTS or name in shared:
-        value = getattr(importlib.import_module(_EXPORTS.get(name, _SHARED)), name)
-    else:
+    if name.startswith("__") and name != "__all__":  # inspect asks every module for such names
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    else:
+        value = _shared(name)
     globals()[name] = value
     return value
+
+
+def _shared(name: str) -> Any:
+    try:
+        shared = importlib.import_module(_SHARED)
+    except ImportError as error:  # pickle asks every module for names that are in another one
+        raise AttributeError(
+            f"module {__name__!r} has {name!r} only where the engine can be imported, if at all: {error}"
+        ) from error
+    if name == "__all__":
+        return [*_EXPORTS, *_MODULES, *shared.__all__]
+    if name in shared.__all__:
+        return getattr(shared, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    try:
+        return sorted(_shared("__all__"))
+    except AttributeError:
+        return sorted([*_EXPORTS, *_MODULES])
