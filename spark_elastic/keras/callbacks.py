@@ -61,7 +61,9 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         names = sorted(logs or ())
         if names:
             # Some metrics have a number for each class or threshold.
-            values = [np.array(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
+            values = [
+                np.array(keras.ops.convert_to_numpy(logs[name]), np.float64, order="C") for name in names
+            ]
             allreduce_arrays(values, "allreduce.metrics", process_set=self._process_set)
             logs.update(
                 {n: value if value.ndim else float(value) for n, value in zip(names, values, strict=True)}

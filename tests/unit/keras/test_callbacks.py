@@ -239,8 +239,10 @@ def test_xla_is_refused_in_a_sentence() -> None:
 
 def test_metrics_of_several_numbers_are_averaged_number_by_number() -> None:
     logs = {"f1": np.array([1.0, 2.0]), "loss": keras.ops.convert_to_tensor(3.0), "lr": 0.5}
+    logs["confused"] = np.array([[1.0, 2.0], [3.0, 4.0]]).T
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
     assert logs["f1"].tolist() == [1.0, 2.0]
+    assert logs["confused"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
     assert (logs["loss"], logs["lr"]) == (3.0, 0.5)
     assert isinstance(logs["loss"], float)
 
