@@ -89,8 +89,8 @@ class FakeFabric:
             self._failure = self._failure or error
             self._news.notify_all()
             beside = list(self._beside.values())
-        for _, fabric in beside:
-            fabric.fail(error)
+        for members, fabric in beside:
+            fabric.fail(_within(members, error))
 
     def leave(self, rank: int, own: CollectiveError) -> None:
         """The rank takes part no more; `own` is what its calls raise from now on."""
@@ -100,7 +100,7 @@ class FakeFabric:
             beside = list(self._beside.values())
         for members, fabric in beside:
             if rank in members:
-                fabric.leave(members.index(rank), own)
+                fabric.leave(members.index(rank), _within(members, own))
 
     def beside(self, channel: int, members: list[int]) -> FakeFabric:
         """The fabric of a subgroup; made by the first of its ranks that asks."""
@@ -110,8 +110,10 @@ class FakeFabric:
                 among = [self.members[rank] for rank in members]
                 fabric = FakeFabric(len(members), self.fence, self.timeout, among)
                 self._beside[channel] = members, fabric
-                fabric._failure = self._failure
-                fabric._gone = {members.index(r): why for r, why in self._gone.items() if r in members}
+                fabric._failure = self._failure and _within(members, self._failure)
+                fabric._gone = {
+                    members.index(r): _within(members, why) for r, why in self._gone.items() if r in members
+                }
                 return fabric
         if known[0] != members:
             raise ValueError(f"channel {channel} is one of ranks {known[0]}, and not of {members}.")
@@ -218,3 +220,8 @@ class FakeGroup(GatheringGroup):
     def _meet(self, call: tuple[Any, ...], part: Array) -> list[Array]:
         self._calls += 1
         return self._fabric.meet(self.rank, self._calls, call, part)
+
+
+def _within(members: Sequence[int], error: CollectiveError) -> CollectiveError:
+    """The whole group's error as a subgroup of these ranks raises it: in its own numbers, of those it has."""
+    return type(error)([members.index(rank) for rank in error.ranks if rank in members], error.reason)

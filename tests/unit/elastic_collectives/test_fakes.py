@@ -55,3 +55,20 @@ def test_a_killed_rank_is_lost_even_while_nobody_waits() -> None:
     fabric.kill(0)
     with pytest.raises(PeerLost, match="rank 0"):
         fabric.group(1).barrier()
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_subgroup_tells_who_is_at_fault_by_its_own_ranks(killed: bool, made_before: bool) -> None:
+    fabric = FakeFabric(4)
+    if made_before:
+        fabric.group(1).subgroup(1, [1, 3])
+    if killed:
+        fabric.kill(3)
+    else:
+        fabric.fail(CollectiveTimeout([0, 3], "too late"))
+    group = fabric.group(3).subgroup(1, [1, 3])
+    with pytest.raises(CollectiveError) as broke:
+        group.barrier()
+    assert broke.value.ranks == (1,)
+    assert broke.value.among(group.members).ranks == (3,)
