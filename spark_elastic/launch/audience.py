@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.stall_watch import StallWatch
@@ -94,16 +93,19 @@ class Audience:
             if line.startswith(OWN_WORDS):  # a slot's, not its worker's: what the user must know
                 log.warning("%s (slot %s)", line.removeprefix(OWN_WORDS), lines.slot)
                 continue
-            self._call(partial(self.narrator.log, rank, line))
+            self._show(rank, line)
 
     def report(self, report: Report) -> None:
         if self.ranks.get(report.worker) == 0:
-            self._call(lambda: self.chronicle.heard(self.clock.now(), report.numbers))
+            try:
+                self.chronicle.heard(self.clock.now(), report.numbers)
+            except Exception:
+                log.exception("the chronicle failed")
             self.teller.progress(lambda: self.narrator.progress(report.numbers))
 
-    def _call(self, call: Callable[[], object]) -> None:
+    def _show(self, rank: int | None, line: str) -> None:
         try:
-            call()
+            self.narrator.log(rank, line)
             self.failing = False
         except Exception:
             if not self.failing:  # a full disk fails at each line; one traceback says so

@@ -11,7 +11,7 @@ from spark_elastic.launch.audience import Audience
 from spark_elastic.launch.narrators import Silent
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.driver_state import Stage
-from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines
+from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
 from spark_elastic.testing.clock import FakeClock
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
@@ -49,9 +49,12 @@ def test_a_narrator_that_fails_at_each_line_is_told_of_once_until_it_goes_on(
 ) -> None:
     clock, listener = FakeClock(), FullDisk()
     audience = Audience(listener, clock, 0.0, StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0))
+    audience.ranks = {"1-0.1": 0}
     for room in (1, 2):
         listener.room = room
-        audience.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost", "lost")))
+        audience.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
+        audience.report(Report("1-0.1", "1-0", {"loss": 1.0}))  # which goes to others, too
+        audience.lines(LogLines("1-0", "1-0.1", None, ("lost",)))
         assert len(caplog.records) == room
     assert listener.heard == ["shown", "shown"]
 
