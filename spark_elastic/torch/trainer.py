@@ -15,13 +15,15 @@ class TrainerPlan:
     """What is known before the first step, which is when `configure_optimizers` asks.
 
     num_training_batches: steps of an epoch. global_step: optimizer steps taken since the training began, whatever
-    worlds took them.
+    worlds took them. Ranks are 0 until there is a world, as Lightning's are without a Trainer.
     """
 
     max_epochs: int
     num_training_batches: int
     current_epoch: int = 0
     global_step: int = 0
+    global_rank: int = 0
+    local_rank: int = 0
     logger: None = None
     loggers: tuple[()] = ()
 
@@ -41,7 +43,6 @@ class TrainerPlan:
 class TrainerStandIn(TrainerPlan):
     """What a step may ask as well: which world takes it, and whether it trains."""
 
-    global_rank: int
     world_size: int
     training: bool
     sanity_checking: bool = False

@@ -11,6 +11,7 @@ from torch.utils._pytree import register_pytree_node
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.train.loss import RowLoss
 from spark_elastic.torch.train.objective import Scored, autocast, given_loss, widened
@@ -112,6 +113,7 @@ class LightningLoss:
             current_epoch=here.epoch,
             global_step=here.epoch * steps + (here.step if training else steps),
             global_rank=self._rank,
+            local_rank=local_rank(),
             world_size=self._size,
             training=training,
         )

@@ -102,6 +102,7 @@ def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             trainer: Any = self._trainer
             assert (trainer.max_epochs, trainer.current_epoch, trainer.global_step) == (3, 0, 0)
+            assert (trainer.global_rank, trainer.local_rank) == (0, 0), "as of a module without a Trainer"
             with pytest.raises(AttributeError, match=r"self.trainer has no world_size here"):
                 trainer.world_size  # noqa: B018 - which changes
             steps = trainer.estimated_stepping_batches

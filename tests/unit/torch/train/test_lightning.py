@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.train import lightning
 from spark_elastic.torch.train.lightning import LightningLoss, check_lightning
 from spark_elastic.torch.trainer import TrainerPlan
 from spark_elastic.training.share import Share
@@ -39,7 +40,10 @@ def stepped(model: torch.nn.Module, here: Position) -> Any:
 
 
 @pytest.mark.parametrize(("phase", "global_step"), [(Phase.TRAIN, 23), (Phase.VALIDATE, 30)])
-def test_a_module_is_told_where_training_stands(phase: Phase, global_step: int) -> None:
+def test_a_module_is_told_where_training_stands(
+    phase: Phase, global_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning, "local_rank", lambda: 3)
     told: list[Any] = []
 
     class Asks(Duck):
@@ -53,7 +57,8 @@ def test_a_module_is_told_where_training_stands(phase: Phase, global_step: int) 
     ((number, trainer),) = told
     assert (number, trainer.current_epoch, trainer.global_step) == (3, 2, global_step)
     assert (trainer.max_epochs, trainer.estimated_stepping_batches) == (4, 40)
-    assert (trainer.global_rank, trainer.world_size, trainer.validating) == (1, 4, phase is Phase.VALIDATE)
+    assert (trainer.global_rank, trainer.local_rank, trainer.world_size) == (1, 3, 4)
+    assert trainer.validating is (phase is Phase.VALIDATE)
     assert vars(model)["_trainer"] is None
     assert "log" not in vars(model)
     with pytest.raises(
@@ -123,9 +128,9 @@ def test_hooks_that_nothing_calls_are_named(hooks: tuple[str, ...]) -> None:
 
 
 def test_the_real_package() -> None:
-    lightning = pytest.importorskip("pytorch_lightning")
+    package = pytest.importorskip("pytorch_lightning")
 
-    class Real(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    class Real(package.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(2, 1)
@@ -138,6 +143,7 @@ def test_the_real_package() -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            assert (self.global_rank, self.local_rank) == (0, 0)
             steps = self.trainer.estimated_stepping_batches
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
