@@ -85,6 +85,7 @@ def main(handed: Handed | None = None) -> int:
     if handed is not None:
         header = replace(header, status_fd=handed[0], watch_fds=handed[1:])
     die_with_parent(header.parent)
+    hand_down_interrupts()
     clock = SystemClock()
     assert header.watch_fds is not None
     faulthandler.enable()  # a crash in native code says in which line of Python
@@ -118,6 +119,13 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def hand_down_interrupts() -> None:
+    """Where Ctrl-C is ignored, since the driver answers it, what the program starts is not to ignore it as well: the
+    program may interrupt it. A handler, unlike SIG_IGN, ends with an exec."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:

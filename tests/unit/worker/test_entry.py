@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from spark_elastic.worker.entry import Header
@@ -9,3 +13,26 @@ from spark_elastic.worker.entry import Header
 def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
     header = Header(1, "127.0.0.1:1", "00", 1, "1-0", "127.0.0.1", span, ("torch",), 60.0, 60.0, 10, 5)
     assert Header.from_json(header.to_json()) == header
+
+
+def test_where_ctrl_c_is_ignored_the_programs_own_processes_can_be_interrupted() -> None:
+    program = """
+import os, signal, subprocess
+from spark_elastic.worker.entry import hand_down_interrupts
+hand_down_interrupts()
+os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C, which the driver answers
+helper = subprocess.Popen(["sleep", "60"])
+helper.send_signal(signal.SIGINT)
+try:
+    print(helper.wait(10))
+finally:
+    helper.kill()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGINT}\n", "")
