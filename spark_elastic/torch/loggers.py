@@ -12,7 +12,9 @@ import importlib
 import logging
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from spark_elastic.clock import SystemClock
@@ -24,6 +26,8 @@ log = logging.getLogger("spark_elastic")
 
 PLACE = ("epoch", "step")  # where numbers stand, not numbers
 END_WAIT = 10.0  # seconds that the end of a fit waits for a tracking server
+REQUEST = 1000  # numbers that MLflow takes at once
+MOST_WAITING = 50 * REQUEST  # of more, the newest are kept
 
 
 class _Counting(Callback, ABC):
@@ -94,6 +98,7 @@ class MLflowLogger(_Counting):
         self.key = uuid.uuid4().hex  # a tag, by which a later rank 0 finds the run
         self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
         self._teller: Teller | None = None
+        self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)  # written, and not sent yet
         self._client: Any = None  # this and the next two belong to the teller's thread
         self._run = ""
         self._failed = False
@@ -104,12 +109,14 @@ class MLflowLogger(_Counting):
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         entities = _needed("mlflow.entities", "mlflow-skinny", self)
         now = int(SystemClock().wall() * 1000)
-        metrics = [entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()]
-        self._tell(lambda: self._client.log_batch(self._run, metrics))
+        self._waiting.extend(
+            entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()
+        )
+        self._telling().progress(partial(self._send, self._log_waiting))
 
     def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
         if training.rank == 0:
-            self._tell(lambda: self._client.set_terminated(self._run))
+            self._telling().tell(partial(self._send, lambda: self._client.set_terminated(self._run)))
         if self._teller is None:
             return
         self._teller.close(END_WAIT)
@@ -117,11 +124,17 @@ class MLflowLogger(_Counting):
             self._warn(f"no answer within {END_WAIT:g} s of the training's end")
         self._teller = None
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _telling(self) -> Teller:
         if self._teller is None:
             self._teller = Teller().__enter__()
             atexit.register(self._teller.close)  # of a rank 0 that leaves before the training's end
-        self._teller.tell(lambda: self._send(call))
+        return self._teller
+
+    def _log_waiting(self) -> None:
+        """In as few requests as MLflow takes: steps may be faster than a server answers."""
+        while self._waiting:
+            count = min(len(self._waiting), REQUEST)
+            self._client.log_batch(self._run, [self._waiting.popleft() for _ in range(count)])
 
     def _send(self, call: Callable[[], object]) -> None:
         try:

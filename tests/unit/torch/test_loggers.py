@@ -6,6 +6,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,36 @@ def test_a_tracking_server_that_does_not_answer_holds_up_no_step(
         assert "no answer within 0.1 s of the training's end" in record.getMessage()
     for thread in set(threading.enumerate()) - before:  # the server hung up
         thread.join(30.0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
+def test_a_tracking_server_slower_than_the_steps_gets_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setattr(loggers, "END_WAIT", 2.0)
+    monkeypatch.setattr(loggers, "REQUEST", 64)  # of four numbers a step
+    import mlflow
+
+    log_batch, sizes = mlflow.MlflowClient.log_batch, list[int]()
+
+    def slow(client: Any, run: str, metrics: Any) -> None:
+        time.sleep(0.05)
+        sizes.append(len(metrics))
+        log_batch(client, run, metrics)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", slow)
+    callback = MLflowLogger(tmp_path.as_uri(), "digits", every=1)
+    callback.on_fit_begin(_training(0))
+    _steps(callback, 0, *range(100))
+    callback.on_fit_end(_training(0), [])
+    client = mlflow.MlflowClient(tmp_path.as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "step_loss")
+    assert [point.value for point in history] == list(range(100))
+    assert max(sizes) <= 64
 
 
 @pytest.mark.parametrize(
