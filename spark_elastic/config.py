@@ -206,6 +206,8 @@ def _plain(value: Any) -> Any:
     """Numbers of numpy, which JSON cannot hold, as Python's own, and paths as text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
     if isinstance(value, int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

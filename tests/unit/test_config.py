@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 from fnmatch import fnmatchcase
@@ -107,6 +108,9 @@ def test_numbers_of_numpy_become_pythons_own() -> None:
     config = ElasticConfig(cpus_per_worker=np.int64(2), lease=np.float32(2.5), reset_limit=np.int32(0))
     assert (type(config.cpus_per_worker), type(config.lease), type(config.reset_limit)) == (int, float, int)
     assert config == ElasticConfig(cpus_per_worker=2, lease=2.5, reset_limit=0)
+    ports = ElasticConfig(worker_port_range=[np.int64(7000), np.int64(7010)]).worker_port_range  # type: ignore[arg-type]
+    assert json.loads(json.dumps(ports)) == [7000, 7010]
+    assert isinstance(ports, tuple)
 
 
 def test_a_path_becomes_text() -> None:
