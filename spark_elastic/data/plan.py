@@ -223,7 +223,7 @@ class DataPlan:
 class EpochOrder:
     """The order of one epoch's rows: row groups shuffled, rows shuffled inside each, lazily. For one thread.
 
-    Keeps the permutation of the row group that each lane is in, and no more.
+    Keeps the permutations of the row groups that lanes are in, and no more. Lanes in the same one share it.
     """
 
     def __init__(self, plan: DataPlan, epoch: int) -> None:
@@ -233,7 +233,8 @@ class EpochOrder:
         groups = permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
         self._groups: list[int] = groups.tolist()
         self._starts = list(accumulate((plan.row_groups[group] for group in self._groups), initial=0))
-        self._permuted: dict[int, tuple[int, Int64s]] = {}  # by lane: its row group, and the order of that
+        self._entered: dict[int, int] = {}  # the row group that each lane is in
+        self._permuted: dict[int, Int64s] = {}  # the orders of those
 
     def share(self, step: int, rank: int, size: int) -> RankRows:
         """The rows that `rank` of `size` takes in a step: places floor(n·rank/size) to floor(n·(rank+1)/size)."""
@@ -280,14 +281,15 @@ class EpochOrder:
         return tuple(runs)
 
     def _rows_of(self, lane: int, group: int) -> Int64s:
-        there = self._permuted.get(lane)
-        if there is not None and there[0] == group:
-            return there[1]
-        count = self.plan.row_groups[group]
-        shuffled = self.plan.shuffle
-        rows = permutation(count, self.plan.seed, self.epoch, group) if shuffled else np.arange(count)
-        self._permuted[lane] = group, rows
-        return rows
+        left, self._entered[lane] = self._entered.get(lane, group), group
+        if left not in self._entered.values():
+            self._permuted.pop(left, None)
+        if group not in self._permuted:
+            count = self.plan.row_groups[group]
+            shuffled = self.plan.shuffle
+            rows = permutation(count, self.plan.seed, self.epoch, group) if shuffled else np.arange(count)
+            self._permuted[group] = rows
+        return self._permuted[group]
 
 
 def _joined(parts: Sequence[Int64s]) -> Int64s:

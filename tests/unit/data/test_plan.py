@@ -6,10 +6,12 @@ import pickle
 import random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_elastic.data import plan as plan_module
 from spark_elastic.data.plan import DataPlan, RankRows, permutation
 from spark_elastic.errors import InvalidInput
 
@@ -104,6 +106,24 @@ def test_steps_worked_out_together_are_those_worked_out_alone(
         alone = order.share(first + number, rank, size)
         assert (block.planned, block.start) == (alone.planned, alone.start)
         assert np.array_equal(found[number], plan.row_ids(alone))
+
+
+def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row group of foreign files may have a million rows, and a plan 64 lanes."""
+    made: list[tuple[int, ...]] = []
+
+    def counted(count: int, *words: int) -> npt.NDArray[np.int64]:
+        made.append(words[2:])
+        return permutation(count, *words)
+
+    monkeypatch.setattr(plan_module, "permutation", counted)
+    plan = DataPlan((300, 300), global_batch=32, seed=1, lanes=8)
+    order = plan.order(0)
+    order.block(0, 1, 0, 1)
+    assert sorted(made) == [(), (0,), (1,)], "of the row groups, and of each one's rows"
+    for step in range(1, plan.steps):
+        order.block(step, 1, 0, 1)
+    assert sorted(made) == [(), (0,), (1,)]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
