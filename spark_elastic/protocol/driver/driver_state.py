@@ -40,8 +40,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's own failure. generation 0: before it was in any world. crash: how and where native code ended it, on
-    which host; "" if nothing did."""
+    """A worker's own failure. generation 0: before it was in any world. crash: how and where native code ended it, ""
+    if nothing did. host: where that was, "" if its slot is gone."""
 
     at: float
     generation: int

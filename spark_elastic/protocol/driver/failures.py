@@ -98,8 +98,9 @@ def _crashes(state: DriverState, new: Failure) -> str:
         where = f"before they were warm, on all {len(state.slots)} slots"
     else:
         worlds = {f.generation for f in alike}
+        seen_on = {f.host for f in alike if f.host}
         there = {member.host for member in state.world.members} if state.world is not None else set()
-        if len(worlds) < TRIES or len({f.host for f in alike}) < min(TRIES, len(there)):
+        if len(worlds) < TRIES or len(seen_on) < min(TRIES, len(there)):
             return ""
         where = f"in {len(worlds)} worlds that began at {spell(new.position)}"
     return f"{len(alike)} workers crashed {where}, all of them {new.crash}"

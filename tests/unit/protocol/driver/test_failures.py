@@ -236,10 +236,25 @@ def test_r13_native_code_that_crashes_at_one_place_in_two_worlds_ends_the_job() 
     assert f"killed by signal 11 in {AT}" in bench.end.reason
 
 
+ALL_TWO = replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0), all_results=True)
+
+
 def test_r13_one_host_of_several_that_crashes_again_and_again_is_the_hosts_trouble() -> None:
-    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
+    bench = Bench(ALL_TWO)
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1)
+    assert bench.members() == [name(1), name(2, 2)]
+    _crash(bench, name(2, 2))
+    assert not bench.all(End)
+
+
+def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
+    bench = Bench(ALL_TWO)
+    bench.start(1, 2)
+    _crash_and_come_back(bench, 2, 1)
+    bench.on(on.ConnectionLost(0, "2-0", name(2, 2)))
+    bench.wait(bench.limits.reconnect_grace + 1.0, beating=[1, 2])
+    bench.on(on.HostLost(0, "h2", "Spark lost sight of it"))
     _crash(bench, name(2, 2))
     assert not bench.all(End)
 
