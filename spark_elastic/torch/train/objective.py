@@ -48,9 +48,10 @@ class Objective(Protocol):
     def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored: ...
 
 
-# Of torch's errors where a layer, or a loss, is given numbers of a type that it does not take.
+# Of torch's errors where a layer, or a loss, is given numbers of a type that it does not take. A tensor that any other
+# error shows may have a "dtype=".
 _OF_TYPES = re.compile(
-    r"\b(dtype|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
+    r"\b(dtype(?!=)|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
 )
 
 

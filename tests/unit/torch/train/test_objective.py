@@ -131,6 +131,7 @@ def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
         RuntimeError("the loss is out of order"),
         InvalidInput("of that dtype"),
         MismatchError([1], "another dtype than rank 1"),
+        ValueError("found invalid values: tensor([nan], dtype=torch.float64)"),  # of torch.distributions
     ],
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
