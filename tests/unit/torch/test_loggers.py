@@ -6,7 +6,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,13 @@ def _rank_0_is_lost(leader: Callback, follower: Callback) -> None:
     follower.on_fit_end(_training(0), [])
 
 
+def _file_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where MLflow may write to a folder. Its first use in a process imports for seconds."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setattr(loggers, "END_WAIT", 60.0)
+
+
 def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
     leader = TensorBoardLogger(str(tmp_path), every=2)
     follower = pickle.loads(pickle.dumps(leader))
@@ -59,8 +65,7 @@ def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
 def test_mlflow_has_one_run_whoever_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    _file_store(monkeypatch)
     leader = MLflowLogger(tmp_path.as_uri(), "digits", "first", every=2)
     follower = pickle.loads(pickle.dumps(leader))
     _rank_0_is_lost(leader, follower)
@@ -75,7 +80,10 @@ def test_mlflow_has_one_run_whoever_writes(tmp_path: Path, monkeypatch: pytest.M
     assert run.data.metrics["epoch_val_loss"] == 7.0
 
 
-def test_a_tracking_server_that_fails_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracking_server_that_fails_costs_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "END_WAIT", 60.0)
     callback = MLflowLogger("ftp://nowhere", "digits", every=1)
     callback.on_fit_begin(_training(0))
     _steps(callback, 0, 1.0, 2.0)
@@ -108,16 +116,14 @@ def test_a_tracking_server_that_does_not_answer_holds_up_no_step(
 def test_a_tracking_server_slower_than_the_steps_gets_every_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setattr(loggers, "END_WAIT", 2.0)
+    _file_store(monkeypatch)
     monkeypatch.setattr(loggers, "REQUEST", 64)  # of four numbers a step
     import mlflow
 
-    log_batch, sizes = mlflow.MlflowClient.log_batch, list[int]()
+    log_batch, sizes, all_written = mlflow.MlflowClient.log_batch, list[int](), threading.Event()
 
     def slow(client: Any, run: str, metrics: Any) -> None:
-        time.sleep(0.05)
+        assert all_written.wait(30.0)
         sizes.append(len(metrics))
         log_batch(client, run, metrics)
 
@@ -125,13 +131,15 @@ def test_a_tracking_server_slower_than_the_steps_gets_every_point(
     callback = MLflowLogger(tmp_path.as_uri(), "digits", every=1)
     callback.on_fit_begin(_training(0))
     _steps(callback, 0, *range(100))
+    all_written.set()
     callback.on_fit_end(_training(0), [])
     client = mlflow.MlflowClient(tmp_path.as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "step_loss")
     assert [point.value for point in history] == list(range(100))
-    assert max(sizes) <= 64
+    assert max(sizes) == 64
+    assert len(sizes) < 10, "each step had a request of its own"
 
 
 @pytest.mark.parametrize(
