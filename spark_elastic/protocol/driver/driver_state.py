@@ -109,6 +109,9 @@ class DriverState:
     stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
     results: Table[WorkerId, str] = field(default_factory=Table)
     because: str = ""  # why it broke
+    taken: Table[WorkerId, int] = field(
+        default_factory=Table
+    )  # whom a signal or a host's end took of which world
     vain: int = 0  # how many worlds in a row broke with nobody lost and no progress
     vain_since: float = 0.0
     checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
@@ -133,6 +136,12 @@ class DriverState:
     def fence(self) -> Fence:
         """Of the last published world; generation 0 before the first."""
         return Fence(self.attempt, self.generation)
+
+    @property
+    def bereft(self) -> frozenset[int]:
+        """Worlds of which somebody was taken. What others raise there, or crash of, may only tell of that, as errors of
+        NCCL do."""
+        return frozenset(self.taken.values())
 
     @property
     def lacks_slots(self) -> bool:

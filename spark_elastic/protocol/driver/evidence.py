@@ -45,6 +45,15 @@ def lose(turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liab
         break_world(turn, f"{title} is lost: {reason}")
 
 
+def lose_from_outside(
+    turn: Turn, worker: WorkerRecord, reason: str, kill: bool = False, liable: bool = False
+) -> None:
+    """The same, where no doing of the program's is seen: a signal, silence, or the end of its slot or host."""
+    if worker.rank is not None:
+        turn.state.taken = turn.state.taken.put(worker.worker, turn.state.generation)
+    lose(turn, worker, reason, kill, liable)
+
+
 def took_part(worker: WorkerRecord) -> bool:
     """Whether it has ever worked in a world, this one or an earlier one."""
     return worker.rank is not None and (worker.formed or worker.position is not None)
@@ -74,7 +83,7 @@ def lose_slot(turn: Turn, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
     if worker is not None:
         if how is SlotEnd.DISOWNED:
             given_up(turn, worker, disowned=True)
-        lose(turn, worker, reason)
+        lose_from_outside(turn, worker, reason)
     turn.drop_slot(slot)
     slot_is_gone(turn, slot.slot, how)
     state.gone_slots = state.gone_slots.put(slot.slot, reason)
@@ -121,11 +130,15 @@ def judge(turn: Turn, name: WorkerId) -> None:
     slot = state.slots.get(worker.slot)
     own = state.hiccup < since
     if own and name in state.suspected:
-        lose(turn, worker, "its connection broke and a peer saw it break", kill=True, liable=True)
+        lose_from_outside(
+            turn, worker, "its connection broke and a peer saw it break", kill=True, liable=True
+        )
     elif own and slot is not None and slot.cut is not None and _settled(turn, max(since, slot.cut)):
-        lose(turn, worker, "its connection and its slot's broke", kill=True, liable=True)
+        lose_from_outside(turn, worker, "its connection and its slot's broke", kill=True, liable=True)
     elif broken >= state.limits.reconnect_grace:
-        lose(turn, worker, f"its connection has been broken for {broken:.1f} s", kill=True, liable=True)
+        lose_from_outside(
+            turn, worker, f"its connection has been broken for {broken:.1f} s", kill=True, liable=True
+        )
 
 
 def notice_sleep(turn: Turn) -> None:
@@ -161,9 +174,13 @@ def scan(turn: Turn) -> None:
         slot = state.slots.get(worker.slot)
         patience = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
         if slot is not None and turn.now - max(slot.heard, state.deaf) > patience:
-            lose(turn, worker, f"its slot was silent for {turn.now - slot.heard:.1f} s", kill=True)
+            lose_from_outside(
+                turn, worker, f"its slot was silent for {turn.now - slot.heard:.1f} s", kill=True
+            )
         elif turn.now - max(worker.heard, state.deaf) > patience:
-            lose(turn, worker, f"its process has not run for {turn.now - worker.heard:.1f} s", kill=True)
+            lose_from_outside(
+                turn, worker, f"its process has not run for {turn.now - worker.heard:.1f} s", kill=True
+            )
     _bury_silent_slots(turn)
 
 

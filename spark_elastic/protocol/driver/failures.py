@@ -33,7 +33,8 @@ def blame(turn: Turn, failure: Failure, end: Ending) -> None:
     if of_all:
         end(turn, Outcome.USER_ERROR, of_all, detail)
         return
-    count = len({_once(f) for f in state.failures})
+    bereft = state.bereft
+    count = len({_once(f) for f in state.failures if not (f.fingerprint and f.generation in bereft)})
     if count > state.limits.failure_budget:
         end(
             turn,
@@ -73,7 +74,10 @@ def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> s
         return ""
     if new.generation == 0:
         return _before_any_world(state)
+    bereft = state.bereft
     for old in earlier:
+        if old.generation in bereft:
+            continue
         alike = old.fingerprint == new.fingerprint and (old.position or START) == (new.position or START)
         if alike and 0 < old.generation < new.generation:
             return (
@@ -86,10 +90,15 @@ def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> s
 def _crashes(state: DriverState, new: Failure) -> str:
     """Why the program's native code will crash again, "" if it need not: it did so at one place in two worlds, and of
     several hosts, one of which may be broken, on two. Before there is a world, each slot has to have seen it twice."""
+    if not new.crash:
+        return ""
+    bereft, begins_at = state.bereft, new.position or START
     alike = [
-        f for f in state.failures if f.crash == new.crash and (f.position or START) == (new.position or START)
+        f
+        for f in state.failures
+        if f.crash == new.crash and (f.position or START) == begins_at and f.generation not in bereft
     ]
-    if not new.crash or len(alike) < TRIES:
+    if len(alike) < TRIES:
         return ""
     if new.generation == 0:
         tried = Counter(f.worker.rpartition(".")[0] for f in alike)

@@ -9,7 +9,14 @@ from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.driver_state import Failure, Stage, Turn
 from spark_elastic.protocol.driver.durable import seen_dead
 from spark_elastic.protocol.driver.ending import end
-from spark_elastic.protocol.driver.evidence import break_world, hear, lose, suspect, took_part
+from spark_elastic.protocol.driver.evidence import (
+    break_world,
+    hear,
+    lose,
+    lose_from_outside,
+    suspect,
+    took_part,
+)
 from spark_elastic.protocol.driver.failures import blame, spell, starve
 from spark_elastic.protocol.driver.jobs import give_back, strike
 from spark_elastic.protocol.driver.listing import unwanted
@@ -164,13 +171,16 @@ def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
     worker, gone = state.workers.get(event.worker), state.gone_workers.get(event.worker)
     how = event.reason or f"exit code {event.exit_code}"
     if worker is not None:
-        lose(turn, worker, f"its process ended ({how})")
+        losing = lose_from_outside if event.exit_code in KILLED else lose
+        losing(turn, worker, f"its process ended ({how})")
         detail = f"the process of {turn.title(worker)} ended: {how}"
         _count(turn, event, took_part(worker), _own_word(turn, worker, event.exit_code), detail)
     elif gone is None:
         ended = Gone(f"its process ended ({how})", WorkerStatus.FAILURE)
         state.gone_workers = state.gone_workers.put(event.worker, ended)
     elif gone.liable and event.exit_code != 0:
+        if event.exit_code not in KILLED:  # why its connection broke
+            state.taken = state.taken.drop(event.worker)
         state.gone_workers = state.gone_workers.put(event.worker, replace(gone, liable=False))
         _count(turn, event, gone.took_part, "", f"the process of worker {event.worker} ended: {how}")
 

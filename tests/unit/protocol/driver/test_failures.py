@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.driver.failures import spell
 from spark_elastic.protocol.types import Checkpoint
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+AT = "net.py, line 7, in forward"
 
 
 def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) -> None:
@@ -62,6 +65,55 @@ def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_faul
         _raise(bench, name(job), f"connection {job} closed by peer", step=0)
     assert not bench.all(End)
     assert not bench.state.blacklist
+
+
+def _killed(bench: Bench, world: int) -> None:
+    bench.on(on.WorkerExited(0, name(3, world), -9))
+    bench.on(on.WorkerStarted(0, "3-0", name(3, world + 1)))
+    bench.join(name(3, world + 1))
+
+
+def _gone_with_its_slot(bench: Bench, world: int) -> None:
+    bench.on(on.SlotJobEnded(0, 2 + world, "its executor is lost"))
+    bench.warm(3 + world)
+
+
+def _raise_as_nccl(bench: Bench, worker: str) -> None:
+    _raise(bench, worker, "NCCL", step=0)
+
+
+def _abort_as_nccl(bench: Bench, worker: str) -> None:
+    bench.on(on.WorkerExited(0, worker, -6, "killed by signal 6", crashed_at=AT))
+
+
+@pytest.mark.parametrize("survivor_first", [True, False])
+@pytest.mark.parametrize(("fails", "budget"), [(_raise_as_nccl, 1), (_abort_as_nccl, 3)])
+@pytest.mark.parametrize("taken", [_killed, _gone_with_its_slot])
+def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
+    taken: Callable[[Bench, int], None],
+    fails: Callable[[Bench, str], None],
+    budget: int,
+    survivor_first: bool,
+) -> None:
+    """NCCL's errors read alike in each world, and a function is always at its beginning."""
+    limits = replace(FOUR, num_workers=3, max_workers=3, cooldown_range=(0.1, 0.1))
+    bench = Bench(replace(limits, failure_budget=budget, all_results=True))
+    bench.start(1, 2, 3)
+    for world, job, other in ((1, 2, name(1)), (2, 1, name(2, 2))):
+        assert len(bench.members()) == 3
+        if not survivor_first:
+            taken(bench, world)
+        fails(bench, name(job))
+        if survivor_first:
+            taken(bench, world)
+        bench.join(other, bench.fence, None)
+        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.join(name(job, 2))
+        bench.wait(5.0, beating=[1, 2, 3, 4, 5])
+        bench.form()
+        assert not bench.all(End)
+    fails(bench, name(2, 2))
+    assert not bench.all(End), "the first one that proves something"
 
 
 def test_r13_where_all_raise_the_first_one_is_told() -> None:
@@ -208,9 +260,6 @@ def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
     assert "11 worlds in a row" in bench.end.reason
 
 
-AT = "net.py, line 7, in forward"
-
-
 def _crash(bench: Bench, worker: str, at: str = AT) -> None:
     bench.on(on.WorkerExited(0, worker, -11, "killed by signal 11", crashed_at=at))
 
@@ -246,6 +295,24 @@ def test_r13_one_host_of_several_that_crashes_again_and_again_is_the_hosts_troub
     assert bench.members() == [name(1), name(2, 2)]
     _crash(bench, name(2, 2))
     assert not bench.all(End)
+
+
+def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_programs() -> None:
+    bench = Bench(replace(ALL_TWO, num_workers=3, max_workers=3))
+    bench.start(1, 2, 3)
+    for job, other in ((2, name(1)), (1, name(2, 2))):
+        assert not bench.all(End)
+        bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+        bench.join(other, bench.fence, None, suspects=(name(job),))
+        assert name(job) in bench.state.gone_workers
+        _crash(bench, name(job))
+        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.join(name(job, 2))
+        bench.wait(2.0, beating=[1, 2, 3])
+        bench.join(name(3), bench.fence, None)
+        bench.wait(2.0, beating=[1, 2, 3])
+        bench.form()
+    assert bench.end.outcome is Outcome.USER_ERROR
 
 
 def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
