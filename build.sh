@@ -160,7 +160,10 @@ verb_test() { # everything but the long fault plans and the benchmarks
 two_streams() {
     local log=$NATIVE/tests.log on_spark=0 others=0
     set -m # a process group for the one behind, in which Ctrl-C is not ignored
-    { python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@"; } >"$log" 2>&1 &
+    {
+        python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@" &&
+            verb_unfaulted --ignore=tests/spark --ignore=tests/faults
+    } >"$log" 2>&1 &
     trap "kill -INT -- -$! 2>/dev/null; exit 130" INT TERM
     python -m pytest "$@" tests/spark tests/faults || on_spark=$?
     wait $! || others=$?
