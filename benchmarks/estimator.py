@@ -8,7 +8,8 @@ Ours: `fit` with two workers of one thread each. Peer: one process, the same row
 files' order, with one and with two torch threads; the better of the two counts. They take turns; medians over the
 rounds. rows/s: while a world trained, the plain loop's from its first batch to its last step. Beside it the seconds of
 `fit` by phase, and what two plain loops reach side by side that share the rows and exchange nothing: the bound of
-training in parallel here. Beside the start of our workers stands that of two plain processes: Python, torch, the first
+training in parallel here; and what they reach as two workers of torch's DistributedDataParallel (over Gloo), the other
+peer. Beside the start of our workers stands that of two plain processes: Python, torch, the first
 batch and the first step.
 On two cores a round takes half a minute with the small net and three minutes with the large one; `--nets` names one.
 """
@@ -79,10 +80,16 @@ def batches(case: Case, part: int, parts: int) -> Iterator[tuple[torch.Tensor, t
                 yield x.view(-1, WIDTH), torch.from_numpy(batch.column("y").to_numpy().copy())
 
 
-def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int) -> None:
-    """Send the rows per second of all epochs, begun when asked to."""
+def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int, meet: str | None) -> None:
+    """Send the rows per second of all epochs, begun when asked to. meet: a new file, where the parts are to exchange
+    their gradients by torch's own means."""
     torch.set_num_threads(threads)
     model = case.build()
+    if meet is not None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{meet}", rank=part, world_size=parts
+        )
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for x, y in batches(case, part, parts):  # touches everything once, outside of rows/s
         torch.nn.functional.mse_loss(model(x), y).backward()
@@ -98,16 +105,20 @@ def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int) -> 
             optimizer.step()
             rows += len(y)
     pipe.send(rows / (time.perf_counter() - begin))
+    if meet is not None:
+        torch.distributed.destroy_process_group()
 
 
-def measured_plain(case: Case, threads: int, processes: int = 1) -> tuple[float, float]:
+def measured_plain(
+    case: Case, threads: int, processes: int = 1, meet: str | None = None
+) -> tuple[float, float]:
     """(rows per second of all processes together, each with its part of the rows; seconds until all have begun)."""
     spawn = get_context("spawn")
     pipes, started = [], []
     begin = time.perf_counter()
     for part in range(processes):
         ours, theirs = spawn.Pipe()
-        started.append(spawn.Process(target=plain, args=(theirs, case, threads, part, processes)))
+        started.append(spawn.Process(target=plain, args=(theirs, case, threads, part, processes, meet)))
         started[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -152,8 +163,17 @@ def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
     }
 
 
+def measured_ddp(case: Case) -> float:
+    """Rows per second of two workers of torch's own data parallelism."""
+    if len({pq.read_metadata(name).num_rows for name in case.files}) > 1:
+        raise ValueError("its workers need as many steps each: let the files have as many rows")
+    with tempfile.TemporaryDirectory() as folder:
+        return measured_plain(case, 1, WORKERS, f"{folder}/meet")[0]
+
+
 def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
     fits: list[dict[str, float]] = []
+    parallel: list[float] = []
     bounds: list[tuple[float, float]] = []
     peers: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
@@ -161,11 +181,19 @@ def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
         for threads, found in peers.items():
             found.append(measured_plain(case, threads)[0])
         bounds.append(measured_plain(case, 1, WORKERS))
+        parallel.append(measured_ddp(case))
     medians = {key: statistics.median(fit[key] for fit in fits) for key in fits[0]}
     best = max(statistics.median(found) for found in peers.values())
     bound, ready = (statistics.median(numbers) for numbers in zip(*bounds, strict=True))
+    trained = medians.pop("rows/s")
     rows = [
-        Row(f"{case.name}: training", medians.pop("rows/s"), best, "rows/s"),
+        Row(f"{case.name}: training", trained, best, "rows/s"),
+        Row(
+            f"{case.name}: training, against DistributedDataParallel",
+            trained,
+            statistics.median(parallel),
+            "rows/s",
+        ),
         Row(f"{case.name}: {WORKERS} plain loops that exchange nothing", bound, best, "rows/s"),
         Row(f"{case.name}: workers start", medians.pop("workers start"), ready, "s"),
     ]

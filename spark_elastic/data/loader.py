@@ -8,8 +8,8 @@ called by any.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, LaneRows, RankBlock
+from spark_elastic.data.reading.ahead import DecodeAhead
 from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
@@ -71,28 +72,32 @@ class StepLoader:
             order = self.plan.order(epoch)
         return StepStream(self, order, first_step, rank, size)
 
-    def gather(self, order: EpochOrder, block: RankBlock, answered: Callable[[], None]) -> list[StepRows]:
-        """Read the rows of a block in the calling thread. answered: called behind each row group; what it raises ends
-        the reading."""
+    def gather(
+        self, epoch: int, block: RankBlock, fetch: Callable[[int], Decoded], kept: Collection[int]
+    ) -> list[StepRows]:
+        """Read the rows of a block in the calling thread. kept: row groups that are wanted again soon."""
         shape = block.count, block.length
         ids = np.empty(shape, np.int64)
         columns: Decoded = {c.name: np.empty((*shape, *c.shape), c.dtype) for c in self._columns}
+        left = Counter(block.groups)  # times that each is still to be taken from
         decoded: Decoded = {}
         fetched = -1  # the row group of `decoded`, which two lanes that meet in it share
         for lane in block.lanes:
             numbers, taken = [], []
             for group, rows in lane.runs:
                 if group != fetched:
-                    fetched, decoded = group, self._reader.fetch(group)
-                    answered()
+                    fetched, decoded = group, fetch(group)
                 numbers.append(self.plan.group_offsets[group] + rows)
                 taken.append({name: decoded[name].take(rows, axis=0) for name in columns})
+                left[group] -= 1
+                if not left[group] and group not in kept:
+                    self._reader.release(group)
             _put(lane, numbers, ids)
             for name, out in columns.items():
                 _put(lane, [each[name] for each in taken], out)
         return [
             StepRows(
-                order.epoch,
+                epoch,
                 block.step + n,
                 block.planned,
                 ids[n],
@@ -194,31 +199,54 @@ class StepStream:
         self._loader._finished(self._order)
 
     def _read_ahead(self) -> None:
-        plan, step, count = self._loader.plan, self._next, 1
+        reader = self._loader._reader
         try:
-            while step < plan.steps:
-                count = min(count, plan.alike(step))
-                # The longest share comes first.
-                most = self._bytes(-(-plan.step_size(step) // self._size))
-                count = max(1, min(count, self._limit.steps // 2, self._limit.bytes // 2 // most))
-                if not self._room(count, count * most):
-                    return
-                block = self._order.block(step, count, self._rank, self._size)
-                gathered = self._loader.gather(self._order, block, self._answered)
-                sizes = self._weighed(gathered)
-                with self._changed:
-                    self._ready.extend(gathered)
-                    self._sizes.extend(sizes)
-                    self._ready_bytes += sum(sizes)
-                    self._changed.notify_all()
-                step += count
-                count *= 2  # the first step comes soon
+            with DecodeAhead(reader) as ahead:
+                self._gather_all(ahead)
         except _Closed:
             return
         except BaseException as error:  # raised again in the consumer's thread
             with self._changed:
                 self._failed = error
                 self._changed.notify_all()
+        finally:
+            reader.release()
+
+    def _gather_all(self, ahead: DecodeAhead) -> None:
+        def fetch(group: int) -> Decoded:
+            decoded = ahead.fetch(group)
+            self._answered()
+            return decoded
+
+        blocks = self._blocks()
+        block = next(blocks, None)
+        while block is not None:
+            self._wait_for_room(block.count, block.count * self._most(block.step))
+            following = next(blocks, None)
+            soon = following.groups if following is not None else []
+            ahead.ask(soon)
+            gathered = self._loader.gather(self._order.epoch, block, fetch, {*soon, *self._order.entered})
+            sizes = self._weighed(gathered)
+            with self._changed:
+                self._ready.extend(gathered)
+                self._sizes.extend(sizes)
+                self._ready_bytes += sum(sizes)
+                self._changed.notify_all()
+            block = following
+
+    def _blocks(self) -> Iterator[RankBlock]:
+        """This rank's rows of all steps, in blocks of steps that grow: the first step comes soon."""
+        plan, step, count = self._loader.plan, self._next, 1
+        while step < plan.steps:
+            room = self._limit.bytes // 2 // self._most(step)
+            count = max(1, min(count, plan.alike(step), self._limit.steps // 2, room))
+            yield self._order.block(step, count, self._rank, self._size)
+            step += count
+            count *= 2
+
+    def _most(self, step: int) -> int:
+        """Bytes of a rank's rows of a step; the longest share comes first."""
+        return self._bytes(-(-self._loader.plan.step_size(step) // self._size))
 
     def _answered(self) -> None:
         """A large step of many row groups may take longer than anyone would wait for a silent store."""
@@ -228,12 +256,13 @@ class StepStream:
             self._answers += 1
             self._changed.notify_all()
 
-    def _room(self, steps: int, wanted: int) -> bool:
-        """Wait until they fit; False once the stream is closed. Only `close` ends a slow consumer's wait."""
+    def _wait_for_room(self, steps: int, wanted: int) -> None:
+        """Only `close` ends a slow consumer's wait."""
         with self._changed:
             self._wish = steps, wanted
             self._changed.wait_for(lambda: self._closed or self._fits())
-            return not self._closed
+            if self._closed:
+                raise _Closed
 
     def _fits(self) -> bool:
         """Whether there is room for what is to be read next."""

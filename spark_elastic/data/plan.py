@@ -8,7 +8,7 @@ keeps permutations and belongs to the one thread that uses it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -102,6 +102,11 @@ class RankBlock:
     length: int
     lanes: tuple[LaneRows, ...]
 
+    @property
+    def groups(self) -> list[int]:
+        """The row group of each run, in the order in which the lanes' rows are gathered."""
+        return [group for lane in self.lanes for group, _ in lane.runs]
+
 
 @dataclass(frozen=True)
 class DataPlan:
@@ -149,10 +154,11 @@ class DataPlan:
         """The plan of a new run: as many lanes as batch, world and memory allow.
 
         At W = 1 a rank has every lane's row group open, hence the budget: `budget_bytes` of decoded rows, of which
-        one row group takes `decoded_bytes_per_group`.
+        one row group takes `decoded_bytes_per_group`. Two more are open: that of the rows that only longer steps have,
+        and the one that is decoded next.
         """
         single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle)
-        affordable = budget_bytes // max(1, decoded_bytes_per_group)
+        affordable = budget_bytes // max(1, decoded_bytes_per_group) - 2
         lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), max(1, affordable))
         return cls(single.row_groups, global_batch, seed, lanes, shuffle)
 
@@ -235,6 +241,11 @@ class EpochOrder:
         self._starts = list(accumulate((plan.row_groups[group] for group in self._groups), initial=0))
         self._entered: dict[int, int] = {}  # the row group that each lane is in
         self._permuted: dict[int, Int64s] = {}  # the orders of those
+
+    @property
+    def entered(self) -> Collection[int]:
+        """The row groups that the lanes are in, at the end of what was last asked for."""
+        return self._permuted.keys()
 
     def share(self, step: int, rank: int, size: int) -> RankRows:
         """The rows that `rank` of `size` takes in a step: places floor(n·rank/size) to floor(n·(rank+1)/size)."""

@@ -1,4 +1,4 @@
-"""Decoded row groups, least recently used first out, bounded in bytes.
+"""Decoded row groups, bounded in bytes: those that nobody reads from any more are the first to go.
 
 Owns the memory of a reader and the order of its threads: any may fetch, one decodes at a time. A bound above
 DEFAULT_CACHE_BYTES is what the cache may come to while a quarter of the memory is left. Knows no files.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 
 from spark_elastic.data.reading.decoding import nbytes
@@ -25,7 +24,12 @@ log = logging.getLogger("spark_elastic")
 
 
 class DecodedGroups:
-    """A cache of decoded row groups by number. The newest stays even if it exceeds the bound by itself."""
+    """A cache of decoded row groups by number. They are in use from when they are fetched until they are released.
+
+    If there are too many bytes, the one released last goes first, and when all are in use the one fetched last before
+    the newest, which stays even if it exceeds the bound by itself. Rows are read over and over in about one order:
+    what was wanted last is wanted last again, and if the oldest went, nothing would stay until its turn comes.
+    """
 
     def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = left) -> None:
         """room: (bytes of memory left, of how many), looked at before the cache grows above the default."""
@@ -33,9 +37,14 @@ class DecodedGroups:
         self._allowed = DEFAULT_CACHE_BYTES  # and more where there was room for it
         self._lock = threading.Lock()
         self._decoding = threading.Lock()
-        self._groups: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
+        self._in_use: dict[int, tuple[Decoded, int]] = {}
+        self._released: dict[int, tuple[Decoded, int]] = {}
         self._bytes = 0
+        self._largest = 0
         self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._in_use) + len(self._released)
 
     def fetch(self, group: int, decode: Callable[[int], Decoded]) -> Decoded:
         """A row group from memory, or decoded now."""
@@ -52,30 +61,61 @@ class DecodedGroups:
                 self._put(group, found)
             return found
 
+    def prefetch(self, group: int, decode: Callable[[int], Decoded]) -> None:
+        """Decode a row group that will be fetched soon, if there is room for it beside those in use."""
+        with self._decoding:
+            if self._get(group) is None and not self._closed and self._has_room():
+                self._put(group, decode(group))
+
+    def release(self, group: int | None = None) -> None:
+        """Nobody reads from it any more, nor from any where it is None."""
+        with self._lock:
+            if group is None:
+                self._released.update(self._in_use)
+                self._in_use.clear()
+            elif group in self._in_use:
+                self._released[group] = self._in_use.pop(group)
+
     def close(self, let_go: Callable[[], None]) -> None:
         """Wait for a decoding thread, then forget everything and call `let_go`; nothing is decoded any more."""
         with self._decoding:
             self._closed = True
             let_go()
             with self._lock:
-                self._groups.clear()
+                self._in_use.clear()
+                self._released.clear()
                 self._bytes = 0
 
     def _get(self, group: int) -> Decoded | None:
         with self._lock:
-            if group not in self._groups:
+            entry = self._in_use.pop(group, None) or self._released.pop(group, None)
+            if entry is None:
                 return None
-            self._groups.move_to_end(group)
-            return self._groups[group][0]
+            self._in_use[group] = entry
+            return entry[0]
+
+    def _has_room(self) -> bool:
+        with self._lock:
+            return sum(size for _, size in self._in_use.values()) + self._largest <= self._limit
 
     def _put(self, group: int, rows: Decoded) -> None:
         with self._lock:
-            self._groups[group] = rows, nbytes(rows)
-            self._bytes += self._groups[group][1]
+            size = nbytes(rows)
+            self._in_use[group] = rows, size
+            self._bytes += size
+            self._largest = max(self._largest, size)
             if self._allowed < self._bytes <= self._limit:
                 self._grow()
-            while self._bytes > self._limit and len(self._groups) > 1:
-                self._bytes -= self._groups.popitem(last=False)[1][1]
+            while self._bytes > self._limit and len(self) > 1:
+                self._bytes -= self._dropped()
+
+    def _dropped(self) -> int:
+        """Forget one; its bytes."""
+        if self._released:
+            _, (_, freed) = self._released.popitem()
+        else:
+            _, freed = self._in_use.pop(list(self._in_use)[-2])
+        return freed
 
     def _grow(self) -> None:
         """Allow what the cache holds while enough memory is left; else limit it for good to what was allowed last."""

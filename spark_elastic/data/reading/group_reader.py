@@ -46,6 +46,14 @@ class GroupReader(ABC):
         """Column -> read-only array (rows, *shape) of a row group."""
         return self._groups.fetch(group, self._decode)
 
+    def prefetch(self, group: int) -> None:
+        """Decode it now, if there is room for it."""
+        self._groups.prefetch(group, self._decode)
+
+    def release(self, group: int | None = None) -> None:
+        """It is the next to be forgotten; all are where it is None."""
+        self._groups.release(group)
+
     def close(self) -> None:
         """Let everything go; waits for a decoding thread."""
         self._groups.close(self._let_go)

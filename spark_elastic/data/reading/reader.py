@@ -20,6 +20,14 @@ class Reader(Protocol):
         """
         ...
 
+    def prefetch(self, group: int) -> None:
+        """It will be fetched soon: read it now if there is room. Raises as `fetch` does."""
+        ...
+
+    def release(self, group: int | None = None) -> None:
+        """It is not fetched again for a while, and if None none is: they are the first to be forgotten."""
+        ...
+
     def close(self) -> None:
         """Let files and memory go."""
         ...

@@ -201,7 +201,7 @@ def test_a_reader_that_is_not_there(name: str, says: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size: int) -> None:
     """One row, ten rows for four workers, one row group, ten thousand row groups."""
-    plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * lanes)
+    plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * (lanes + 2))
     order = plan.order(0)
     taken = [
         plan.row_ids(order.share(step, rank, size)) for step in range(plan.steps) for rank in range(size)

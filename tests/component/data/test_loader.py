@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.decoded_groups import DecodedGroups
+from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.footers import read_footers
 from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.data.store import Store
@@ -42,6 +45,12 @@ class Rows:
         self.fetched += 1
         ids = np.arange(self.plan.row_groups[group]) + self.plan.group_offsets[group]
         return {"id": ids, "x": np.stack([ids, -ids], axis=1).astype("float32")}
+
+    def prefetch(self, group: int) -> None:
+        pass
+
+    def release(self, group: int | None = None) -> None:
+        pass
 
     def close(self) -> None:
         self.gate.set()
@@ -247,6 +256,42 @@ def test_close_frees_a_waiting_consumer_and_ends_the_thread() -> None:
         consumer.join(10)
     assert said == ["This stream of steps is closed: ask the loader for a new one."]
     assert not stream._thread.is_alive()
+
+
+class Keeping(Rows):
+    """Keeps as many row groups as the plan's lanes need, and counts how often each is decoded."""
+
+    def __init__(self, plan: DataPlan) -> None:
+        super().__init__(plan)
+        self.decoded: Counter[int] = Counter()
+        self.groups = DecodedGroups((plan.lanes + 2) * nbytes(super().fetch(0)))
+
+    def _decode(self, group: int) -> Decoded:
+        self.decoded[group] += 1
+        return super().fetch(group)
+
+    def fetch(self, group: int) -> Decoded:
+        return self.groups.fetch(group, self._decode)
+
+    def prefetch(self, group: int) -> None:
+        self.groups.prefetch(group, self._decode)
+
+    def release(self, group: int | None = None) -> None:
+        self.groups.release(group)
+
+
+@pytest.mark.parametrize("batch", [128, 90], ids=["steps alike", "longer steps"])
+def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(batch: int) -> None:
+    plan = DataPlan((100,) * 50, batch, seed=5, lanes=8)
+    reader = Keeping(plan)
+    made = StepLoader(plan, reader, COLUMNS, Prefetch(steps=2))
+    for epoch in range(3):
+        reader.decoded.clear()
+        with made.steps(epoch, 0, 0, 1) as stream:
+            assert sum(len(rows) for rows in stream) == 5000
+        # Two lanes meet in some, the one at the epoch's beginning and the other at its end; and the thread that decodes
+        # ahead may come too late for some.
+        assert reader.decoded.total() <= 50 + 2 * plan.lanes
 
 
 def test_close_in_the_middle_of_an_epoch_leaves_no_thread() -> None:

@@ -1,0 +1,100 @@
+"""Which row groups stay decoded: those in use, then those that were released first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.reading.decoded_groups import DecodedGroups
+from spark_elastic.data.reading.reader import Decoded
+from spark_elastic.errors import StoreError
+
+
+class Cache:
+    """With room for three row groups; `decoded` lists what had to be decoded."""
+
+    def __init__(self) -> None:
+        self.groups = DecodedGroups(3 * 8)
+        self.decoded: list[int] = []
+
+    def decode(self, group: int) -> Decoded:
+        self.decoded.append(group)
+        return {"x": np.array([group])}
+
+    def fetch(self, *groups: int) -> None:
+        for group in groups:
+            assert self.groups.fetch(group, self.decode)["x"][0] == group
+
+    def prefetch(self, group: int) -> None:
+        self.groups.prefetch(group, self.decode)
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+def test_what_was_released_goes_before_what_is_in_use(cache: Cache) -> None:
+    cache.fetch(0, 1, 2)
+    cache.groups.release(0)
+    cache.fetch(3)
+    cache.fetch(1, 2, 3)
+    assert cache.decoded == [0, 1, 2, 3]
+    cache.fetch(0)
+    assert cache.decoded == [0, 1, 2, 3, 0]
+
+
+def test_what_was_released_last_goes_first(cache: Cache) -> None:
+    cache.fetch(0, 1, 2)
+    for group in (1, 2, 0):
+        cache.groups.release(group)
+    cache.fetch(3, 1, 2)
+    assert cache.decoded == [0, 1, 2, 3]
+
+
+def test_what_is_fetched_again_is_in_use_again(cache: Cache) -> None:
+    cache.fetch(0, 1, 2)
+    cache.groups.release()
+    cache.fetch(2, 3, 2, 0)
+    assert cache.decoded == [0, 1, 2, 3]
+
+
+def test_a_table_that_is_read_over_and_over_keeps_a_part_in_memory(cache: Cache) -> None:
+    for _ in range(10):
+        for group in range(4):
+            cache.fetch(group)
+            cache.groups.release(group)
+    assert len(cache.decoded) < 4 + 9 * 2.5  # the least is 2 of each turn
+
+
+def test_of_groups_in_use_all_but_one_outlast_a_turn(cache: Cache) -> None:
+    for _ in range(10):
+        cache.fetch(0, 1, 2, 3)
+    assert len(cache.decoded) < 4 + 9 * 2.5
+
+
+def test_what_is_wanted_soon_takes_no_place_of_what_is_in_use(cache: Cache) -> None:
+    cache.fetch(0, 1)
+    cache.prefetch(2)
+    cache.prefetch(3)
+    assert cache.decoded == [0, 1, 2]
+    cache.groups.release(1)
+    cache.prefetch(3)
+    cache.fetch(2, 3, 0)
+    assert cache.decoded == [0, 1, 2, 3]
+
+
+def test_what_is_wanted_soon_is_decoded_once_and_stays(cache: Cache) -> None:
+    cache.fetch(0, 1)
+    cache.groups.release()
+    cache.prefetch(1)
+    cache.fetch(2, 3, 1)
+    assert cache.decoded == [0, 1, 2, 3]
+
+
+def test_nothing_is_decoded_after_the_end(cache: Cache) -> None:
+    cache.groups.close(lambda: None)
+    cache.prefetch(0)
+    with pytest.raises(StoreError, match="reader is closed"):
+        cache.fetch(0)
+    assert cache.decoded == []
