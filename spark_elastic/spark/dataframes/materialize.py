@@ -34,7 +34,7 @@ _UNBOUNDED_ROWS = 1 << 30
 _FOLDER = "data"
 _SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
 _GRAIN = 1 << 20  # of a fraction
-_MANY_FILES, _FEW_ROWS = 300, 1000
+_MANY_PARTITIONS, _FEW_ROWS = 300, 1000
 
 log = logging.getLogger("spark_elastic")
 
@@ -198,21 +198,22 @@ def _written(
         raise InvalidInput(
             f"No row of {total} is left to {side_name}: change the validation fraction or column."
         )
-    advise(sum(group.rows for _, groups in found for group in groups), sum(len(files) for files, _ in found))
+    # A partition makes a file of each side that has rows of it.
+    advise(sum(group.rows for _, groups in found for group in groups), max(len(files) for files, _ in found))
     return tuple(
         Manifest(columns, files, groups, target.made_from, scan.content() + each)
         for each, (files, groups) in zip(folders, found, strict=True)
     )
 
 
-def advise(rows: int, files: int) -> None:
+def advise(rows: int, partitions: int) -> None:
     """Say what a table in many small partitions costs: a task and a file each, whatever is in it."""
-    if files > _MANY_FILES and rows < _FEW_ROWS * files:
+    if partitions > _MANY_PARTITIONS and rows < _FEW_ROWS * partitions:
         log.warning(
-            "the table was written in %d files, of %d rows on average, since it has as many partitions, and Spark took "
-            "30 ms or more for each: with df.coalesce(100), for example, the training would begin sooner",
-            files,
-            rows // files,
+            "the table has %d partitions, of %d rows on average, and Spark took 30 ms or more for each: with "
+            "df.coalesce(100), for example, the training would begin sooner",
+            partitions,
+            rows // partitions,
         )
 
 

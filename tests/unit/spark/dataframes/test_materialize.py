@@ -10,16 +10,16 @@ from spark_elastic.spark.dataframes.materialize import advise
 
 
 @pytest.mark.parametrize(
-    ("rows", "files", "says"),
+    ("rows", "partitions", "says"),
     [
-        (10_000, 2000, ["the table was written in 2000 files, of 5 rows on average"]),
+        (10_000, 2000, ["the table has 2000 partitions, of 5 rows on average"]),
         (10_000, 100, []),  # three seconds
         (10_000_000, 2000, []),
     ],
 )
 def test_many_small_partitions_are_told(
-    rows: int, files: int, says: list[str], caplog: pytest.LogCaptureFixture
+    rows: int, partitions: int, says: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "spark_elastic"):
-        advise(rows, files)
-    assert [message.partition(", since")[0] for message in caplog.messages] == says
+        advise(rows, partitions)
+    assert [message.partition(", and Spark")[0] for message in caplog.messages] == says
