@@ -1,29 +1,34 @@
 """The rows of each step, gathered ahead of the training thread.
 
-Owns the prefetch: one background thread a stream, bounded in steps and bytes, ended by `close`. What a step takes
-is the plan's, how a row group is read is the reader's. A stream is used by one consumer thread; `close` may be
-called by any.
+Owns the prefetch: one background thread a stream that gathers, bounded in steps and bytes, and one that decodes ahead
+of it; `close` ends both. What a step takes is the plan's, how a row group is read is the reader's. A stream is used by
+one consumer thread; `close` may be called by any.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, LaneRows, RankBlock
 from spark_elastic.data.reading.ahead import DecodeAhead
 from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
+
+BLOCKS_AHEAD = 8  # of which is known what row groups they take
+BYTES_AHEAD = 16 << 20  # of row groups that are decoded, and not gathered from yet
+WORTH_A_THREAD = 1 << 20  # bytes of a row group
 
 
 @dataclass(frozen=True)
@@ -73,28 +78,33 @@ class StepLoader:
         return StepStream(self, order, first_step, rank, size)
 
     def gather(
-        self, epoch: int, block: RankBlock, fetch: Callable[[int], Decoded], kept: Collection[int]
+        self, epoch: int, block: RankBlock, fetch: Callable[[int], Decoded], release: Callable[[int], None]
     ) -> list[StepRows]:
-        """Read the rows of a block in the calling thread. kept: row groups that are wanted again soon."""
-        shape = block.count, block.length
-        ids = np.empty(shape, np.int64)
-        columns: Decoded = {c.name: np.empty((*shape, *c.shape), c.dtype) for c in self._columns}
+        """Read the rows of a block in the calling thread. release: called with row groups it needs no more."""
+        ids, columns = self._empty(block.count, block.length)
+        # A lane's rows lie here on the way to their places in each step: little memory, and always the same.
+        widest = max((lane.width for lane in block.lanes), default=0)
+        lane_ids, lane_columns = self._empty(block.count * widest)
         left = Counter(block.groups)  # times that each is still to be taken from
         decoded: Decoded = {}
         fetched = -1  # the row group of `decoded`, which two lanes that meet in it share
         for lane in block.lanes:
-            numbers, taken = [], []
+            taken = 0
             for group, rows in lane.runs:
                 if group != fetched:
                     fetched, decoded = group, fetch(group)
-                numbers.append(self.plan.group_offsets[group] + rows)
-                taken.append({name: decoded[name].take(rows, axis=0) for name in columns})
+                here = slice(taken, taken + len(rows))
+                taken += len(rows)
+                np.add(rows, self.plan.group_offsets[group], out=lane_ids[here])
+                for name, out in lane_columns.items():
+                    # In any mode but "raise" it writes to `out` at once.
+                    decoded[name].take(rows, axis=0, out=out[here], mode="clip")
                 left[group] -= 1
-                if not left[group] and group not in kept:
-                    self._reader.release(group)
-            _put(lane, numbers, ids)
-            for name, out in columns.items():
-                _put(lane, [each[name] for each in taken], out)
+                if not left[group]:
+                    release(group)
+            _put(lane, lane_ids[:taken], ids)
+            for name, out in lane_columns.items():
+                _put(lane, out[:taken], columns[name])
         return [
             StepRows(
                 epoch,
@@ -106,14 +116,19 @@ class StepLoader:
             for n in range(block.count)
         ]
 
+    def _empty(self, *shape: int) -> tuple[Int64s, Decoded]:
+        """Memory for row ids, and for the values of each column, of so many rows."""
+        return np.empty(shape, np.int64), {
+            column.name: np.empty((*shape, *column.shape), column.dtype) for column in self._columns
+        }
+
     def _finished(self, order: EpochOrder) -> None:
         self._order = order
 
 
-def _put(lane: LaneRows, runs: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
+def _put(lane: LaneRows, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     """Rows of a lane, step by step, to their places in each step. out: (steps, rows, ...)"""
-    whole = runs[0] if len(runs) == 1 else np.concatenate(runs)
-    out[:, lane.place : lane.place + lane.width] = whole.reshape(len(out), lane.width, *whole.shape[1:])
+    out[:, lane.place : lane.place + lane.width] = rows.reshape(len(out), lane.width, *rows.shape[1:])
 
 
 class _Closed(Exception):
@@ -136,7 +151,8 @@ class StepStream:
         self._sizes: deque[int] = deque()  # bytes of each of them
         self._ready_bytes = 0
         self._wish = 0, 0  # steps and bytes of the block that is to be read next
-        self._answers = 0  # row groups that were read
+        self._clock = SystemClock()
+        self._answered = 0.0  # when the newest row group was there
         self._failed: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
@@ -158,13 +174,7 @@ class StepStream:
         if self._next >= self._loader.plan.steps:
             raise StopIteration
         with self._changed:
-            while not self._came():
-                moved = partial(self._moved, self._answers)
-                if not self._changed.wait_for(moved, self._limit.deadline):
-                    raise StoreError(
-                        f"The rows of step {self._next} of epoch {self._order.epoch} did not come: the store has not "
-                        f"answered for {self._limit.deadline:g} s."
-                    )
+            self._await_rows()
             if self._closed:
                 raise StoreError("This stream of steps is closed: ask the loader for a new one.")
             if not self._ready:
@@ -178,11 +188,18 @@ class StepStream:
         self._next += 1
         return rows
 
-    def _came(self) -> bool:
-        return bool(self._ready or self._failed or self._closed)
-
-    def _moved(self, answers: int) -> bool:
-        return self._came() or self._answers > answers
+    def _await_rows(self) -> None:
+        """Until the next step is there, or nothing will come. A large step of many row groups may take longer than
+        anyone would wait for a silent store, which is what `deadline` is for."""
+        since = self._clock.now()
+        while not (self._ready or self._failed or self._closed):
+            left = max(since, self._answered) + self._limit.deadline - self._clock.now()
+            if left <= 0:
+                raise StoreError(
+                    f"The rows of step {self._next} of epoch {self._order.epoch} did not come: the store has not "
+                    f"answered for {self._limit.deadline:g} s."
+                )
+            self._changed.wait(left)
 
     def close(self) -> None:
         """End the thread and wait for it (for the row group it is in); free a waiting consumer."""
@@ -201,7 +218,7 @@ class StepStream:
     def _read_ahead(self) -> None:
         reader = self._loader._reader
         try:
-            with DecodeAhead(reader) as ahead:
+            with DecodeAhead(reader, self._groups_ahead()) as ahead:
                 self._gather_all(ahead)
         except _Closed:
             return
@@ -213,26 +230,38 @@ class StepStream:
             reader.release()
 
     def _gather_all(self, ahead: DecodeAhead) -> None:
+        blocks, coming = self._blocks(), deque[RankBlock]()
+        uses: Counter[int] = Counter()  # of each row group, in the blocks that are coming
+
         def fetch(group: int) -> Decoded:
             decoded = ahead.fetch(group)
-            self._answered()
+            self._answered = self._clock.now()
+            if self._closed:
+                raise _Closed
             return decoded
 
-        blocks = self._blocks()
-        block = next(blocks, None)
-        while block is not None:
+        def release(group: int) -> None:
+            if not uses[group] and group not in self._order.entered:
+                del uses[group]
+                ahead.release(group)
+
+        while True:
+            for block in islice(blocks, 2 if len(coming) < BLOCKS_AHEAD else 1):
+                coming.append(block)
+                ahead.ask(group for group in block.groups if group not in uses)
+                uses.update(block.groups)
+            if not coming:
+                return
+            block = coming.popleft()
+            uses.subtract(block.groups)
             self._wait_for_room(block.count, block.count * self._most(block.step))
-            following = next(blocks, None)
-            soon = following.groups if following is not None else []
-            ahead.ask(soon)
-            gathered = self._loader.gather(self._order.epoch, block, fetch, {*soon, *self._order.entered})
+            gathered = self._loader.gather(self._order.epoch, block, fetch, release)
             sizes = self._weighed(gathered)
             with self._changed:
                 self._ready.extend(gathered)
                 self._sizes.extend(sizes)
                 self._ready_bytes += sum(sizes)
                 self._changed.notify_all()
-            block = following
 
     def _blocks(self) -> Iterator[RankBlock]:
         """This rank's rows of all steps, in blocks of steps that grow: the first step comes soon."""
@@ -244,17 +273,15 @@ class StepStream:
             step += count
             count *= 2
 
+    def _groups_ahead(self) -> int:
+        """How many row groups to decode ahead. Of small ones none: for threads to take turns would cost more."""
+        plan = self._loader.plan
+        usual = plan.rows * self._row_bytes // len(plan.row_groups)
+        return max(2, BYTES_AHEAD // usual) if usual >= WORTH_A_THREAD else 0
+
     def _most(self, step: int) -> int:
         """Bytes of a rank's rows of a step; the longest share comes first."""
         return self._bytes(-(-self._loader.plan.step_size(step) // self._size))
-
-    def _answered(self) -> None:
-        """A large step of many row groups may take longer than anyone would wait for a silent store."""
-        with self._changed:
-            if self._closed:
-                raise _Closed
-            self._answers += 1
-            self._changed.notify_all()
 
     def _wait_for_room(self, steps: int, wanted: int) -> None:
         """Only `close` ends a slow consumer's wait."""

@@ -102,7 +102,7 @@ class RankBlock:
     length: int
     lanes: tuple[LaneRows, ...]
 
-    @property
+    @cached_property
     def groups(self) -> list[int]:
         """The row group of each run, in the order in which the lanes' rows are gathered."""
         return [group for lane in self.lanes for group, _ in lane.runs]

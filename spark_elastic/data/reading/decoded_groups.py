@@ -61,11 +61,14 @@ class DecodedGroups:
                 self._put(group, found)
             return found
 
-    def prefetch(self, group: int, decode: Callable[[int], Decoded]) -> None:
-        """Decode a row group that will be fetched soon, if there is room for it beside those in use."""
+    def prefetch(self, group: int, decode: Callable[[int], Decoded]) -> bool:
+        """Decode a row group that will be fetched soon. False if there is no room for it beside those in use."""
         with self._decoding:
-            if self._get(group) is None and not self._closed and self._has_room():
+            if self._get(group) is None and not self._closed:
+                if not self._has_room():
+                    return False
                 self._put(group, decode(group))
+            return True
 
     def release(self, group: int | None = None) -> None:
         """Nobody reads from it any more, nor from any where it is None."""

@@ -46,9 +46,9 @@ class GroupReader(ABC):
         """Column -> read-only array (rows, *shape) of a row group."""
         return self._groups.fetch(group, self._decode)
 
-    def prefetch(self, group: int) -> None:
-        """Decode it now, if there is room for it."""
-        self._groups.prefetch(group, self._decode)
+    def prefetch(self, group: int) -> bool:
+        """Decode it now; False if there is no room for it."""
+        return self._groups.prefetch(group, self._decode)
 
     def release(self, group: int | None = None) -> None:
         """It is the next to be forgotten; all are where it is None."""

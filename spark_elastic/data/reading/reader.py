@@ -20,8 +20,8 @@ class Reader(Protocol):
         """
         ...
 
-    def prefetch(self, group: int) -> None:
-        """It will be fetched soon: read it now if there is room. Raises as `fetch` does."""
+    def prefetch(self, group: int) -> bool:
+        """It will be fetched soon: read it now. False if there is no room for it. Raises as `fetch` does."""
         ...
 
     def release(self, group: int | None = None) -> None:

@@ -15,27 +15,32 @@ from tests.patience import until
 
 
 class Reader:
-    """Counts; a closed `gate` holds up what is decoded ahead, `broken` makes it fail."""
+    """Counts. What is decoded ahead is held up by a closed `gate`, fails if it is `broken`, and takes one of `room`."""
 
     def __init__(self) -> None:
         self.ahead: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.begun = threading.Event()
+        self.tried: list[int] = []
         self.broken = False
+        self.room = 100
 
     def fetch(self, group: int) -> Decoded:
         return {"x": np.array([group])}
 
-    def prefetch(self, group: int) -> None:
-        self.begun.set()
+    def prefetch(self, group: int) -> bool:
+        self.tried.append(group)
         assert self.gate.wait(20)
         if self.broken:
             raise StoreError("the disk is gone")
+        if not self.room:
+            return False
+        self.room -= 1
         self.ahead.append(group)
+        return True
 
     def release(self, group: int | None = None) -> None:
-        pass
+        self.room += 1
 
     def close(self) -> None:
         pass
@@ -48,27 +53,63 @@ def reader() -> Reader:
 
 @pytest.fixture
 def ahead(reader: Reader) -> Iterator[DecodeAhead]:
-    with DecodeAhead(reader) as made:
+    with DecodeAhead(reader, most=3) as made:
         yield made
         reader.gate.set()
 
 
 def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodeAhead, reader: Reader) -> None:
-    ahead.ask([3, 1, 3])
+    ahead.ask([3, 1])
     ahead.ask([2])
     until(lambda: len(reader.ahead) == 3)
     assert reader.ahead == [3, 1, 2]
 
 
+def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodeAhead, reader: Reader) -> None:
+    ahead.ask(range(6))
+    until(lambda: len(reader.ahead) == 3)
+    assert ahead.fetch(0)["x"][0] == 0
+    until(lambda: len(reader.ahead) == 4)
+    assert not ahead._may_go_on()
+    assert reader.ahead == [0, 1, 2, 3]
+
+
 def test_what_was_fetched_meanwhile_is_left_out(ahead: DecodeAhead, reader: Reader) -> None:
     reader.gate.clear()
     ahead.ask([0])
-    assert reader.begun.wait(20)
+    until(lambda: reader.tried)
     ahead.ask([1, 2])
-    assert ahead.fetch(1)["x"][0] == 1
+    ahead.fetch(1)
     reader.gate.set()
     until(lambda: 2 in reader.ahead)
     assert reader.ahead == [0, 2]
+
+
+def test_what_there_is_no_room_for_waits_for_a_release(ahead: DecodeAhead, reader: Reader) -> None:
+    reader.room = 1
+    ahead.ask([0, 1, 2])
+    until(lambda: ahead._full)
+    assert reader.tried == [0, 1]
+    ahead.fetch(0)
+    ahead.release(0)
+    until(lambda: 1 in reader.ahead)
+    until(lambda: ahead._full)
+    ahead.fetch(2)
+    ahead.release(1)
+    assert reader.ahead == [0, 1]
+
+
+def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
+    ahead: DecodeAhead, reader: Reader
+) -> None:
+    reader.room = 0
+    reader.gate.clear()
+    ahead.ask([0, 1])
+    until(lambda: reader.tried)
+    ahead.fetch(0)
+    reader.gate.set()
+    until(lambda: ahead._full)
+    assert reader.tried == [0, 1]
 
 
 def test_a_reader_that_fails_ahead_fails_where_rows_are_fetched_alone(
@@ -76,17 +117,24 @@ def test_a_reader_that_fails_ahead_fails_where_rows_are_fetched_alone(
 ) -> None:
     reader.broken = True
     ahead.ask([0])
-    assert reader.begun.wait(20)
+    until(lambda: reader.tried)
     reader.broken = False
     ahead.ask([1])
     until(lambda: reader.ahead == [1])
 
 
+def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
+    with DecodeAhead(reader, most=0) as ahead:
+        ahead.ask([0, 1])
+        assert ahead.fetch(0)["x"][0] == 0
+    assert reader.tried == []
+
+
 def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     reader.gate.clear()
-    with DecodeAhead(reader) as made:
+    with DecodeAhead(reader, most=3) as made:
         made.ask([0, 1, 2])
-        assert reader.begun.wait(20)
+        until(lambda: reader.tried)
         opener = threading.Timer(0.05, reader.gate.set)
         opener.start()
     opener.join()

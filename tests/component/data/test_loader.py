@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_elastic.data import loader
 from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
@@ -46,8 +47,8 @@ class Rows:
         ids = np.arange(self.plan.row_groups[group]) + self.plan.group_offsets[group]
         return {"id": ids, "x": np.stack([ids, -ids], axis=1).astype("float32")}
 
-    def prefetch(self, group: int) -> None:
-        pass
+    def prefetch(self, group: int) -> bool:
+        return True
 
     def release(self, group: int | None = None) -> None:
         pass
@@ -273,15 +274,19 @@ class Keeping(Rows):
     def fetch(self, group: int) -> Decoded:
         return self.groups.fetch(group, self._decode)
 
-    def prefetch(self, group: int) -> None:
-        self.groups.prefetch(group, self._decode)
+    def prefetch(self, group: int) -> bool:
+        return self.groups.prefetch(group, self._decode)
 
     def release(self, group: int | None = None) -> None:
         self.groups.release(group)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("batch", [128, 90], ids=["steps alike", "longer steps"])
-def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(batch: int) -> None:
+def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(
+    batch: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "WORTH_A_THREAD", 0 if threads == 2 else 1 << 40)
     plan = DataPlan((100,) * 50, batch, seed=5, lanes=8)
     reader = Keeping(plan)
     made = StepLoader(plan, reader, COLUMNS, Prefetch(steps=2))

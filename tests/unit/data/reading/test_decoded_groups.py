@@ -25,8 +25,8 @@ class Cache:
         for group in groups:
             assert self.groups.fetch(group, self.decode)["x"][0] == group
 
-    def prefetch(self, group: int) -> None:
-        self.groups.prefetch(group, self.decode)
+    def prefetch(self, group: int) -> bool:
+        return self.groups.prefetch(group, self.decode)
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_of_groups_in_use_all_but_one_outlast_a_turn(cache: Cache) -> None:
 
 def test_what_is_wanted_soon_takes_no_place_of_what_is_in_use(cache: Cache) -> None:
     cache.fetch(0, 1)
-    cache.prefetch(2)
-    cache.prefetch(3)
+    assert cache.prefetch(2)
+    assert not cache.prefetch(3)
     assert cache.decoded == [0, 1, 2]
     cache.groups.release(1)
-    cache.prefetch(3)
+    assert cache.prefetch(3)
     cache.fetch(2, 3, 0)
     assert cache.decoded == [0, 1, 2, 3]
 
@@ -87,7 +87,7 @@ def test_what_is_wanted_soon_takes_no_place_of_what_is_in_use(cache: Cache) -> N
 def test_what_is_wanted_soon_is_decoded_once_and_stays(cache: Cache) -> None:
     cache.fetch(0, 1)
     cache.groups.release()
-    cache.prefetch(1)
+    assert cache.prefetch(1)
     cache.fetch(2, 3, 1)
     assert cache.decoded == [0, 1, 2, 3]
 
