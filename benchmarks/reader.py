@@ -5,8 +5,8 @@
 A table of float32 arrays and a label in several files, several times as large as what a reader keeps decoded, in a warm
 page cache; ours and the peers take turns, medians over the rounds. Peer: pyarrow's read_row_group on one thread in
 shuffled order, each row group permuted by one take, cut into batches. Ours: the loader with its threads (one decodes,
-one gathers), one rank of a world of one. rows/s: more is better; CPU: of the process, per million rows. Petastorm, where
-it can be imported: two threads, rows not shuffled.
+one gathers), one rank of a world of one. rows/s: more is better; CPU: of the process, per million rows. Petastorm,
+where it can be imported: two threads, rows not shuffled.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.reader import Decoded, Reader
 from spark_elastic.errors import StoreError
 
-BLOCKS_AHEAD = 8  # of which is known what row groups they take
-BYTES_AHEAD = 16 << 20  # of row groups that are decoded, and not gathered from yet
+ROWS_AHEAD = 1 << 18  # of which it is known in what row groups they are
+BYTES_AHEAD = 16 << 20  # of row groups that lie decoded before they are gathered from; or two
 WORTH_A_THREAD = 1 << 20  # bytes of a row group
 
 
@@ -155,6 +155,7 @@ class StepStream:
         self._answered = 0.0  # when the newest row group was there
         self._failed: BaseException | None = None
         self._closed = False
+        self._ahead = DecodeAhead(loader._reader, self._groups_ahead(), self._note_answer)
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
 
     def __enter__(self) -> StepStream:
@@ -206,6 +207,7 @@ class StepStream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._ahead.stop()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(self._limit.deadline)
             if self._thread.is_alive():
@@ -216,52 +218,53 @@ class StepStream:
         self._loader._finished(self._order)
 
     def _read_ahead(self) -> None:
-        reader = self._loader._reader
-        try:
-            with DecodeAhead(reader, self._groups_ahead()) as ahead:
-                self._gather_all(ahead)
-        except _Closed:
-            return
-        except BaseException as error:  # raised again in the consumer's thread
-            with self._changed:
-                self._failed = error
-                self._changed.notify_all()
-        finally:
-            reader.release()
+        with self._ahead:
+            try:
+                self._gather_all()
+            except _Closed:
+                pass
+            except BaseException as error:  # raised again in the consumer's thread
+                with self._changed:
+                    self._failed = error
+                    self._changed.notify_all()
+        self._loader._reader.release()
 
-    def _gather_all(self, ahead: DecodeAhead) -> None:
+    def _gather_all(self) -> None:
         blocks, coming = self._blocks(), deque[RankBlock]()
         uses: Counter[int] = Counter()  # of each row group, in the blocks that are coming
 
-        def fetch(group: int) -> Decoded:
-            decoded = ahead.fetch(group)
-            self._answered = self._clock.now()
-            if self._closed:
-                raise _Closed
-            return decoded
-
         def release(group: int) -> None:
-            if not uses[group] and group not in self._order.entered:
+            if not uses[group] and not (coming and group in self._order.entered):
                 del uses[group]
-                ahead.release(group)
+                self._ahead.release(group)
 
         while True:
-            for block in islice(blocks, 2 if len(coming) < BLOCKS_AHEAD else 1):
+            known = sum(block.count * block.length for block in coming)
+            for block in islice(blocks, 2 if known < ROWS_AHEAD else 1):
                 coming.append(block)
-                ahead.ask(group for group in block.groups if group not in uses)
+                self._ahead.ask(group for group in block.groups if group not in uses)
                 uses.update(block.groups)
             if not coming:
                 return
             block = coming.popleft()
             uses.subtract(block.groups)
             self._wait_for_room(block.count, block.count * self._most(block.step))
-            gathered = self._loader.gather(self._order.epoch, block, fetch, release)
+            gathered = self._loader.gather(self._order.epoch, block, self._fetched, release)
             sizes = self._weighed(gathered)
             with self._changed:
                 self._ready.extend(gathered)
                 self._sizes.extend(sizes)
                 self._ready_bytes += sum(sizes)
                 self._changed.notify_all()
+
+    def _fetched(self, group: int) -> Decoded:
+        decoded = self._ahead.fetch(group)
+        if self._closed:
+            raise _Closed
+        return decoded
+
+    def _note_answer(self) -> None:
+        self._answered = self._clock.now()
 
     def _blocks(self) -> Iterator[RankBlock]:
         """This rank's rows of all steps, in blocks of steps that grow: the first step comes soon."""

@@ -35,8 +35,9 @@ class DecodedGroups:
         """room: (bytes of memory left, of how many), looked at before the cache grows above the default."""
         self._limit, self._room = limit, room
         self._allowed = DEFAULT_CACHE_BYTES  # and more where there was room for it
-        self._lock = threading.Lock()
-        self._decoding = threading.Lock()
+        self._changed = threading.Condition()
+        self._decoding = False
+        self._waiting = 0  # who fetches what is not there yet
         self._in_use: dict[int, tuple[Decoded, int]] = {}
         self._released: dict[int, tuple[Decoded, int]] = {}
         self._bytes = 0
@@ -48,31 +49,33 @@ class DecodedGroups:
 
     def fetch(self, group: int, decode: Callable[[int], Decoded]) -> Decoded:
         """A row group from memory, or decoded now."""
-        found = self._get(group)
-        if found is not None:
-            return found
-        with self._decoding:
-            # Another thread may have decoded it while this one waited.
+        with self._changed:
             found = self._get(group)
             if found is None:
-                if self._closed:
-                    raise StoreError("The reader is closed: open a new one.")
-                found = decode(group)
-                self._put(group, found)
-            return found
+                found = self._awaited(group)
+            if found is not None:
+                return found
+            if self._closed:
+                raise StoreError("The reader is closed: open a new one.")
+            self._decoding = True
+        return self._decoded(group, decode)
 
     def prefetch(self, group: int, decode: Callable[[int], Decoded]) -> bool:
-        """Decode a row group that will be fetched soon. False if there is no room for it beside those in use."""
-        with self._decoding:
-            if self._get(group) is None and not self._closed:
-                if not self._has_room():
-                    return False
-                self._put(group, decode(group))
-            return True
+        """Decode a row group that will be fetched soon, once nobody waits for another. False if there is no room for it
+        beside those in use."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._decoding and not self._waiting)
+            if self._get(group) is not None or self._closed:
+                return True
+            if not self._has_room():
+                return False
+            self._decoding = True
+        self._decoded(group, decode)
+        return True
 
     def release(self, group: int | None = None) -> None:
-        """Nobody reads from it any more, nor from any where it is None."""
-        with self._lock:
+        """Nobody reads from it any more; where it is None, from any that is there now."""
+        with self._changed:
             if group is None:
                 self._released.update(self._in_use)
                 self._in_use.clear()
@@ -81,36 +84,59 @@ class DecodedGroups:
 
     def close(self, let_go: Callable[[], None]) -> None:
         """Wait for a decoding thread, then forget everything and call `let_go`; nothing is decoded any more."""
-        with self._decoding:
+        with self._changed:
             self._closed = True
-            let_go()
-            with self._lock:
-                self._in_use.clear()
-                self._released.clear()
-                self._bytes = 0
+            self._changed.wait_for(lambda: not self._decoding)
+            self._in_use.clear()
+            self._released.clear()
+            self._bytes = 0
+        let_go()
 
     def _get(self, group: int) -> Decoded | None:
-        with self._lock:
-            entry = self._in_use.pop(group, None) or self._released.pop(group, None)
-            if entry is None:
-                return None
-            self._in_use[group] = entry
-            return entry[0]
+        entry = self._in_use.pop(group, None) or self._released.pop(group, None)
+        if entry is None:
+            return None
+        self._in_use[group] = entry
+        return entry[0]
+
+    def _awaited(self, group: int) -> Decoded | None:
+        """Wait while others decode, until it is there or it is the caller's turn to decode it."""
+        self._waiting += 1
+        try:
+            while self._decoding:
+                self._changed.wait()
+                found = self._get(group)
+                if found is not None:
+                    return found
+            return None
+        finally:
+            self._waiting -= 1
+            self._changed.notify_all()
+
+    def _decoded(self, group: int, decode: Callable[[int], Decoded]) -> Decoded:
+        """Of all threads, one is here at a time: that which set `_decoding`."""
+        try:
+            rows = decode(group)
+            with self._changed:
+                self._put(group, rows)
+            return rows
+        finally:
+            with self._changed:
+                self._decoding = False
+                self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        with self._lock:
-            return sum(size for _, size in self._in_use.values()) + self._largest <= self._limit
+        return sum(size for _, size in self._in_use.values()) + self._largest <= self._limit
 
     def _put(self, group: int, rows: Decoded) -> None:
-        with self._lock:
-            size = nbytes(rows)
-            self._in_use[group] = rows, size
-            self._bytes += size
-            self._largest = max(self._largest, size)
-            if self._allowed < self._bytes <= self._limit:
-                self._grow()
-            while self._bytes > self._limit and len(self) > 1:
-                self._bytes -= self._dropped()
+        size = nbytes(rows)
+        self._in_use[group] = rows, size
+        self._bytes += size
+        self._largest = max(self._largest, size)
+        if self._allowed < self._bytes <= self._limit:
+            self._grow()
+        while self._bytes > self._limit and len(self) > 1:
+            self._bytes -= self._dropped()
 
     def _dropped(self) -> int:
         """Forget one; its bytes."""

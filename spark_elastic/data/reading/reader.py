@@ -25,7 +25,7 @@ class Reader(Protocol):
         ...
 
     def release(self, group: int | None = None) -> None:
-        """It is not fetched again for a while, and if None none is: they are the first to be forgotten."""
+        """It is not fetched again for a while, and where it is None, none is: such are the first to be forgotten."""
         ...
 
     def close(self) -> None:

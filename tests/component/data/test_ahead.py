@@ -18,6 +18,7 @@ class Reader:
     """Counts. What is decoded ahead is held up by a closed `gate`, fails if it is `broken`, and takes one of `room`."""
 
     def __init__(self) -> None:
+        self.answers = 0
         self.ahead: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -25,14 +26,18 @@ class Reader:
         self.broken = False
         self.room = 100
 
+    def answered(self) -> None:
+        self.answers += 1
+
     def fetch(self, group: int) -> Decoded:
+        if self.broken:
+            raise StoreError("the disk is gone")
         return {"x": np.array([group])}
 
     def prefetch(self, group: int) -> bool:
         self.tried.append(group)
         assert self.gate.wait(20)
-        if self.broken:
-            raise StoreError("the disk is gone")
+        self.fetch(group)
         if not self.room:
             return False
         self.room -= 1
@@ -53,7 +58,7 @@ def reader() -> Reader:
 
 @pytest.fixture
 def ahead(reader: Reader) -> Iterator[DecodeAhead]:
-    with DecodeAhead(reader, most=3) as made:
+    with DecodeAhead(reader, 3, reader.answered) as made:
         yield made
         reader.gate.set()
 
@@ -63,6 +68,7 @@ def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodeAhead, reader:
     ahead.ask([2])
     until(lambda: len(reader.ahead) == 3)
     assert reader.ahead == [3, 1, 2]
+    until(lambda: reader.answers == 3)
 
 
 def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodeAhead, reader: Reader) -> None:
@@ -92,11 +98,22 @@ def test_what_there_is_no_room_for_waits_for_a_release(ahead: DecodeAhead, reade
     assert reader.tried == [0, 1]
     ahead.fetch(0)
     ahead.release(0)
-    until(lambda: 1 in reader.ahead)
-    until(lambda: ahead._full)
-    ahead.fetch(2)
-    ahead.release(1)
+    until(lambda: reader.tried == [0, 1, 1, 2])
     assert reader.ahead == [0, 1]
+
+
+def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodeAhead, reader: Reader) -> None:
+    reader.room = 0
+    reader.gate.clear()
+    ahead.ask([0])
+    until(lambda: reader.tried)
+    releases, ahead._releases = (
+        ahead._releases,
+        ahead._releases + 1,
+    )  # as `release` does, behind the look for room
+    assert releases == 0
+    reader.gate.set()
+    until(lambda: len(reader.tried) == 2)
 
 
 def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
@@ -112,27 +129,29 @@ def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
     assert reader.tried == [0, 1]
 
 
-def test_a_reader_that_fails_ahead_fails_where_rows_are_fetched_alone(
-    ahead: DecodeAhead, reader: Reader
-) -> None:
+def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodeAhead, reader: Reader) -> None:
     reader.broken = True
-    ahead.ask([0])
-    until(lambda: reader.tried)
+    ahead.ask([0, 1])
+    until(lambda: not ahead._thread.is_alive())
+    with pytest.raises(StoreError, match="the disk is gone"):
+        ahead.fetch(0)
     reader.broken = False
-    ahead.ask([1])
-    until(lambda: reader.ahead == [1])
+    assert ahead.fetch(1)["x"][0] == 1
+    assert reader.tried == [0]
+    assert reader.answers == 1
 
 
 def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
-    with DecodeAhead(reader, most=0) as ahead:
+    with DecodeAhead(reader, 0, reader.answered) as ahead:
         ahead.ask([0, 1])
         assert ahead.fetch(0)["x"][0] == 0
+        assert ahead._thread.ident is None
     assert reader.tried == []
 
 
 def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     reader.gate.clear()
-    with DecodeAhead(reader, most=3) as made:
+    with DecodeAhead(reader, 3, reader.answered) as made:
         made.ask([0, 1, 2])
         until(lambda: reader.tried)
         opener = threading.Timer(0.05, reader.gate.set)
@@ -140,3 +159,13 @@ def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     opener.join()
     assert reader.ahead == [0]
     assert not made._thread.is_alive()
+
+
+def test_once_it_is_stopped_nothing_more_is_begun(ahead: DecodeAhead, reader: Reader) -> None:
+    reader.gate.clear()
+    ahead.ask([0, 1])
+    until(lambda: reader.tried)
+    ahead.stop()
+    reader.gate.set()
+    until(lambda: not ahead._thread.is_alive())
+    assert reader.ahead == [0]

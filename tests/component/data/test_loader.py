@@ -24,6 +24,7 @@ from spark_elastic.data.reading.footers import read_footers
 from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from tests.patience import until
 
 COLUMNS = (Column("id", "int64"), Column("x", "float32", (2,)))
 PLAN = DataPlan((10, 10, 10, 7), global_batch=8, seed=5, lanes=3)
@@ -256,6 +257,49 @@ def test_close_frees_a_waiting_consumer_and_ends_the_thread() -> None:
         stream.close()
         consumer.join(10)
     assert said == ["This stream of steps is closed: ask the loader for a new one."]
+    assert not stream._thread.is_alive()
+
+
+class Separate(Rows):
+    """What is decoded ahead waits for a gate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def prefetch(self, group: int) -> bool:
+        self.begun.set()
+        return self.open.wait(20)
+
+
+def test_p5_an_error_is_told_while_another_row_group_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "WORTH_A_THREAD", 0)
+    reader = Separate()
+    reader.broken = StoreError("the disk is gone")
+    reader.gate.clear()
+    with StepLoader(PLAN, reader, COLUMNS).steps(0, 0, 0, 1) as stream:
+        assert reader.begun.wait(20)
+        reader.gate.set()
+        with pytest.raises(StoreError, match="the disk is gone"):
+            next(stream)
+        reader.open.set()
+
+
+def test_close_ends_what_decodes_ahead_before_who_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "WORTH_A_THREAD", 0)
+    reader = Separate()
+    reader.gate.clear()
+    stream = StepLoader(PLAN, reader, COLUMNS).steps(0, 0, 0, 1)
+    with stream:
+        assert reader.begun.wait(20)
+        closing = threading.Thread(target=stream.close)
+        closing.start()
+        until(lambda: stream._ahead._stopped)
+        reader.open.set()
+        stream._ahead._thread.join(20)
+        assert not stream._ahead._thread.is_alive()
+        reader.gate.set()
+        closing.join(20)
     assert not stream._thread.is_alive()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from spark_elastic.data.reading.decoded_groups import DecodedGroups
 from spark_elastic.data.reading.reader import Decoded
 from spark_elastic.errors import StoreError
+from tests.patience import until
 
 
 class Cache:
@@ -98,3 +101,45 @@ def test_nothing_is_decoded_after_the_end(cache: Cache) -> None:
     with pytest.raises(StoreError, match="reader is closed"):
         cache.fetch(0)
     assert cache.decoded == []
+
+
+class Gated(Cache):
+    """Each row group is decoded once its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [threading.Event() for _ in range(4)]
+
+    def decode(self, group: int) -> Decoded:
+        decoded = super().decode(group)
+        assert self.gates[group].wait(20)
+        return decoded
+
+
+@pytest.mark.parametrize("fetched", [0, 3], ids=["what is being decoded", "another"])
+def test_who_fetches_comes_before_what_is_wanted_soon(fetched: int) -> None:
+    cache = Gated()
+    ahead = threading.Thread(target=lambda: [cache.prefetch(group) for group in (0, 1)])
+    ahead.start()
+    until(lambda: cache.decoded)
+    fetcher = threading.Thread(target=cache.fetch, args=(fetched,))
+    fetcher.start()
+    until(lambda: cache.groups._waiting)
+    cache.gates[0].set()
+    cache.gates[3].set()
+    fetcher.join(20)  # while the gate of 1 is closed
+    assert not fetcher.is_alive()
+    cache.gates[1].set()
+    ahead.join(20)
+    assert cache.decoded == list(dict.fromkeys([0, fetched, 1]))
+
+
+def test_a_decoding_that_fails_leaves_its_turn_to_the_next(cache: Cache) -> None:
+    def fail(group: int) -> Decoded:
+        raise StoreError("the disk is gone")
+
+    with pytest.raises(StoreError, match="disk is gone"):
+        cache.groups.prefetch(0, fail)
+    with pytest.raises(StoreError, match="disk is gone"):
+        cache.groups.fetch(0, fail)
+    cache.fetch(0)
