@@ -50,9 +50,9 @@ MEASURED = """# Benchmarks
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
 (training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
-the better of one and two threads (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore
-(control_plane), pyarrow's reads of row groups (reader), float32 where a row says so; ours and
-the peer ran in turns. Beside memory stands its bound.
+the better of one and two threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's
+TCPStore (control_plane), pyarrow's reads of row groups (reader), float32 where a row says so; ours and the peer ran in
+turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -64,6 +64,8 @@ CASES = (
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: step"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: added"),
     ("training_step_tensorflow", "25 M parameters in 160 tensors, 2 ranks: added"),
+    ("estimator", "MLP of 3,329 parameters: training, against DistributedDataParallel"),
+    ("estimator", "MLP of 1,053,001 parameters: training, against DistributedDataParallel"),
     ("estimator", "MLP of 3,329 parameters: training"),
     ("estimator", "MLP of 1,053,001 parameters: training"),
     ("estimator", "MLP of 3,329 parameters: 2 plain loops that exchange nothing"),
