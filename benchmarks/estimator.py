@@ -4,6 +4,7 @@
 
 A table of a vector of 50 numbers and a label, in a Spark session of this machine that is warm: a first fit has left a
 fork server in each slot's process, from which later workers are forked (its own seconds outside of training are given).
+It ends after a minute without a fit: with the large net, whose peers run for longer, workers start without it.
 Ours: `fit` with two workers of one thread each. Peer: one process, the same rows a step, batches by pyarrow in the
 files' order, with one and with two torch threads; the better of the two counts. They take turns; medians over the
 rounds. rows/s: while a world trained, the plain loop's from its first batch to its last step. Beside it the seconds of
