@@ -95,7 +95,7 @@ class DriverState:
     failures: tuple[Failure, ...] = ()
     starved: tuple[float, ...] = ()  # when workers were killed because memory ran out
     unsure: Table[WorkerId, Unsure] = field(default_factory=Table)  # given up members that may be alive (R18)
-    unsure_in: frozenset[str] = frozenset()  # the numbers of their slot jobs
+    unsure_of: Table[str, tuple[WorkerId, ...]] = field(default_factory=Table)  # by slot job; some no more
 
     # The world
     world: World | None = None  # the newest

@@ -48,7 +48,8 @@ def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
         end is not None and name not in state.unclosed and _soon(turn, end, heard) for name, end in ends
     )
     _note(turn, worker.worker, Unsure(until, heard, hung_up, disowned))
-    state.unsure_in |= {_job(worker.slot)}
+    job = _job(worker.slot)
+    state.unsure_of = state.unsure_of.put(job, (*state.unsure_of.get(job, ()), worker.worker))
 
 
 def connection_ended(turn: Turn, event: on.ConnectionLost) -> None:
@@ -68,13 +69,17 @@ def connection_back(turn: Turn, event: on.ConnectionBack) -> None:
 
 def _unsure_behind(turn: Turn, event: on.ConnectionLost | on.ConnectionBack) -> list[tuple[WorkerId, Unsure]]:
     """Whom a connection tells of: its worker, or whoever ran in its slot."""
-    if _job(event.slot) not in turn.state.unsure_in:
-        return []
     return [
         (name, unsure)
-        for name, unsure in turn.state.unsure.items()
+        for name, unsure in _unsure_of(turn, _job(event.slot))
         if name == event.worker or (event.worker is None and _slot(name) == event.slot)
     ]
+
+
+def _unsure_of(turn: Turn, job: str) -> list[tuple[WorkerId, Unsure]]:
+    """Those of one slot job. Of ten thousand workers that were given up, most are of others."""
+    unsure = turn.state.unsure
+    return [(name, unsure[name]) for name in turn.state.unsure_of.get(job, ()) if name in unsure]
 
 
 def seen_dead(turn: Turn, worker: WorkerId) -> None:
@@ -83,22 +88,18 @@ def seen_dead(turn: Turn, worker: WorkerId) -> None:
 
 def slot_is_gone(turn: Turn, slot: SlotId, how: SlotEnd) -> None:
     """A slot is gone, and with it whatever ran in it, as far as `how` proves that."""
-    if _job(slot) in turn.state.unsure_in:
-        for worker, unsure in tuple(turn.state.unsure.items()):
-            if _slot(worker) == slot:
-                _testify(turn, worker, unsure, how)
+    for worker, unsure in _unsure_of(turn, _job(slot)):
+        if _slot(worker) == slot:
+            _testify(turn, worker, unsure, how)
 
 
 def job_is_gone(turn: Turn, job: int, host_lost: bool) -> None:
     """A slot job is gone, and with it all its attempts, including those that were told to end before."""
-    if str(job) not in turn.state.unsure_in:
-        return
-    for worker, unsure in tuple(turn.state.unsure.items()):
-        if _job(worker) == str(job):
-            gone = SlotEnd.DISOWNED if host_lost or unsure.disowned else SlotEnd.SEEN
-            _testify(turn, worker, unsure, gone)
-    if not any(_job(worker) == str(job) for worker in turn.state.unsure):
-        turn.state.unsure_in -= {str(job)}
+    for worker, unsure in _unsure_of(turn, str(job)):
+        gone = SlotEnd.DISOWNED if host_lost or unsure.disowned else SlotEnd.SEEN
+        _testify(turn, worker, unsure, gone)
+    if not _unsure_of(turn, str(job)):
+        turn.state.unsure_of = turn.state.unsure_of.drop(str(job))
 
 
 def _testify(turn: Turn, worker: WorkerId, unsure: Unsure, how: SlotEnd) -> None:

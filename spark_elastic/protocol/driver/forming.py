@@ -6,6 +6,7 @@ together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import Announce, Outcome, Publish, StopWorker
@@ -145,8 +146,11 @@ def _regroup(turn: Turn) -> None:
     """The world is over. The next one is formed once every member has come back or is lost."""
     state = turn.state
     if state.absent:
+        waited = math.inf if state.regroup_since is None else turn.now - state.regroup_since
+        if waited < state.limits.regroup_timeout:
+            return  # what `_patience` says is worth working out once it counts, not as each of a thousand comes back
         wait = _patience(turn)
-        if state.regroup_since is not None and turn.now - state.regroup_since < wait:
+        if waited < wait:
             return
         for worker in turn.survivors():
             if not worker.came:
