@@ -20,7 +20,10 @@ namespace {
 using Clock = Mesh::Clock;
 
 constexpr uint32_t kFailed = 1;
-constexpr int kSpins = 300, kSpinsWhenCrowded = 50;  // then sleep: a yield may cost a time slice where others compute
+// Then sleep: a yield may cost a time slice where others compute. A sleeper is back some 50 microseconds after it was
+// woken, so that it comes late to the next meeting as well; how long a pause takes depends on the processor.
+constexpr std::chrono::microseconds kSpin{100}, kSpinWhenCrowded{1};
+constexpr int kPausesBetweenLooksAtTheClock = 16;
 constexpr std::chrono::milliseconds kSlice{3};       // how late the death of a member is seen, at most
 constexpr std::chrono::milliseconds kIdle{200};      // how often a waiter looks for Ctrl-C
 constexpr std::chrono::seconds kSilent{1};           // somebody who is away and lives shows it more often than this
@@ -42,11 +45,11 @@ void relax() {
 }
 
 // With fewer processors than members, whoever spins keeps the one from running that it waits for.
-int spinsFor(size_t members) {
+std::chrono::microseconds spinFor(size_t members) {
   cpu_set_t processors;
   CPU_ZERO(&processors);
-  if (sched_getaffinity(0, sizeof processors, &processors) != 0) return kSpinsWhenCrowded;
-  return members <= static_cast<size_t>(CPU_COUNT(&processors)) ? kSpins : kSpinsWhenCrowded;
+  if (sched_getaffinity(0, sizeof processors, &processors) != 0) return kSpinWhenCrowded;
+  return members <= static_cast<size_t>(CPU_COUNT(&processors)) ? kSpin : kSpinWhenCrowded;
 }
 
 }  // namespace
@@ -64,7 +67,7 @@ Gate::Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, M
       ranks_(std::move(ranks)),
       self_(self),
       mesh_(mesh),
-      spins_(spinsFor(ranks_.size())),
+      spin_(spinFor(ranks_.size())),
       gone_(ranks_.size()) {}
 
 void Gate::pass() {
@@ -89,7 +92,13 @@ bool Gate::open() const {
 }
 
 void Gate::spin() const {
-  for (int i = 0; i < spins_ && !open(); i++) relax();
+  const auto until = Clock::now() + spin_;
+  do {
+    for (int i = 0; i < kPausesBetweenLooksAtTheClock; i++) {
+      if (open()) return;
+      relax();
+    }
+  } while (Clock::now() < until);
 }
 
 void Gate::sleep() {

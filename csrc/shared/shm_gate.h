@@ -51,7 +51,7 @@ class Gate {
   const std::vector<int> ranks_;
   const int self_;
   Mesh& mesh_;
-  const int spins_;
+  const std::chrono::microseconds spin_;
   uint32_t turn_ = 0;  // passes begun
   std::vector<std::atomic<bool>> gone_;
 };
