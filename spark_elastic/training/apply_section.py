@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+
+# `signal.signal` wraps it, and looks for each handler among its enums: longer than the optimizer of a small net takes.
+from _signal import signal as set_handler  # type: ignore[import-not-found]
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,10 +18,10 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     held: list[int] = []
-    former = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    former = set_handler(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        set_handler(signal.SIGINT, former)
         for number in held[:1]:
             signal.raise_signal(number)

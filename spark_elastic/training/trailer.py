@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +37,7 @@ class _Head(NamedTuple):
 _FORM = struct.Struct("<QQqqqqQqddq?")
 
 
-@dataclass(frozen=True)
-class Trailer:
+class Trailer(NamedTuple):
     """One rank's part.
 
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
@@ -60,8 +58,7 @@ class Trailer:
     ends: bool = False
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What all ranks conclude."""
 
     version: int

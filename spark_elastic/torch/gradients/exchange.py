@@ -273,6 +273,10 @@ class GradientExchange:
             number = self._fusion.bucket_of[index]
             self._waiting[number] -= 1
             self._versions[number] = self._fusion.version(number)
+            if not self._waiting[number]:
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
         while self._launched < len(self._waiting) and self._waiting[self._launched] == 0 and self._overlaps():
             self._launch()
 

@@ -4,16 +4,22 @@ an object that is referenced from there would never be freed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize, ref
 
 import torch
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Calls that method as long as its object lives; nothing from then on."""
-    return partial(_call, WeakMethod(method))
+    owner, function = ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def call(*arguments: object) -> None:
+        alive = owner()
+        if alive is not None:
+            function(alive, *arguments)
+
+    return call
 
 
 def hook_gradients(
@@ -31,9 +37,3 @@ def hook_gradients(
     end = finalize(arrived.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
     end.atexit = False
     return end
-
-
-def _call(method: WeakMethod[Callable[..., None]], *arguments: object) -> None:
-    found = method()
-    if found is not None:
-        found(*arguments)

@@ -103,6 +103,8 @@ class RowLoss:
         if isinstance(loss, _Loss) and not isinstance(loss, CTCLoss):
             self._loss = copy.deepcopy(loss)
             self._loss.reduction = "none"
+        self._of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        self._elementwise = by_element(loss)
 
     def __call__(
         self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
@@ -148,7 +150,7 @@ class RowLoss:
         """Numbers of classes as torch wants them; shares of classes as they are, which have as many dimensions as the
         output. Without the output arrays of floats are taken for shares."""
         label = labels[0]
-        if not isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        if not self._of_classes:
             return labels
         if isinstance(self._loss, nn.CrossEntropyLoss) and label.is_floating_point() and label.ndim > 1:
             if not isinstance(output, torch.Tensor) or output.ndim == label.ndim:
@@ -169,7 +171,7 @@ class RowLoss:
 
     def _fitting(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         label = labels[0]
-        if not by_element(self._loss) or not isinstance(output, torch.Tensor):
+        if not self._elementwise or not isinstance(output, torch.Tensor):
             return labels
         if not label.is_floating_point():
             label = label.to(output.dtype)
@@ -183,7 +185,9 @@ class RowLoss:
             raise InvalidInput(
                 f"the loss returned {type(value).__name__}: return a tensor, of one loss per row or their mean."
             )
-        if value.ndim and len(value) != rows:
+        if not value.ndim:
+            return
+        if len(value) != rows:
             raise InvalidInput(
                 f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
             )
@@ -191,7 +195,7 @@ class RowLoss:
         most = sum(part.numel() for part in outputs)
         if not isinstance(self._loss, _Loss):
             most = max(most, *(label.numel() for label in labels))
-        if value.ndim and value.numel() > max(most, rows):
+        if value.numel() > max(most, rows):
             shapes = " and ".join(str(tuple(part.shape)) for part in outputs)
             raise InvalidInput(
                 f"the loss made {tuple(value.shape)} out of the model's output {shapes} and labels "
@@ -207,7 +211,7 @@ class RowLoss:
 
     def _by_class(self, label: torch.Tensor) -> bool:
         """Whether the loss divides by the weights of the labels' classes."""
-        return isinstance(self._loss, nn.CrossEntropyLoss | nn.NLLLoss) and not label.is_floating_point()
+        return self._of_classes and not label.is_floating_point()
 
     def _class_divisors(self, label: torch.Tensor) -> torch.Tensor:
         """What torch divides by in its mean: the class weights of the labels, nothing for ignored ones."""

@@ -32,6 +32,9 @@ class Scaling:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._scaler.is_enabled():
+            optimizer.step()
+            return
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
