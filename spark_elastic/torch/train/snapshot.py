@@ -6,8 +6,10 @@ back always: forward passes draw from streams of their own, so that the generato
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,10 +19,25 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+_uncollected = threading.Lock()  # owns whether garbage is collected
+
 
 def rng_state() -> dict[str, Any]:
     """The state of this process's CPU generators."""
-    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    return {"torch": _torch_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def _torch_state() -> torch.Tensor:
+    """`torch.get_rng_state`, which wraps a tensor with the generator's lock held. A collection of garbage there may let
+    another thread go on; if that one wants the lock too, it waits with the interpreter in hand, for ever."""
+    with _uncollected:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return torch.get_rng_state()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -32,8 +49,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 @contextmanager
 def drawing_by(*key: int) -> Iterator[None]:
     """Inside, random numbers follow from `key` alone; after it, the generators go on as if nothing had been drawn."""
-    kept = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
-    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+    kept = _torch_state(), mtrand.get_bit_generator(), random.getstate()
+    numbers = b"%d," * len(key) % key  # to spell a member of an enum takes ten times as long
+    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
     torch.default_generator.manual_seed(seed)
     # Another generator in its place for a while: numpy takes ten times as long to say and to take on a state.
     mtrand.set_bit_generator(_spare())

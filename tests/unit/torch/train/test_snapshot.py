@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,3 +62,26 @@ def test_r03_draws_follow_from_the_key_and_leave_the_generators_alone() -> None:
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
     assert draw() == plain
+
+
+def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
+    """A thread that is let go on by a collection there, and wants that lock, would stop the whole process."""
+    collecting: set[str] = set()
+
+    def collects(phase: str, info: dict[str, Any]) -> None:
+        collecting.add(sys._getframe(1).f_code.co_name)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collects)
+    gc.set_threshold(1)
+    try:
+        for _ in range(10):
+            rng_state()
+            with drawing_by(1):
+                torch.ones(1)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collects)
+    assert collecting  # elsewhere
+    assert torch.get_rng_state.__name__ not in collecting
+    assert gc.isenabled()
