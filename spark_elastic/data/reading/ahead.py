@@ -33,7 +33,10 @@ class DecodeAhead:
 
     def __enter__(self) -> DecodeAhead:
         if self._most:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no thread to give: all is decoded by who fetches
+                self._most = 0
         return self
 
     def __exit__(

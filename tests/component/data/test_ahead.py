@@ -149,6 +149,20 @@ def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
     assert reader.tried == []
 
 
+def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with DecodeAhead(reader, 3, reader.answered) as ahead:
+        ahead.ask([0, 1])
+        assert ahead.fetch(0)["x"][0] == 0
+        ahead.release(0)
+    assert reader.tried == []
+
+
 def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     reader.gate.clear()
     with DecodeAhead(reader, 3, reader.answered) as made:
