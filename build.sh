@@ -159,10 +159,13 @@ verb_test() { # everything but the long fault plans and the benchmarks
 # Tests on Spark mostly wait and the others mostly compute, so both run at once; the others' output comes at the end.
 two_streams() {
     local log=$NATIVE/tests.log on_spark=0 others=0
+    # Longer than any of these tests may take: one that even its own limit cannot end, ends the run, with all stacks.
+    local -a bounded=(-o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true)
+    set -- "${bounded[@]}" "$@"
     set -m # a process group for the one behind, in which Ctrl-C is not ignored
     {
         python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@" &&
-            verb_unfaulted --ignore=tests/spark --ignore=tests/faults
+            verb_unfaulted "${bounded[@]}" --ignore=tests/spark --ignore=tests/faults
     } >"$log" 2>&1 &
     trap "kill -INT -- -$! 2>/dev/null; exit 130" INT TERM
     python -m pytest "$@" tests/spark tests/faults || on_spark=$?
