@@ -101,10 +101,11 @@ class Rank:
         self.pipe = Connection(ours.detach())
         self._address: str | None = None
         self._due = 1  # answers, its address the first
+        self._killed = False
 
     @property
     def spoilt(self) -> bool:
-        return self.process.poll() is not None or self._due > 0
+        return self._killed or self.process.poll() is not None or self._due > 0
 
     @property
     def address(self) -> str:
@@ -125,6 +126,7 @@ class Rank:
         return self.pipe.recv()
 
     def signal(self, number: int) -> None:
+        self._killed |= number == signal.SIGKILL  # its peers hear of its end before the process can be waited for
         self.process.send_signal(number)
 
     def await_stopped(self) -> None:
