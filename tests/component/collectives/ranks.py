@@ -126,7 +126,8 @@ class Rank:
         return self.pipe.recv()
 
     def signal(self, number: int) -> None:
-        self._killed |= number == signal.SIGKILL  # its peers hear of its end before the process can be waited for
+        # Peers hear of its end before the process can be waited for.
+        self._killed |= number == signal.SIGKILL
         self.process.send_signal(number)
 
     def await_stopped(self) -> None:
