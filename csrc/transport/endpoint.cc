@@ -16,9 +16,8 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostParked = 256;    // of proven peers
-constexpr size_t kMostUnproven = 128;  // of whoever dialled
-constexpr std::chrono::seconds kParkedFor{60};
+constexpr size_t kMostParked = 256;          // of proven peers
+constexpr std::chrono::hours kParkedFor{1};  // a rank may compute for long before it makes the group
 constexpr int kBacklog = 1024;
 
 int portOf(int fd) {
@@ -86,11 +85,6 @@ void Endpoint::ring() {
   }
 }
 
-bool Endpoint::shared() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return events_.size() > 1;
-}
-
 std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fence) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
@@ -107,9 +101,9 @@ std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fenc
   return taken;
 }
 
-void Endpoint::leave(Incoming incoming) {
+void Endpoint::leave(Incoming incoming, size_t most) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || unproven_.size() >= kMostUnproven) return;
+  if (closed_ || unproven_.size() >= most) return;
   unproven_.push_back(std::move(incoming));
   ring();
 }

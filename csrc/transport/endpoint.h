@@ -45,10 +45,9 @@ class Endpoint {
   void park(Connection connection, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<Connection, Hello>> takeParked(const Fence& fence);
-  // Whether several meshes are enrolled.
-  bool shared();
-  // A handshake that a mesh which nobody waits in, or which closes, could not end; another one goes on with it.
-  void leave(Incoming incoming);
+  // A handshake that a mesh which nobody waits in, or which closes, could not end; the next one that is turned, or made,
+  // goes on with it. Of `most`, further ones are turned away.
+  void leave(Incoming incoming, size_t most);
   std::vector<Incoming> takeUnproven();
   void close();
 

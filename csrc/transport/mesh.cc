@@ -70,7 +70,7 @@ void Mesh::closeSockets() {
     if (pair) static_cast<Pair*>(pair.get())->shut();
   }
   // Those in the midst of a handshake may be of the next generation already.
-  for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second));
+  for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second), mostIncoming());
   incoming_.clear();
   guests_.clear();
   if (event_ >= 0) endpoint_->dismiss(event_);
@@ -181,10 +181,12 @@ void Mesh::acceptAll() {
   }
 }
 
+size_t Mesh::mostIncoming() const { return std::max(kMostIncoming, 2 * static_cast<size_t>(size)); }
+
 // A newcomer. Where there are too many, strangers who say nothing must not take all descriptors: one goes for it, of
 // those who have said nothing if there are any, and the one who came first.
 Incoming& Mesh::take(Incoming incoming) {
-  if (incoming_.size() >= std::max(kMostIncoming, 2 * static_cast<size_t>(size))) {
+  if (incoming_.size() >= mostIncoming()) {
     const auto order = [](const Incoming& one) { return std::make_pair(one.challenged, one.until); };
     const auto first = std::min_element(incoming_.begin(), incoming_.end(), [&](const auto& a, const auto& b) {
       return order(a.second) < order(b.second);
@@ -234,6 +236,7 @@ bool Mesh::hear(Incoming& incoming) {
 bool Mesh::greet(Incoming& incoming) {
   incoming.nonce = freshNonce();
   incoming.challenged = true;
+  incoming.until = Clock::now() + kHandshakeWithin;
   const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", incoming.hello, incoming.nonce)};
   return incoming.connection.say(&challenge, sizeof challenge);
 }
@@ -265,13 +268,14 @@ void Mesh::adoptLeftOver() {
   for (auto& incoming : endpoint_->takeUnproven()) take(std::move(incoming));
 }
 
-// A handshake under way may be of another group of this process, whose callers wait while nobody turns this event loop.
+// A handshake under way may be of another group of this process, one that is yet to be made among them, whose callers
+// wait while nobody turns this event loop.
 void Mesh::passOn() {
-  if (incoming_.empty() || !endpoint_->shared()) return;
+  if (incoming_.empty()) return;
   dropExpired();  // a stranger that says nothing is not passed on without end
   for (auto& [fd, incoming] : incoming_) {
     unwatch(fd);
-    endpoint_->leave(std::move(incoming));
+    endpoint_->leave(std::move(incoming), mostIncoming());
   }
   incoming_.clear();
 }
@@ -281,12 +285,17 @@ void Mesh::forget(int fd) {
   incoming_.erase(fd);
 }
 
+// Those who have been silent for too long, and not those whom nobody has heard because nobody waited here meanwhile.
 void Mesh::dropExpired() {
   std::vector<int> expired;
   for (auto& [fd, incoming] : incoming_) {
     if (incoming.until < Clock::now()) expired.push_back(fd);
   }
-  for (int fd : expired) forget(fd);
+  for (int fd : expired) {
+    proceed(incoming_.at(fd));
+    const auto left = incoming_.find(fd);
+    if (left != incoming_.end() && left->second.until < Clock::now()) forget(fd);
+  }
 }
 
 void Mesh::watch(int fd, uint32_t events, bool add) {

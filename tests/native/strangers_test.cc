@@ -139,3 +139,32 @@ TEST(strangers, r10_a_newer_world_is_parked_until_its_group_is_there) {
   thread.join();
   CHECK(thrown == "done");
 }
+
+// The first group is never turned again: it has nothing more to wait for. And the rank computes for longer than a
+// handshake may take, before it makes the other one, whose connections have been waiting for it all the time.
+TEST(strangers, a_handshake_that_one_group_began_is_ended_by_one_that_is_made_later) {
+  Waiting waiting;
+  Dial peer(*waiting.endpoint), early(*waiting.endpoint);
+  const Fence channel{1, 5, 9};
+  const Hello hello = helloTo(1, channel);
+  Challenge challenge;
+  early.say(&hello, sizeof hello);
+  CHECK(early.hear(&challenge, sizeof challenge));
+  CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
+  FrameHeader barrier{};
+  CHECK(peer.hear(&barrier, sizeof barrier));
+  peer.say(&barrier, sizeof barrier);  // the same from the other side
+  waiting.thread.join();
+  CHECK(waiting.thrown.empty());
+  const Proof proof{macOf(kKey, "dial", hello, challenge.nonce)};
+  early.say(&proof, sizeof proof);
+  std::this_thread::sleep_for(std::chrono::milliseconds(10500));
+  Dial stranger(*waiting.endpoint);  // heard first; for its sake all are looked through whose time is up
+  Group later(waiting.endpoint, 1, {"127.0.0.1:1", waiting.endpoint->address()}, channel, GroupOptions{});
+  std::string thrown;
+  std::thread thread([&] { thrown = thrownBy([&] { later.barrier(); }); });
+  const bool heard = early.hear(&barrier, sizeof barrier);
+  later.abort("done");
+  thread.join();
+  CHECK(heard && barrier.call.kind == CallKind::kBarrier && thrown == "done");
+}
