@@ -75,9 +75,9 @@ ssize_t Connection::recv(void* data, size_t size) {
     char bytes[kChunk];
     if (tls_) {
       const ssize_t got = tls_->read(data, size);
-      const bool said = flush() || errno == EAGAIN;  // a handshake answers, or says why it ends
+      flush();  // a handshake answers, or says why it ends; a peer that takes nothing more may have said why before
       if (got < 0) errno = EPROTO;
-      if (got != 0 || !said) return got > 0 ? got : -1;
+      if (got != 0) return got > 0 ? got : -1;
     }
     const ssize_t got = tls_ ? ::recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT) : ::recv(fd_, data, size, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;

@@ -1,6 +1,7 @@
 // Connections inside TLS: what passes, what does not, and that groups behave there as in the clear.
 #include "transport/tls.h"
 
+#include <atomic>
 #include <numeric>
 #include <thread>
 
@@ -156,6 +157,28 @@ TEST(tls, a_frame_that_nobody_asked_for_waits_and_a_goodbye_behind_it_is_heard) 
     }
   });
   CHECK(thrown[0].empty() && thrown[1] == "rank 0 has enough");
+}
+
+// It closes with words unread, so that the kernel takes the whole connection down.
+TEST(tls, a_goodbye_is_heard_by_one_whose_own_words_go_nowhere) {
+  Ranks ranks(2, 1, 20000, {}, true);
+  std::atomic<bool> unread{false}, gone{false};
+  const auto thrown = ranks.each([&](Group& group) {
+    group.barrier();
+    std::vector<char> data(1 << 20, 'x');
+    if (group.rank() == 0) {
+      while (!unread) std::this_thread::yield();
+      group.abort("rank 0 has enough");
+      group.close();
+      gone = true;
+    } else {
+      group.broadcast(data.data(), 100, 1, 0);
+      unread = true;
+      while (!gone) std::this_thread::yield();
+      group.broadcast(data.data(), data.size(), 1, 0);
+    }
+  });
+  CHECK(thrown[1] == "rank 0 has enough");
 }
 
 TEST(tls, an_abort_frees_all_ranks) {
