@@ -37,6 +37,10 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 # mostly by a quarter or less.
 BCUBE_LIMIT = 1 << 20
 
+# Bytes that are broadcast at once: ranks pass a part on while the next one comes, and no wait is for more than one,
+# however large a state is and slow a network.
+BROADCAST_PART = 1 << 26
+
 SHORTEST, LONGEST = 0.001, 1e9  # seconds that a wait may be given
 
 log = logging.getLogger("elastic_collectives")
@@ -195,8 +199,11 @@ class EngineGroup(ReducingGroup):
         view = as_array(array, writable=self.rank != root)
         checked_root(root, self.size)
         if not self._alone():
-            data = view if view.flags.writeable else view.copy()
-            self._native.broadcast(_memory(data), root, signature(view.dtype.str, root))
+            data = _memory(view if view.flags.writeable else view.copy())
+            whole = data.nbytes if data.nbytes > BROADCAST_PART else 0
+            same = signature(view.dtype.str, root, whole)
+            for begin in range(0, max(data.nbytes, 1), BROADCAST_PART):
+                self._native.broadcast(data[begin : begin + BROADCAST_PART], root, same)
 
     def allgather(self, array: Any) -> Array:
         view = as_array(array, writable=False)
