@@ -16,7 +16,9 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostParked = 256;          // of proven peers
+// How many connections wait at most, or twice as many as there are ranks: of proven peers, and of whoever dialled.
+constexpr size_t kMostParked = 256;
+constexpr size_t kMostUnproven = 64;
 constexpr std::chrono::hours kParkedFor{1};  // a rank may compute for long before it makes the group
 constexpr int kBacklog = 1024;
 
@@ -60,9 +62,10 @@ Endpoint::Endpoint(std::string key, const std::string& host, int first, int last
 
 Endpoint::~Endpoint() { close(); }
 
-void Endpoint::enroll(int event) {
+void Endpoint::enroll(int event, size_t ranks) {
   std::lock_guard<std::mutex> lock(mutex_);
   events_.push_back(event);
+  ranks_ = std::max(ranks_, ranks);
 }
 
 void Endpoint::dismiss(int event) {
@@ -73,7 +76,7 @@ void Endpoint::dismiss(int event) {
 void Endpoint::park(Connection connection, const Hello& hello) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
-  if (closed_ || parked_.size() >= kMostParked) return;
+  if (closed_ || parked_.size() >= atMost(kMostParked)) return;
   parked_.push_back({std::move(connection), hello, std::chrono::steady_clock::now()});
   ring();
 }
@@ -101,9 +104,14 @@ std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fenc
   return taken;
 }
 
-void Endpoint::leave(Incoming incoming, size_t most) {
+size_t Endpoint::mostUnproven() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || unproven_.size() >= most) return;
+  return atMost(kMostUnproven);
+}
+
+void Endpoint::leave(Incoming incoming) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_ || unproven_.size() >= atMost(kMostUnproven)) return;
   unproven_.push_back(std::move(incoming));
   ring();
 }

@@ -1,6 +1,7 @@
 // The one listening socket of a process, kept across generations, and connections that came too early for theirs.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -18,7 +19,7 @@ struct Incoming {  // accepted, not yet proven
   Connection connection;
   Hello hello;
   Nonce nonce{};
-  bool challenged = false;
+  bool challenged = false, late = false;  // late: its time was up, and it got some more
   std::vector<char> got;
   std::chrono::steady_clock::time_point until;
 };
@@ -38,17 +39,18 @@ class Endpoint {
   const std::shared_ptr<const TlsKey>& tls() const { return tls_; }  // null: in the clear
   int fd() const { return fd_; }
 
-  // The eventfds of meshes that are to look for parked connections when one comes.
-  void enroll(int event);
+  // The eventfds of meshes that are to look for parked connections when one comes. ranks: that the mesh has.
+  void enroll(int event, size_t ranks);
   void dismiss(int event);
   // A proven connection of a newer world, or of another channel, waits for its group; bounded in number and time.
   void park(Connection connection, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<Connection, Hello>> takeParked(const Fence& fence);
-  // A handshake that a mesh which nobody waits in, or which closes, could not end; the next one that is turned, or made,
-  // goes on with it. Of `most`, further ones are turned away.
-  void leave(Incoming incoming, size_t most);
+  // A handshake that a mesh which nobody waits in, or which closes, could not end; the next one that is turned goes on
+  // with it.
+  void leave(Incoming incoming);
   std::vector<Incoming> takeUnproven();
+  size_t mostUnproven();  // handshakes under way at a time; more than all ranks of the largest mesh so far
   void close();
 
  private:
@@ -57,6 +59,7 @@ class Endpoint {
     Hello hello;
     std::chrono::steady_clock::time_point since;
   };
+  size_t atMost(size_t few) const { return std::max(few, 2 * ranks_); }
   void dropExpired();
   void ring();
 
@@ -67,6 +70,7 @@ class Endpoint {
   std::mutex mutex_;  // guards what follows
   bool closed_ = false;
   std::vector<int> events_;
+  size_t ranks_ = 0;  // of the largest mesh so far
   std::vector<Parked> parked_;
   std::vector<Incoming> unproven_;
 };

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "transport/buffer.h"
 #include "transport/fork.h"
@@ -17,10 +18,10 @@
 namespace elastic {
 namespace {
 
-constexpr std::chrono::seconds kHandshakeWithin{10};
+constexpr std::chrono::seconds kHelloWithin{10};
+constexpr std::chrono::minutes kProofWithin{10};  // who is computing does not answer a challenge
 constexpr std::chrono::milliseconds kSlice{200};  // how often one who closes looks whether the last waiter has gone
 constexpr std::chrono::milliseconds kAcceptRest{100};
-constexpr size_t kMostIncoming = 64;  // handshakes under way at a time, or twice as many as there are ranks
 
 }  // namespace
 
@@ -47,8 +48,8 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
   }
   watch(event_, EPOLLIN, true);
   watch(endpoint_->fd(), EPOLLIN, true);
-  endpoint_->enroll(event_);
-  adoptLeftOver();
+  endpoint_->enroll(event_, static_cast<size_t>(size));
+  wake();  // the first turn looks for what others left: until then nobody would hear what is taken from them
 }
 
 Mesh::~Mesh() { close(); }
@@ -70,7 +71,7 @@ void Mesh::closeSockets() {
     if (pair) static_cast<Pair*>(pair.get())->shut();
   }
   // Those in the midst of a handshake may be of the next generation already.
-  for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second), mostIncoming());
+  for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second));
   incoming_.clear();
   guests_.clear();
   if (event_ >= 0) endpoint_->dismiss(event_);
@@ -176,17 +177,15 @@ void Mesh::acceptAll() {
     Connection connection(fd);
     connection.secure(endpoint_->tls(), false);
     // Who has said something already is heard at once: only those who keep silent are in danger of the next ones.
-    proceed(take(Incoming{std::move(connection), {}, {}, false, {}, Clock::now() + kHandshakeWithin}));
+    proceed(take(Incoming{std::move(connection), {}, {}, false, false, {}, Clock::now() + kHelloWithin}));
     if (failure_) return;
   }
 }
 
-size_t Mesh::mostIncoming() const { return std::max(kMostIncoming, 2 * static_cast<size_t>(size)); }
-
 // A newcomer. Where there are too many, strangers who say nothing must not take all descriptors: one goes for it, of
 // those who have said nothing if there are any, and the one who came first.
 Incoming& Mesh::take(Incoming incoming) {
-  if (incoming_.size() >= mostIncoming()) {
+  if (incoming_.size() >= endpoint_->mostUnproven()) {
     const auto order = [](const Incoming& one) { return std::make_pair(one.challenged, one.until); };
     const auto first = std::min_element(incoming_.begin(), incoming_.end(), [&](const auto& a, const auto& b) {
       return order(a.second) < order(b.second);
@@ -236,7 +235,7 @@ bool Mesh::hear(Incoming& incoming) {
 bool Mesh::greet(Incoming& incoming) {
   incoming.nonce = freshNonce();
   incoming.challenged = true;
-  incoming.until = Clock::now() + kHandshakeWithin;
+  incoming.until = Clock::now() + kProofWithin;
   const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", incoming.hello, incoming.nonce)};
   return incoming.connection.say(&challenge, sizeof challenge);
 }
@@ -265,17 +264,17 @@ void Mesh::adoptProven(Connection connection, const Hello& hello) {
 // What meshes before this one accepted and could not use.
 void Mesh::adoptLeftOver() {
   for (auto& [connection, hello] : endpoint_->takeParked(fence_)) adoptProven(std::move(connection), hello);
-  for (auto& incoming : endpoint_->takeUnproven()) take(std::move(incoming));
+  // Heard at once, since they may be passed on before the next turn.
+  for (auto& incoming : endpoint_->takeUnproven()) proceed(take(std::move(incoming)));
+  dropExpired();
 }
 
 // A handshake under way may be of another group of this process, one that is yet to be made among them, whose callers
 // wait while nobody turns this event loop.
 void Mesh::passOn() {
-  if (incoming_.empty()) return;
-  dropExpired();  // a stranger that says nothing is not passed on without end
   for (auto& [fd, incoming] : incoming_) {
     unwatch(fd);
-    endpoint_->leave(std::move(incoming), mostIncoming());
+    endpoint_->leave(std::move(incoming));
   }
   incoming_.clear();
 }
@@ -285,16 +284,20 @@ void Mesh::forget(int fd) {
   incoming_.erase(fd);
 }
 
-// Those who have been silent for too long, and not those whom nobody has heard because nobody waited here meanwhile.
+// Those who have been silent for too long. Nobody may have listened meanwhile, so that they are heard once more before.
 void Mesh::dropExpired() {
   std::vector<int> expired;
   for (auto& [fd, incoming] : incoming_) {
     if (incoming.until < Clock::now()) expired.push_back(fd);
   }
   for (int fd : expired) {
-    proceed(incoming_.at(fd));
-    const auto left = incoming_.find(fd);
-    if (left != incoming_.end() && left->second.until < Clock::now()) forget(fd);
+    Incoming& late = incoming_.at(fd);
+    if (std::exchange(late.late, true)) {
+      forget(fd);
+    } else {
+      late.until = Clock::now() + kHelloWithin;
+      proceed(late);
+    }
   }
 }
 

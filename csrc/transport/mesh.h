@@ -92,7 +92,6 @@ class Mesh : public gloo::transport::Context {
   void whenIdle(Clock::time_point begin);
   void dispatch(int fd, uint32_t events);
   void acceptAll();
-  size_t mostIncoming() const;
   Incoming& take(Incoming incoming);
   void restFromAccepting();
   void acceptAgain();

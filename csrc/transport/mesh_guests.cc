@@ -50,7 +50,7 @@ bool Mesh::await(const std::function<bool()>& done, Clock::time_point until) {
   while (!done()) {
     checkLocked();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
-    if (left.count() <= 0) return false;
+    if (left.count() <= 0) break;
     if (polling_) {
       news_.wait_for(lock, std::min(kSlice, left));
     } else {
@@ -58,7 +58,7 @@ bool Mesh::await(const std::function<bool()>& done, Clock::time_point until) {
     }
   }
   passOn();
-  return true;
+  return done();
 }
 
 }  // namespace elastic

@@ -92,7 +92,6 @@ void Mesh::tellOfWait(Lock& lock, Clock::time_point begin, const std::vector<int
 }
 
 void Mesh::whenIdle(Clock::time_point begin) {
-  dropExpired();
   adoptLeftOver();
   for (int r = 0; r < size && !failure_; r++) {
     if (r != rank) pair(r).lookBehind();

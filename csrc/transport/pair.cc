@@ -90,9 +90,10 @@ void Pair::open() {
   }
   mesh_.byFd_[connection_.fd()] = this;
   state_ = State::kDialing;
-  mesh_.watch(connection_.fd(), armed_ = EPOLLOUT, true);
+  // Before it is watched: a socket that nobody connects looks as if it were.
   const bool refused = ::connect(connection_.fd(), to.get(), to.length) != 0 && errno != EINPROGRESS;
-  if (refused) fail(std::string("connect: ") + strerror(errno));
+  if (refused) return fail(std::string("connect: ") + strerror(errno));
+  mesh_.watch(connection_.fd(), armed_ = EPOLLOUT, true);
 }
 
 void Pair::accept(Connection connection) {
@@ -176,6 +177,11 @@ bool Pair::sendFront() {
   }
   sends_.pop_front();
   return true;
+}
+
+// What we say on our own account, such as that we wait, is nobody's loss.
+bool Pair::owes() const {
+  return std::any_of(sends_.begin(), sends_.end(), [](const Send& send) { return send.buffer != nullptr; });
 }
 
 void Pair::fail(const std::string& why) {

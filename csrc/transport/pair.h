@@ -44,7 +44,7 @@ class Pair : public gloo::transport::Pair {
   // What the mesh calls, with its mutex held.
   int fd() const { return connection_.fd(); }
   bool opened() const { return connection_.open() || state_ == State::kClosed; }
-  bool busy() const { return posted_ > 0 || !sends_.empty() || inBody_; }
+  bool busy() const { return posted_ > 0 || inBody_ || owes(); }
   bool silentSince(Mesh::Clock::time_point when) const { return heard_ < when; }
   void accept(Connection connection);
   void onEvents(uint32_t events);
@@ -76,6 +76,7 @@ class Pair : public gloo::transport::Pair {
     std::vector<char> body;
   };
 
+  bool owes() const;
   void open();
   void prove();
   void up();

@@ -14,6 +14,7 @@
 #include "group.h"
 #include "transport/address.h"
 #include "transport/handshake.h"
+#include "transport/pair.h"
 
 namespace elastic {
 
@@ -33,6 +34,25 @@ class Dial {
 
   void say(const void* data, size_t size) { send(fd_, data, size, MSG_NOSIGNAL); }
   bool hear(void* data, size_t size) { return recv(fd_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size); }
+
+  // The answer to the challenge that follows the hello; the other side waits for it.
+  Proof proofAfter(const Hello& hello) {
+    Challenge challenge;
+    say(&hello, sizeof hello);
+    CHECK(hear(&challenge, sizeof challenge));
+    return {macOf(kKey, "dial", hello, challenge.nonce)};
+  }
+
+  // The peer's group takes us for its rank 0, whom it waits for in a barrier.
+  bool hearsBarrier(FrameHeader& header) {
+    return hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier && header.size == 0;
+  }
+  bool hearsBarrier() {
+    FrameHeader header{};
+    return hearsBarrier(header);
+  }
+
+  int fd() const { return fd_; }
 
   // The peer has hung up: an end or a reset, and no byte before.
   bool closed() {
@@ -66,11 +86,13 @@ inline Hello helloTo(uint32_t to, Fence fence) {
 
 // Rank 1 of two waits in a barrier, in a thread; rank 0 is whoever dials.
 struct Waiting {
-  explicit Waiting(int timeout = 10000) {
+  explicit Waiting(std::shared_ptr<Endpoint> at = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""),
+                   Fence fence = {1, 5}, int timeout = 10000)
+      : endpoint(std::move(at)) {
     GroupOptions options;
     options.timeout = std::chrono::milliseconds(timeout);
-    group = std::make_unique<Group>(endpoint, 1, std::vector<std::string>{"127.0.0.1:1", endpoint->address()},
-                                    Fence{1, 5}, options);
+    group = std::make_unique<Group>(endpoint, 1, std::vector<std::string>{zero.address(), endpoint->address()}, fence,
+                                    options);
     thread = std::thread([this] { thrown = thrownBy([this] { group->barrier(); }); });
   }
   ~Waiting() {
@@ -82,7 +104,17 @@ struct Waiting {
     return thrown;
   }
 
-  std::shared_ptr<Endpoint> endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
+  // Rank 0 comes to the barrier, too.
+  void passWith(Dial& zero) {
+    FrameHeader barrier{};
+    CHECK(zero.shake(kKey, helloTo(1, {1, 5})) && zero.hearsBarrier(barrier));
+    zero.say(&barrier, sizeof barrier);  // both sides say the same
+    thread.join();
+    CHECK(thrown.empty());
+  }
+
+  Endpoint zero{kKey, "127.0.0.1", 0, 0, ""};  // somebody listens where rank 0 is looked for
+  std::shared_ptr<Endpoint> endpoint;
   std::unique_ptr<Group> group;
   std::thread thread;
   std::string thrown;

@@ -103,7 +103,7 @@ void collective(Group& group, size_t which) {
 
 TEST(fuzz, handshakes_of_strangers_disturb_nobody) {
   const uint64_t first = setting("ELASTIC_FUZZ_SEED", 1), inputs = setting("ELASTIC_FUZZ_INPUTS", 2000);
-  Waiting waiting(600000);
+  Waiting waiting(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, 600000);
   for (uint64_t seed = first; seed < first + inputs; seed++) {
     Luck luck(seed);
     Dial dial(*waiting.endpoint);

@@ -160,3 +160,14 @@ TEST(hosts, generations_follow_one_another) {
     CHECK(ranks.each([](Group& group) { sum(group, 100); }) == nothing(3));
   }
 }
+
+// Rank 2 waits in shared memory alone when rank 0 dials it, for rank 3: rank 0 is told so, and blames nobody else.
+TEST(hosts, who_waits_for_its_own_host_answers_whoever_dials) {
+  Ranks ranks(4, 1, 2500, {0, 0, 1, 1});
+  const auto thrown = ranks.each([](Group& group) {
+    group.memory(1);  // the hosts know each other; their first ranks have not spoken yet
+    if (group.rank() == 3) std::this_thread::sleep_for(std::chrono::seconds(4));
+    group.barrier();
+  });
+  for (const std::string& one : thrown) CHECK(one.find("waiting for rank(s) 3") != std::string::npos);
+}

@@ -140,31 +140,50 @@ TEST(strangers, r10_a_newer_world_is_parked_until_its_group_is_there) {
   CHECK(thrown == "done");
 }
 
-// The first group is never turned again: it has nothing more to wait for. And the rank computes for longer than a
-// handshake may take, before it makes the other one, whose connections have been waiting for it all the time.
+// The first group is never turned again, since it has nothing more to wait for; one that is made meanwhile not yet.
 TEST(strangers, a_handshake_that_one_group_began_is_ended_by_one_that_is_made_later) {
-  Waiting waiting;
-  Dial peer(*waiting.endpoint), early(*waiting.endpoint);
-  const Fence channel{1, 5, 9};
-  const Hello hello = helloTo(1, channel);
-  Challenge challenge;
-  early.say(&hello, sizeof hello);
-  CHECK(early.hear(&challenge, sizeof challenge));
-  CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
-  FrameHeader barrier{};
-  CHECK(peer.hear(&barrier, sizeof barrier));
-  peer.say(&barrier, sizeof barrier);  // the same from the other side
-  waiting.thread.join();
-  CHECK(waiting.thrown.empty());
-  const Proof proof{macOf(kKey, "dial", hello, challenge.nonce)};
+  Waiting first;
+  Dial peer(*first.endpoint), early(*first.endpoint);
+  const Hello hello = helloTo(1, {1, 5, 9});
+  const Proof proof = early.proofAfter(hello);
+  first.passWith(peer);
+  Group unused(first.endpoint, 1, {"127.0.0.1:1", first.endpoint->address()}, {1, 5, 8}, GroupOptions{});
+  Waiting later(first.endpoint, hello.fence);
   early.say(&proof, sizeof proof);
+  CHECK(early.hearsBarrier());
+  CHECK(later.end() == "the test is over");
+}
+
+// Whoever dials next has all looked through whose time is up: one who is slow to answer, one who answered while nobody
+// listened, and one who said nothing yet.
+TEST(strangers, nobody_loses_a_handshake_to_a_rank_that_computes_for_long) {
+  Waiting heard(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, 60000), unheard,
+      inTls(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "", true));
+  Dial slow(*heard.endpoint), peer(*unheard.endpoint), early(*unheard.endpoint), late(*inTls.endpoint);
+  const Hello hello = helloTo(1, {1, 5, 9});
+  const Proof slowly = slow.proofAfter(helloTo(1, {1, 5})), proof = early.proofAfter(hello);
+  const std::string garbage(400, '\x16');
+  Dial last(*inTls.endpoint);
+  last.say(garbage.data(), garbage.size());
+  CHECK(last.closed());  // `late` has been accepted before
+  unheard.passWith(peer);
+  inTls.end();
+  inTls.group->close();
+  early.say(&proof, sizeof proof);
+  Connection cipher(dup(late.fd()));
+  cipher.secure(inTls.endpoint->tls(), true);
+  CHECK(cipher.say(&hello, sizeof hello));
   std::this_thread::sleep_for(std::chrono::milliseconds(10500));
-  Dial stranger(*waiting.endpoint);  // heard first; for its sake all are looked through whose time is up
-  Group later(waiting.endpoint, 1, {"127.0.0.1:1", waiting.endpoint->address()}, channel, GroupOptions{});
-  std::string thrown;
-  std::thread thread([&] { thrown = thrownBy([&] { later.barrier(); }); });
-  const bool heard = early.hear(&barrier, sizeof barrier);
-  later.abort("done");
-  thread.join();
-  CHECK(heard && barrier.call.kind == CallKind::kBarrier && thrown == "done");
+  Dial one(*heard.endpoint), other(*unheard.endpoint), third(*inTls.endpoint);
+  Waiting next(unheard.endpoint, hello.fence), nextInTls(inTls.endpoint, hello.fence);
+  CHECK(early.hearsBarrier());
+  slow.say(&slowly, sizeof slowly);
+  CHECK(slow.hearsBarrier());
+  Challenge challenge;
+  ssize_t got = -1;
+  for (int i = 0; i < 5000 && got < 0; i++) {
+    got = cipher.recv(&challenge, sizeof challenge);
+    if (got < 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(got == sizeof challenge);
 }
