@@ -1,6 +1,7 @@
 // Groups in shared memory and in two levels, among threads: results, ends from other threads, many generations.
 #include <atomic>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 
 #include "check.h"
@@ -164,10 +165,13 @@ TEST(hosts, generations_follow_one_another) {
 // Rank 2 waits in shared memory alone when rank 0 dials it, for rank 3: rank 0 is told so, and blames nobody else.
 TEST(hosts, who_waits_for_its_own_host_answers_whoever_dials) {
   Ranks ranks(4, 1, 2500, {0, 0, 1, 1});
-  const auto thrown = ranks.each([](Group& group) {
+  std::atomic<int> ended{0};
+  const auto thrown = ranks.each([&](Group& group) {
     group.memory(1);  // the hosts know each other; their first ranks have not spoken yet
-    if (group.rank() == 3) std::this_thread::sleep_for(std::chrono::seconds(4));
-    group.barrier();
+    while (group.rank() == 3 && ended < 3) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const std::string why = thrownBy([&] { group.barrier(); });
+    ended++;
+    throw std::runtime_error(why);
   });
   for (const std::string& one : thrown) CHECK(one.find("waiting for rank(s) 3") != std::string::npos);
 }
