@@ -23,18 +23,18 @@ void Hosts::close() {
   if (local_) local_->close();
 }
 
-// A leader's turn with the other hosts, while the others of its host wait for it.
-void Hosts::cross(const std::function<void()>& run) {
+// A leader's turn with the other hosts.
+void Hosts::cross(Away away, const std::function<void()>& run) {
   if (!leaders_) return;
-  struct Away {
+  struct Trip {
     LocalGroup* local;
-    explicit Away(LocalGroup* local) : local(local) {
-      if (local != nullptr) local->setAway(true);
+    Trip(LocalGroup* local, Away away) : local(local) {
+      if (local != nullptr) local->setAway(away);
     }
-    ~Away() {
-      if (local != nullptr) local->setAway(false);
+    ~Trip() {
+      if (local != nullptr) local->setAway(Away::kNot);
     }
-  } away(local_.get());
+  } trip(local_.get(), away);
   run();
 }
 
@@ -45,7 +45,7 @@ void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, cons
   if (part.op == ReduceOp::kAverage) part.op = ReduceOp::kSum;
   part.after = 1.0;
   if (local_) local_->allreduce(data, count, part, call, false);
-  cross([&] {
+  cross(Away::kAwaited, [&] {
     across(leaders_);
     const size_t ranks = std::accumulate(level_.hosts.begin(), level_.hosts.end(), size_t{0},
                                          [](size_t sum, const auto& host) { return sum + host.size(); });
@@ -66,7 +66,7 @@ void Hosts::broadcast(void* data, size_t bytes, int root, const Call& call,
   }
   const bool home = static_cast<size_t>(host) == level_.mine;
   if (home && local_) local_->broadcast(data, bytes, member, call);
-  cross([&] { across(leaders_, host); });
+  cross(home ? Away::kNotAwaited : Away::kAwaited, [&] { across(leaders_, host); });
   if (!home && local_) local_->broadcast(data, bytes, 0, call);
 }
 
@@ -94,7 +94,7 @@ void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes,
     std::memcpy(placeOf(self), own, sizeOf(self));
   }
   if (alone()) return;
-  cross([&] {
+  cross(Away::kAwaited, [&] {
     // A host's parts need not be side by side: leaders exchange them packed.
     std::vector<size_t> packed;
     for (const auto& ranks : level_.hosts) {
@@ -118,7 +118,7 @@ void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes,
 void Hosts::meet(const Call& call, const Step& across) {
   if (local_) local_->meet(call);
   if (alone()) return;
-  cross([&] { across(leaders_); });
+  cross(Away::kAwaited, [&] { across(leaders_); });
   if (local_) local_->meet(call);
 }
 

@@ -49,7 +49,7 @@ class Hosts {
 
  private:
   Hosts(const std::shared_ptr<Mesh>& mesh, Level level, std::unique_ptr<LocalGroup> local);
-  void cross(const std::function<void()>& run);
+  void cross(Away away, const std::function<void()>& run);
 
   const Level level_;
   const std::unique_ptr<LocalGroup> local_;  // null: alone on its host

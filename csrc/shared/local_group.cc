@@ -50,8 +50,8 @@ std::unique_ptr<Failure> LocalGroup::onLifeline(int member) {
   mesh_.detach(fd);
   if (told || gate_.failed()) return std::make_unique<Failure>(gate_.failure());
   gate_.lost(member);
-  // All members wait for one who is away, so none can have left in good order.
-  return gate_.isAway() ? std::make_unique<Failure>(gate_.lossOf(member)) : nullptr;
+  // While all wait for this one, none can have left in good order.
+  return gate_.isAwaited() ? std::make_unique<Failure>(gate_.lossOf(member)) : nullptr;
 }
 
 void LocalGroup::post(const Call& call, const void* data, size_t bytes) {

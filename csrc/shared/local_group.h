@@ -31,8 +31,7 @@ class LocalGroup {
 
   // Null where there is no room.
   std::shared_ptr<Memory> memory(size_t bytes) { return memories_.take(bytes); }
-  // While this member is busy with other hosts, the others wait for it.
-  void setAway(bool away) { gate_.setAway(away); }
+  void setAway(Away away) { gate_.setAway(away); }
   // Gives up what tells the others that this member lives. From any thread.
   void close();
 

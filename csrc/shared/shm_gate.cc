@@ -142,7 +142,7 @@ std::vector<int> Gate::toTell() const {
     if (std::find(members.begin(), members.end(), m) == members.end()) return ranks;
   }
   for (int m : members) {
-    if (segment_->line(m).away.load(std::memory_order_relaxed) == 0) ranks.push_back(ranks_[static_cast<size_t>(m)]);
+    if (segment_->line(m).away.load(std::memory_order_relaxed) == Away::kNot) ranks.push_back(ranks_[static_cast<size_t>(m)]);
   }
   return ranks;
 }
@@ -175,7 +175,7 @@ void Gate::blameTheLate(Watch& watch) {
     const Line& line = segment_->line(m);
     const size_t nth = pulses.size();
     pulses.push_back(line.pulse.load(std::memory_order_relaxed));
-    const bool away = line.away.load(std::memory_order_relaxed) != 0;
+    const bool away = line.away.load(std::memory_order_relaxed) != Away::kNot;
     const bool alive = nth >= watch.pulses.size() || watch.pulses[nth] != pulses[nth];
     if (away && (!watch.late || alive)) continue;
     ranks.push_back(ranks_[static_cast<size_t>(m)]);

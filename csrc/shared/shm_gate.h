@@ -32,8 +32,8 @@ class Gate {
   Failure failure() const;  // waits a moment for the one who publishes it
   // A member's process is gone or has closed the group: fatal only to those who need it.
   void lost(int member) { gone_[static_cast<size_t>(member)] = true; }
-  void setAway(bool away) { segment_->line(self_).away.store(away, std::memory_order_relaxed); }
-  bool isAway() const { return segment_->line(self_).away.load(std::memory_order_relaxed) != 0; }
+  void setAway(Away away) { segment_->line(self_).away.store(away, std::memory_order_relaxed); }
+  bool isAwaited() const { return segment_->line(self_).away.load(std::memory_order_relaxed) == Away::kAwaited; }
   Failure lossOf(int member) const;
 
  private:

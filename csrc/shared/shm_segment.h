@@ -22,11 +22,14 @@ struct SegmentPlan {
   int members = 0;
 };
 
+// A member that is busy with other hosts: the rest of its own may wait for it, or have done their part and leave.
+enum class Away : uint32_t { kNot, kNotAwaited, kAwaited };
+
 // What one member tells of itself; a cache line of its own.
 struct alignas(64) Line {
   std::atomic<uint32_t> arrived;  // how often it has come to a meeting
-  std::atomic<uint32_t> away;     // it is busy with other hosts, and the others wait for it
-  std::atomic<uint32_t> pulse;    // grows while it waits for other hosts
+  std::atomic<Away> away;
+  std::atomic<uint32_t> pulse;  // grows while it waits for other hosts
 };
 
 // Which collective a member is in, and where its operand lies.

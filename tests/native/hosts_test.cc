@@ -175,3 +175,21 @@ TEST(hosts, who_waits_for_its_own_host_answers_whoever_dials) {
   });
   for (const std::string& one : thrown) CHECK(one.find("waiting for rank(s) 3") != std::string::npos);
 }
+
+// Rank 1 has what it needs from rank 0 of its own host, which still waits for the other host.
+TEST(hosts, who_has_its_part_of_a_broadcast_may_leave) {
+  Ranks ranks(4, 1, kTimeout, {0, 0, 1, 1});
+  std::vector<char> large(size_t{32} << 20, 'x');
+  std::atomic<bool> left{false};
+  const auto thrown = ranks.each([&](Group& group) {
+    group.barrier();
+    std::vector<char> data = group.rank() == 0 ? large : std::vector<char>(large.size());
+    while (group.rank() > 1 && !left) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    group.broadcast(data.data(), data.size(), 0, 0);
+    CHECK(data == large);
+    if (group.rank() > 1) return;
+    if (group.rank() == 1) group.close();
+    left = true;
+  });
+  CHECK(thrown == nothing(4));
+}
