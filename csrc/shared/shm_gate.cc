@@ -24,9 +24,10 @@ constexpr uint32_t kFailed = 1;
 // woken, so that it comes late to the next meeting as well; how long a pause takes depends on the processor.
 constexpr std::chrono::microseconds kSpin{100}, kSpinWhenCrowded{1};
 constexpr int kPausesBetweenLooksAtTheClock = 16;
-constexpr std::chrono::milliseconds kSlice{3};       // how late the death of a member is seen, at most
-constexpr std::chrono::milliseconds kIdle{200};      // how often a waiter looks for Ctrl-C
-constexpr std::chrono::seconds kSilent{1};           // somebody who is away and lives shows it more often than this
+constexpr std::chrono::milliseconds kSlice{3};   // how late the death of a member is seen, at most
+constexpr std::chrono::milliseconds kIdle{200};  // how often a waiter looks for Ctrl-C
+constexpr std::chrono::seconds kSilent{1};       // somebody who is away and lives shows it more often than this
+constexpr std::chrono::seconds kGrace{3};        // more than what others take to tell who is to blame
 constexpr std::chrono::milliseconds kVerdictWithin{50};
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
@@ -58,7 +59,7 @@ std::chrono::microseconds spinFor(size_t members) {
 struct Gate::Watch {
   const Clock::time_point begin = Clock::now();
   Clock::time_point idle = begin + kIdle, again = begin;
-  bool late = false;
+  Clock::time_point late = Clock::time_point::max();  // since when nobody but those who are away is missing
   std::vector<uint32_t> pulses;
 };
 
@@ -142,7 +143,8 @@ std::vector<int> Gate::toTell() const {
     if (std::find(members.begin(), members.end(), m) == members.end()) return ranks;
   }
   for (int m : members) {
-    if (segment_->line(m).away.load(std::memory_order_relaxed) == Away::kNot) ranks.push_back(ranks_[static_cast<size_t>(m)]);
+    if (segment_->line(m).away.load(std::memory_order_relaxed) == Away::kNot)
+      ranks.push_back(ranks_[static_cast<size_t>(m)]);
   }
   return ranks;
 }
@@ -165,9 +167,10 @@ Failure Gate::lossOf(int member) const {
                      ", on the same host: its process has ended, or it has closed the group");
 }
 
-// One who is away waits for other hosts, with a deadline of its own, and will tell who is to blame: as long as it
-// lives.
+// One who is away waits for other hosts, and will tell who is to blame: as long as it lives, and unless it has no
+// deadline itself.
 void Gate::blameTheLate(Watch& watch) {
+  const auto now = Clock::now();
   std::vector<int> ranks;
   std::vector<uint32_t> pulses;
   std::string names;
@@ -177,20 +180,21 @@ void Gate::blameTheLate(Watch& watch) {
     pulses.push_back(line.pulse.load(std::memory_order_relaxed));
     const bool away = line.away.load(std::memory_order_relaxed) != Away::kNot;
     const bool alive = nth >= watch.pulses.size() || watch.pulses[nth] != pulses[nth];
-    if (away && (!watch.late || alive)) continue;
+    if (away && (watch.late > now || alive)) continue;
     ranks.push_back(ranks_[static_cast<size_t>(m)]);
     names += (names.empty() ? "" : ", ") + std::to_string(ranks.back());
   }
-  if (ranks.empty() && !open()) {
+  watch.late = std::min(watch.late, now);
+  if (ranks.empty() && now < watch.late + mesh_.limit() + kGrace) {
     watch.pulses = std::move(pulses);
-    watch.late = true;
-    watch.again = Clock::now() + kSilent;
+    watch.again = now + kSilent;
     return;
   }
   if (open()) return;
   mesh_.abort(Cause::kTimeout, ranks,
               "rank " + std::to_string(mesh_.rank) + ": shared memory timed out after " +
-                  std::to_string(mesh_.limit().count()) + " ms, waiting for rank(s) " + names);
+                  std::to_string(mesh_.limit().count()) + " ms, waiting for " +
+                  (names.empty() ? "other hosts" : "rank(s) " + names));
   mesh_.check();
 }
 

@@ -193,3 +193,18 @@ TEST(hosts, who_has_its_part_of_a_broadcast_may_leave) {
   });
   CHECK(thrown == nothing(4));
 }
+
+// Rank 0 has nothing to wait for, and so no limit; rank 1 does not have to wait for it without end.
+TEST(hosts, a_limit_holds_whatever_that_of_the_hosts_first_rank_is) {
+  Ranks ranks(3, 1, 300, {0, 0, 1});
+  std::atomic<int> ended{0};
+  const auto thrown = ranks.each([&](Group& group) {
+    group.barrier();
+    if (group.rank() == 0) group.limit(std::chrono::milliseconds(0));
+    while (group.rank() == 2 && ended < 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const std::string why = thrownBy([&] { group.barrier(); });
+    ended++;
+    throw std::runtime_error(why);
+  });
+  for (const std::string& one : thrown) CHECK(one.find("rank 1: shared memory timed out") != std::string::npos);
+}
