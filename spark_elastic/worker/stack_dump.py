@@ -29,6 +29,7 @@ from elastic_collectives import Group
 from spark_elastic.clock import Clock
 from spark_elastic.rendezvous.calls import Asks
 from spark_elastic.rendezvous.messages import Done, Exchange, JoinWorld, Request
+from spark_elastic.worker.uncollected import uncollected
 
 R = TypeVar("R")
 
@@ -103,7 +104,8 @@ class Sampler:
                 return
 
     def _sample(self) -> None:
-        frame = sys._current_frames().get(self._main)
+        with uncollected:  # it makes frames with the interpreter's list of threads locked
+            frame = sys._current_frames().get(self._main)
         text = _told(frame) + "\n"
         try:
             os.ftruncate(self._stacks, 0)

@@ -6,10 +6,8 @@ back always: forward passes draw from streams of their own, so that the generato
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import random
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-_uncollected = threading.Lock()  # owns whether garbage is collected
+from spark_elastic.worker.uncollected import uncollected
 
 
 def rng_state() -> dict[str, Any]:
@@ -28,16 +26,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def _torch_state() -> torch.Tensor:
-    """`torch.get_rng_state`, which wraps a tensor with the generator's lock held. A collection of garbage there may let
-    another thread go on; if that one wants the lock too, it waits with the interpreter in hand, for ever."""
-    with _uncollected:
-        collects = gc.isenabled()
-        try:
-            gc.disable()
-            return torch.get_rng_state()
-        finally:
-            if collects:
-                gc.enable()
+    """`torch.get_rng_state`, which wraps a tensor with the generator's lock held."""
+    with uncollected:
+        return torch.get_rng_state()
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -136,3 +138,41 @@ def test_a_closed_window_still_tells_what_it_saw_last() -> None:
     window.close()
     window.close()
     assert window.look(0.0).stack == "sampled (a.py:1)"
+
+
+STARTS_THREADS = """
+import gc, threading, time
+from spark_elastic.clock import SystemClock
+from spark_elastic.worker.stack_dump import Sampler, Window
+
+class LetsOthersGoOn:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(0)
+
+window = Window()
+sampler = Sampler(window.activity, window.stacks, SystemClock())
+gc.set_threshold(5)
+
+def sample():
+    for _ in range(500):
+        LetsOthersGoOn()
+        sampler._sample()
+
+sampling = threading.Thread(target=sample)
+sampling.start()
+while sampling.is_alive():
+    starting = threading.Thread(target=int)
+    starting.start()
+    starting.join()
+print("through")
+"""
+
+
+def test_a_sample_collects_no_garbage_while_it_locks_the_interpreters_threads() -> None:
+    """A thread that is let go on by a collection there, and starts another, would stop the whole process."""
+    run = subprocess.run(
+        [sys.executable, "-c", STARTS_THREADS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout == "through\n"
