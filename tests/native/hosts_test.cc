@@ -206,5 +206,5 @@ TEST(hosts, a_limit_holds_whatever_that_of_the_hosts_first_rank_is) {
     ended++;
     throw std::runtime_error(why);
   });
-  for (const std::string& one : thrown) CHECK(one.find("rank 1: shared memory timed out") != std::string::npos);
+  for (size_t r : {0, 1}) CHECK(thrown[r].find("rank 1: shared memory timed out") != std::string::npos);
 }
