@@ -17,6 +17,8 @@ from spark_elastic.state.checkpoint import Checkpoints
 log = logging.getLogger("spark_elastic.state")
 
 END_WAIT = 60.0  # seconds that closing waits for the one in flight
+LAST_WAIT = 3600.0  # seconds that the end of a training waits for its last checkpoint
+TELL_EVERY = 60.0  # seconds
 
 
 class CheckpointWriter:
@@ -40,10 +42,16 @@ class CheckpointWriter:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
 
-    def flush(self) -> bool:
-        """Wait until all that was offered is written and told, or could not be; False after `END_WAIT` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._waiting is None and not self._writing, END_WAIT)
+    def flush(self) -> None:
+        """Wait until all that was offered is written and told, or could not be; a store that is slow is waited for."""
+        for minute in range(1, int(LAST_WAIT / TELL_EVERY) + 1):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, TELL_EVERY):
+                    return
+            log.warning("the last checkpoint is still being written, after %g s.", minute * TELL_EVERY)
+        log.error(
+            "the last checkpoint is given up: the store does not answer. The newest one before it stays."
+        )
 
     def close(self) -> None:
         """Write what waits, and end."""

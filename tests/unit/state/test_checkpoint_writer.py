@@ -1,0 +1,66 @@
+"""How long the end of a training waits for its last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import pytest
+
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.state import checkpoint_writer
+from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint_writer import CheckpointWriter
+from tests.patience import until
+
+FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)
+
+
+class SlowStore:
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        assert self.answers.wait(45)
+        return Checkpoint(fence, position, "name", "digest")
+
+
+def begun(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
+    writer = CheckpointWriter(cast(Checkpoints, store), told.append)
+    writer.offer(FENCE, POSITION, dict)
+    return writer
+
+
+def test_p7_a_slow_store_is_waited_for_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "TELL_EVERY", 0.02)
+    store, told = SlowStore(), list[Checkpoint]()
+    writer = begun(store, told)
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
+        flushing = pool.submit(writer.flush)
+        try:
+            assert until(lambda: "still being written, after 0.06 s" in caplog.text)
+            assert not flushing.done()
+        finally:
+            store.answers.set()
+        flushing.result(45)
+    assert [checkpoint.position for checkpoint in told] == [POSITION]
+    writer.close()
+
+
+def test_a_store_that_never_answers_ends_the_wait_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "TELL_EVERY", 0.02)
+    monkeypatch.setattr(checkpoint_writer, "LAST_WAIT", 0.04)
+    store, told = SlowStore(), list[Checkpoint]()
+    writer = begun(store, told)
+    writer.flush()
+    assert "given up: the store does not answer" in caplog.text
+    assert not told
+    store.answers.set()
+    writer.close()
