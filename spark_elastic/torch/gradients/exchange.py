@@ -1,13 +1,15 @@
 """Gradients of one step, summed over the world while backward still runs.
 
 Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks tell which gradients are
-there; complete buckets are dispatched strictly in the layout's order (R7). The training thread owns everything here. A
-failed exchange changes no parameter: only the memory of the buckets is void. A step that is given up half-way is
-drained before the next one begins. Layout and memory belong to one group, and change only when a step is opened.
+there; complete buckets are dispatched strictly in the layout's order (R7). The training thread owns everything here;
+during backward the hooks do, one at a time, since autograd has a thread for each device. A failed exchange changes no
+parameter: only the memory of the buckets is void. A step that is given up half-way is drained before the next one
+begins. Layout and memory belong to one group, and change only when a step is opened.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
@@ -76,6 +78,7 @@ class GradientExchange:
         self._engine_now = engine
         self._timeline_now = timeline
         self._dispatch: Dispatch | None = None  # of the newest step; None: it trains alone
+        self._arriving = threading.RLock()
         self._unhook = hook_gradients(self._parameters, self._arrived)
 
     def __enter__(self) -> GradientExchange:
@@ -257,11 +260,14 @@ class GradientExchange:
             former.hand_over(self._parameters, self._fusion)
 
     def _arrived(self, index: int) -> None:
-        """Hook: autograd has added this parameter's gradient. Runs in the backward thread."""
-        if self._opener is not None:
-            self._opener()
-        if not self._open:
-            return
+        """Hook: autograd has added this parameter's gradient. Runs in the backward thread of its device."""
+        with self._arriving:
+            if self._opener is not None:
+                self._opener()
+            if self._open:
+                self._count(index)
+
+    def _count(self, index: int) -> None:
         if self._arrivals[index] == self._passes:
             raise InvalidInput(
                 f"the gradient of parameter {self._names[index]!r} came more than {self._passes} times in one step: "

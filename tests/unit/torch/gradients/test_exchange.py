@@ -97,6 +97,42 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
     assert sorted(gathered) == [(1, 1), (1, 1), (1, 2), (1, 2)]
 
 
+def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd has a thread for each device. Here a second one comes while the first one is about to send a bucket."""
+    lacking, launch = list[int](), GradientExchange._launch
+
+    def seen(exchange: GradientExchange) -> None:
+        lacking.append(exchange._waiting[exchange._launched])
+        launch(exchange)
+
+    monkeypatch.setattr(GradientExchange, "_launch", seen)
+
+    def work(group: Group) -> list[float]:
+        parameters = [nn.Parameter(torch.zeros(4)) for _ in range(4)]
+        second = threading.Thread(target=lambda: parameters[2].sum().backward())
+
+        def overlaps() -> bool:
+            if group.rank == 0 and second.ident is None:
+                second.start()
+                second.join(0.3)
+            return True
+
+        named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+        with GradientExchange(named, Terms(bucket_bytes=16), overlaps=overlaps) as exchange:
+            exchange.begin(group, 1)
+            parameters[3].sum().backward()
+            if second.ident is None:
+                second.start()
+            second.join()
+            parameters[1].sum().backward()
+            parameters[0].sum().backward()
+            exchange.finish()
+            return [float(parameter.grad.sum()) for parameter in parameters if parameter.grad is not None]
+
+    assert in_a_world(2, work) == [[8.0] * 4] * 2
+    assert lacking == [0] * 8
+
+
 def test_a_lone_worker_needs_no_thread() -> None:
     model = nn.Linear(4, 3)
     threads = threading.active_count()
