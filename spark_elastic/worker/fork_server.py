@@ -195,10 +195,13 @@ def _fork(request: _Request) -> int:
     if between == 0:
         os.close(begin_write)
         _fork_on(server, told_write)  # returns in the new process alone
+        os.close(told_read)
+        os.close(
+            told_write
+        )  # before it waits: the server is to see the end of one in between that says nothing
         if not os.read(begin_read, 1) or os.getppid() != slot:
             os._exit(1)  # nobody adopted it; another process will read what there is to read
-        for descriptor in (told_read, told_write, begin_read):
-            os.close(descriptor)
+        os.close(begin_read)
         raise _Born(request)
     os.close(told_write)
     os.close(begin_read)
