@@ -57,7 +57,7 @@ std::chrono::microseconds spinFor(size_t members) {
 
 // One wait: since when, when to see to what, and what was last seen of those who are away.
 struct Gate::Watch {
-  const Clock::time_point begin = Clock::now();
+  Clock::time_point begin = Clock::now();
   Clock::time_point idle = begin + kIdle, again = begin;
   Clock::time_point late = Clock::time_point::max();  // since when nobody but those who are away is missing
   std::vector<uint32_t> pulses;
@@ -114,9 +114,11 @@ void Gate::sleep() {
   while (!open()) {
     const uint32_t phase = header.phase.load(std::memory_order_seq_cst);
     if (open()) return;
+    const auto before = Clock::now();
     futex(header.phase, FUTEX_WAIT, phase, &slice);
     if (open()) return;
     const auto now = Clock::now();
+    if (now - before > kIdle) watch.begin += now - before;  // this process was stopped, or the machine with all members
     mesh_.attend();
     if (now >= watch.idle) {
       mesh_.attendToWait(watch.begin, toTell());

@@ -86,7 +86,8 @@ class Mesh : public gloo::transport::Context {
   void wait(Lock& lock, const std::function<bool()>& done, const char* what);
   std::vector<int> awaited(bool silentOnes);
   void timeOut(const char* what, bool suspectAll);
-  void lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
+  static Clock::duration overslept(Clock::time_point since, std::chrono::milliseconds slice);
+  Clock::duration lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
   int turn(Lock& lock, std::chrono::milliseconds timeout);
   void tellOfWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);
   void whenIdle(Clock::time_point begin);

@@ -27,20 +27,27 @@ Mesh::Clock::time_point Mesh::deadlineOf(Clock::time_point begin) const {
 }
 
 void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what) {
-  const auto begin = Clock::now();
+  auto begin = Clock::now();
   while (!done()) {
     checkLocked();
     const auto now = Clock::now(), deadline = deadlineOf(begin);
     if (now >= deadline) timeOut(what, now - deadline >= kGrace);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
     const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
-    if (polling_) {
-      if (news_.wait_for(lock, slice) == std::cv_status::timeout) tellOfWait(lock, begin, {});
-    } else {
-      lead(lock, slice, begin);
+    if (!polling_) {
+      begin += lead(lock, slice, begin);
+    } else if (news_.wait_for(lock, slice) == std::cv_status::timeout) {
+      begin += overslept(now, slice);
+      tellOfWait(lock, begin, {});
     }
   }
   passOn();
+}
+
+// Time in which this process was stopped, or its machine: peers had none of it either, or could not be heard.
+Mesh::Clock::duration Mesh::overslept(Clock::time_point since, std::chrono::milliseconds slice) {
+  const auto over = Clock::now() - since - slice;
+  return over > kSlice ? over : Clock::duration::zero();
 }
 
 // Peers that keep us waiting. One that waits itself, for somebody else, says so now and then.
@@ -66,17 +73,20 @@ void Mesh::timeOut(const char* what, bool suspectAll) {
   checkLocked();
 }
 
-// One turn of the event loop in a wait that has lasted since `begin`.
-void Mesh::lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
+// One turn of the event loop in a wait that has lasted since `begin`; returns how much of it does not count.
+Mesh::Clock::duration Mesh::lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
+  const auto before = Clock::now();
   const int ready = turn(lock, slice);
   const auto now = Clock::now();
+  const auto lost = overslept(before, slice);
   // By time: peers that wait say so as often as we look, and would keep us from ever being idle.
-  if (failure_ || (ready > 0 && now - std::max(begin, idled_) < kSlice)) return;
+  if (failure_ || (ready > 0 && now - std::max(begin, idled_) < kSlice)) return lost;
   idled_ = now;
   whenIdle(begin);
-  if (failure_) return;
+  if (failure_) return lost;
   const std::vector<int> ranks = awaited(true);
   if (ready <= 0 || !ranks.empty()) tellOfWait(lock, begin, ranks);
+  return lost;
 }
 
 void Mesh::tellOfWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks) {
@@ -98,7 +108,7 @@ void Mesh::whenIdle(Clock::time_point begin) {
     if (r < rank && !failure_) pair(r).seek();
   }
   // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
-  const auto late = std::min<Clock::duration>(getTimeout() / 2, kLate);
+  const auto late = limit().count() == 0 ? kLate : std::min<Clock::duration>(limit() / 2, kLate);
   if (failure_ || Clock::now() < begin + late) return;
   for (int r = 0; r < size; r++) {
     if (r != rank) pair(r).sayHere();

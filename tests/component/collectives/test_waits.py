@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Pool, answers
+from tests.component.collectives.ranks import Pool, answers, each
 
 LAYOUTS = pytest.mark.parametrize(
     "hosts",
@@ -53,3 +56,18 @@ def test_ranks_that_hear_each_other_wait_are_not_taken_for_the_one_who_is_missin
         rank.call(calls.gather_late, 4.6 if number == 12 else 0.0)
     told = [line for lines in answers(ranks) for line in lines]
     assert {missing for _, ranks in told for missing in ranks} == {12}
+
+
+@pytest.mark.parametrize("hosts", [pytest.param((), id="sockets"), pytest.param((2,), id="one host")])
+def test_time_in_which_a_rank_was_stopped_is_not_its_peers(pool: Pool, hosts: tuple[int, ...]) -> None:
+    first, second = ranks = pool.take(2)
+    pool.world(ranks, timeout=1.5, hosts=hosts)
+    assert each(ranks, calls.reduce_once, 10) == [3.0, 3.0]
+    first.call(calls.reduce_once, 10)
+    time.sleep(0.3)
+    first.signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    first.signal(signal.SIGCONT)
+    time.sleep(0.3)
+    second.call(calls.reduce_once, 10)
+    assert answers(ranks) == [3.0, 3.0]
