@@ -195,10 +195,9 @@ def _fork(request: _Request) -> int:
     if between == 0:
         os.close(begin_write)
         _fork_on(server, told_write)  # returns in the new process alone
+        # Before it waits: the server is to see the end of one in between that says nothing.
         os.close(told_read)
-        os.close(
-            told_write
-        )  # before it waits: the server is to see the end of one in between that says nothing
+        os.close(told_write)
         if not os.read(begin_read, 1) or os.getppid() != slot:
             os._exit(1)  # nobody adopted it; another process will read what there is to read
         os.close(begin_read)
