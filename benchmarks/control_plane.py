@@ -34,17 +34,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 from benchmarks.parts import swarm  # noqa: E402
 from benchmarks.parts.report import Row, finish, parser  # noqa: E402
 from spark_elastic.clock import SystemClock  # noqa: E402
-from spark_elastic.driver.effects import Effects  # noqa: E402
-from spark_elastic.driver.inbox import Inbox  # noqa: E402
 from spark_elastic.driver.journal import Journal  # noqa: E402
-from spark_elastic.driver.loop import DriverLoop  # noqa: E402
+from spark_elastic.driver.loop import DriverLoop, Effects, Inbox  # noqa: E402
 from spark_elastic.driver.ports import Contact, Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
-from spark_elastic.protocol.pace import beat_every  # noqa: E402
-from spark_elastic.protocol.types import Limits, World  # noqa: E402
-from spark_elastic.rendezvous.descriptors import make_room  # noqa: E402
+from spark_elastic.protocol.types import Limits, World, beat_every  # noqa: E402
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer  # noqa: E402
+from spark_elastic.rendezvous.serving import make_room  # noqa: E402
 
 SIZES = (2, 8, 32, 128, 512, 2000)
 PROCESSES = 4

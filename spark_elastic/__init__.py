@@ -30,13 +30,13 @@ _EXPORTS = {
     "ElasticKerasEstimator": "spark_elastic.estimators.keras_estimator",
     "ElasticKerasModel": "spark_elastic.estimators.keras_model",
     "ElasticTorchEstimator": "spark_elastic.estimators.torch_estimator",
-    "ElasticTorchModel": "spark_elastic.estimators.fitted_model",
+    "ElasticTorchModel": "spark_elastic.estimators.torch_estimator",
     "CoordinatorLost": "spark_elastic.errors",
     "FailureBudgetExceeded": "spark_elastic.errors",
     "InvalidInput": "spark_elastic.errors",
     "JobCancelled": "spark_elastic.errors",
     "JobFailed": "spark_elastic.errors",
-    "JobHandle": "spark_elastic.driver.handle",
+    "JobHandle": "spark_elastic.driver.discovery",
     "NotEnoughWorkers": "spark_elastic.errors",
     "OutOfMemory": "spark_elastic.errors",
     "PeersMissing": "spark_elastic.errors",
@@ -46,14 +46,14 @@ _EXPORTS = {
     "TimeLimitReached": "spark_elastic.errors",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
-    "report": "spark_elastic.worker.reporting",
+    "report": "spark_elastic.worker.seat",
     "run": "spark_elastic.running.call",
-    "task_resources": "spark_elastic.worker.resources",
+    "task_resources": "spark_elastic.worker.seat",
 }
 
 if TYPE_CHECKING:
     from spark_elastic.config import ElasticConfig
-    from spark_elastic.driver.handle import JobHandle
+    from spark_elastic.driver.discovery import JobHandle
     from spark_elastic.errors import (
         ConnectionClosed,
         CoordinatorLost,
@@ -73,13 +73,11 @@ if TYPE_CHECKING:
         Unauthorized,
         WorkerFailed,
     )
-    from spark_elastic.estimators.fitted_model import ElasticTorchModel
     from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
     from spark_elastic.estimators.keras_model import ElasticKerasModel
-    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator, ElasticTorchModel
     from spark_elastic.running.call import run
-    from spark_elastic.worker.reporting import report
-    from spark_elastic.worker.resources import task_resources
+    from spark_elastic.worker.seat import report, task_resources
 
 __all__ = [
     "ConnectionClosed",

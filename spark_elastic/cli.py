@@ -20,20 +20,15 @@ import click
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig, from_env, log_level
-from spark_elastic.driver.discovery import FixedHosts, HostPolling, script
-from spark_elastic.driver.hosts import parse_hosts
+from spark_elastic.driver.discovery import FixedHosts, HostPolling, parse_hosts, script
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, horovodruns, variables
 from spark_elastic.launch.job import Site, supervise
-from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.local.narration import Narration
-from spark_elastic.local.order import SlotSettings
-from spark_elastic.local.places import Hosts, foreign
-from spark_elastic.observe.line_limit import LineLimit
-from spark_elastic.observe.output import Output
-from spark_elastic.observe.teller import closing_in_time
-from spark_elastic.observe.told_log import log_shown
+from spark_elastic.local.launcher import Hosts, LocalLauncher, Narration, foreign
+from spark_elastic.local.slot import SlotSettings
+from spark_elastic.observe.progress import LineLimit, Output
+from spark_elastic.observe.told_log import closing_in_time, log_shown
 from spark_elastic.running.call import prepare
 from spark_elastic.worker.script import Module
 

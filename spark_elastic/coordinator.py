@@ -24,17 +24,14 @@ from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn
 from spark_elastic.driver.ports import Contact, Launcher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
-from spark_elastic.launch.audience import WorldSpan
+from spark_elastic.launch.audience import Narrator, WorldSpan
 from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.launch.narrators import Narrator
 from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.teller import Teller
-from spark_elastic.observe.told_log import Passed, log_again, log_aside, log_passed_on
+from spark_elastic.observe.told_log import Passed, Teller, log_again, log_aside, log_passed_on
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail
-from spark_elastic.state.pulse import Pulse, await_stillness
+from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail, Pulse, await_stillness
 
 log = logging.getLogger("spark_elastic")
 

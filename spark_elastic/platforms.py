@@ -21,10 +21,10 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.errors import CoordinatorLost
+from spark_elastic.launch.audience import Narrator, Silent
 from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult, Site, supervise
-from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.protocol.types import Limits
-from spark_elastic.rendezvous import tls
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import Box
@@ -89,7 +89,7 @@ class Platform(Protocol):
 
 def platform_of(spark: SparkSession, config: ElasticConfig) -> Platform:
     """That of a session."""
-    from spark_elastic.spark.active_session import has_context
+    from spark_elastic.spark.driver_address import has_context
 
     return Classic(spark, config) if has_context(spark) else Connect(spark, config)
 
@@ -121,17 +121,15 @@ class Classic:
         if self.config.ship:
             ship(sc)
         conf = sc.getConf()
-        encrypted = tls.wanted(self.config, ssl_enabled(dict(conf.getAll())))
+        encrypted = auth.wanted(self.config, ssl_enabled(dict(conf.getAll())))
         probing = Probing(payload, store, needs, bind_of(conf, self.config), what, encrypted)
         preflight(sc, probing, self.config.start_timeout)
 
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
         from spark_elastic.spark.carrying import broadcast
-        from spark_elastic.spark.checks.memory import room_of
-        from spark_elastic.spark.checks.settings import warn
+        from spark_elastic.spark.checks.settings import room_of, warn
         from spark_elastic.spark.driver_address import bind_of
-        from spark_elastic.spark.executors import ExecutorWatch
-        from spark_elastic.spark.gpu_slots import profile_of
+        from spark_elastic.spark.executors import ExecutorWatch, profile_of
         from spark_elastic.spark.launcher import SparkLauncher
         from spark_elastic.spark.shipping import ship
         from spark_elastic.spark.slot_task import tasks_of
@@ -189,7 +187,7 @@ class Connect:
 
         connect.check(self._config, number)
         place = connect.bind_of(self._spark, self._config)
-        encrypted = tls.wanted(self._config, ssl_enabled(connect.settings_of(self._spark)))
+        encrypted = auth.wanted(self._config, ssl_enabled(connect.settings_of(self._spark)))
         probing = Probing(payload, store, needs, place, what, encrypted)
         unreached = connect.preflight(self._spark, probing, number, self._config.start_timeout)
         if unreached is not None:
@@ -200,9 +198,8 @@ class Connect:
     def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
         from spark_elastic.spark import connect
         from spark_elastic.spark.carrying import carried_program
-        from spark_elastic.spark.checks.memory import room_of
-        from spark_elastic.spark.checks.settings import warn
-        from spark_elastic.spark.gpu_slots import profile_of
+        from spark_elastic.spark.checks.settings import room_of, warn
+        from spark_elastic.spark.executors import profile_of
         from spark_elastic.spark.slot_task import tasks_of
 
         config, clock = self._config, SystemClock()
@@ -229,9 +226,9 @@ class Connect:
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.checks.admission import admit
+        from spark_elastic.spark.checks.preflight import admit
         from spark_elastic.spark.checks.settings import ssl_enabled
-        from spark_elastic.spark.own_facts import facts
+        from spark_elastic.spark.driver_address import facts
 
         folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run
         own, other = coordinator.CLIENT, coordinator.COORDINATOR
@@ -256,9 +253,9 @@ class Connect:
 
 def _site(bind: Bind, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
     """The driver's side of a job over a session; its server listens at `bind`."""
-    from spark_elastic.spark.checks.admission import admit
+    from spark_elastic.spark.checks.preflight import admit
     from spark_elastic.spark.checks.settings import ssl_enabled
-    from spark_elastic.spark.own_facts import facts
+    from spark_elastic.spark.driver_address import facts
 
     return Site(
         bind=bind.host,

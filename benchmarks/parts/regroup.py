@@ -26,7 +26,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.launch.job import Site, supervise
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, Phase, Position, World
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
 
 STEP = 0.030  # seconds

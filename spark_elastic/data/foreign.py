@@ -17,9 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
-from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector
-from spark_elastic.data.reading.footers import partition_values, read_footer
-from spark_elastic.data.reading.parquet import opened
+from spark_elastic.data.reading.decoding import (
+    dtype_of,
+    is_list,
+    is_vector,
+    opened,
+    partition_values,
+    read_footer,
+)
 from spark_elastic.data.store import Found, Store
 from spark_elastic.errors import InvalidInput, StoreError
 

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fsspec.implementations.memory import MemoryFileSystem
+
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -79,3 +81,20 @@ def _rows_of(store: Store, run: str) -> Iterator[str]:
         parts = name.split("/")
         if parts[0] == "data" and len(parts) > 2:
             yield "/".join(parts[:2])
+
+
+# A store in memory that belongs to whoever opened it; fsspec's own is shared by the whole process. Any thread.
+
+
+class _Memory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: dict[str, object] = {}
+        self.pseudo_dirs = [""]
+
+
+def memory_store() -> Store:
+    """An empty one."""
+    return Store("memory://private", _Memory(), "")

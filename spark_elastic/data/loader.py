@@ -22,8 +22,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, LaneRows, RankBlock
 from spark_elastic.data.reading.ahead import DecodeAhead
-from spark_elastic.data.reading.decoding import nbytes
-from spark_elastic.data.reading.reader import Decoded, Reader
+from spark_elastic.data.reading.decoding import Decoded, Reader, nbytes
 from spark_elastic.errors import StoreError
 
 ROWS_AHEAD = 1 << 18  # of which it is known in what row groups they are

@@ -6,11 +6,16 @@ nothing of what the objects hold. Picklable, so that it travels to workers; any 
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
@@ -18,11 +23,95 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.whole_files import TEMPORARY, create, replace
 from spark_elastic.errors import InvalidInput, StoreError
 
 if TYPE_CHECKING:
     from spark_elastic.data.inventory import Entry
+
+
+# Files that appear whole or not at all, as far as their file system has hard links and renames. Any thread.
+
+
+TEMPORARY = ".part-"  # how the names of files begin that are still being written
+# What mounts of object stores answer where they have no hard links, and some where they have no rename.
+_NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+def create(path: str, data: bytes) -> bool:
+    """A new local file, unless there is one of that name; of several who try at once, one gets True."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    temporary = _temporary(folder)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if not _is_unsupported(error):
+            raise
+        return _create_without_link(path, data)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+    return True
+
+
+def replace(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
+    """Write a file of an fsspec file system, in place of the one of that name."""
+    temporary = _temporary(path.rpartition("/")[0])
+    try:
+        with filesystem.open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            if local:
+                os.fsync(file.fileno())
+        _rename(filesystem, temporary, path, data, local=local)
+    except BaseException:
+        if filesystem.exists(temporary):
+            filesystem.rm_file(temporary)
+        raise
+
+
+def _temporary(folder: str) -> str:
+    return f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
+
+
+def _create_without_link(path: str, data: bytes) -> bool:
+    """The name is taken at once, and the content comes a moment later."""
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: bool) -> None:
+    try:
+        if local:
+            os.replace(temporary, path)
+            return
+        # HDFS does not rename onto a file; for a moment there is none, never a part of one.
+        if filesystem.exists(path):
+            filesystem.rm_file(path)
+        filesystem.mv(temporary, path)
+    except (OSError, NotImplementedError) as error:
+        if not _is_unsupported(error):
+            raise
+        # Without a rename a reader may see a part for a moment; checksums in what points to the file tell it.
+        with filesystem.open(path, "wb") as file:
+            file.write(data)
+        filesystem.rm_file(temporary)
+
+
+def _is_unsupported(error: Exception) -> bool:
+    """Whether the file system has no such operation at all, rather than that this one failed."""
+    return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
+
 
 # Here one put is whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
@@ -106,19 +195,19 @@ class Store:
     def read_bytes(self, name: str) -> bytes:
         """All of an object."""
         with self._told("read", name):
-            return cast(bytes, self.filesystem.cat_file(self.path(name)))
+            return cast("bytes", self.filesystem.cat_file(self.path(name)))
 
     def read_tail(self, name: str, length: int) -> bytes:
         """The last `length` bytes of an object, or all of a shorter one."""
         with self._told("read", name):
             path = self.path(name)
             size = self.filesystem.size(path)
-            return cast(bytes, self.filesystem.cat_file(path, start=max(0, size - length), end=size))
+            return cast("bytes", self.filesystem.cat_file(path, start=max(0, size - length), end=size))
 
     def open_read(self, name: str) -> BinaryIO:
         """A seekable file over an object; the caller closes it."""
         with self._told("read", name):
-            return cast(BinaryIO, self.filesystem.open(self.path(name), "rb"))
+            return cast("BinaryIO", self.filesystem.open(self.path(name), "rb"))
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write an object, or replace it; no reader ever sees a part of it."""
@@ -240,3 +329,51 @@ def _changed(info: Mapping[str, Any]) -> float | None:
         if isinstance(found, str):
             return datetime.fromisoformat(found).timestamp()
     return None
+
+
+# Temporary folders that do not outlive their process for long: what a killed one could not remove, another takes away.
+#
+# A folder's name says whose it is: boot, namespace of process ids, process and when that was started. Only what is
+# surely of a dead process is removed, so that neither a process id that is used again nor a folder that several
+# machines or containers share leads astray. Any thread, any process.
+
+
+PREFIX = "spark_elastic"
+DEAD = "ZX"  # states of a process that has ended, though nobody may have asked for its exit code
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for as long as the block takes."""
+    sweep()
+    me = os.getpid()
+    with tempfile.TemporaryDirectory(prefix=f"{_here()}-{me}-{_started(me)}-") as folder:
+        yield Path(folder)
+
+
+def sweep() -> None:
+    """Remove the folders that dead processes of this machine have left."""
+    here = _here()
+    try:
+        found = list(Path(tempfile.gettempdir()).glob(f"{here}-*-*-*"))
+    except OSError:
+        return  # there is no place for temporary files
+    for folder in found:
+        pid, started, _ = folder.name.removeprefix(f"{here}-").split("-", 2)
+        if pid.isdigit() and _started(int(pid)) != started:
+            shutil.rmtree(folder, ignore_errors=True)  # another may be at it as well, or it is another user's
+
+
+def _here() -> str:
+    """The beginning of all names that processes give which this one can see."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    return f"{PREFIX}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks since the boot; "" where it does not live."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if state in DEAD else fields[18]

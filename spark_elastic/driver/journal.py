@@ -135,12 +135,12 @@ def encoded(values: Sequence[DriverEvent | DriverCommand]) -> list[dict[str, Any
 
 def event_of(value: dict[str, Any]) -> DriverEvent:
     """Raises codec.Garbled."""
-    return typing.cast(DriverEvent, _decoded(EVENTS, value))
+    return typing.cast("DriverEvent", _decoded(EVENTS, value))
 
 
 def commands_of(values: list[dict[str, Any]]) -> Commands:
     """Raises codec.Garbled."""
-    return tuple(typing.cast(DriverCommand, _decoded(COMMANDS, value)) for value in values)
+    return tuple(typing.cast("DriverCommand", _decoded(COMMANDS, value)) for value in values)
 
 
 def initial_of(state: DriverState) -> dict[str, Any]:

@@ -8,14 +8,52 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from spark_elastic.clock import Clock
-from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.ports import Launcher
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, Outcome
-from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick
+from spark_elastic.protocol.events import CancelRequested, DriverEvent, SlotBeat, Tick
+from spark_elastic.protocol.types import Checkpoint, World
+from spark_elastic.rendezvous.server import RendezvousServer
+
+# The one queue between everybody and the driver loop. Any thread puts, the loop's alone takes.
+#
+# Beats need no answer and are most of what comes: they wait for the next other event, or the loop's next tick. Each
+# waking of the loop's thread costs the server's thread the interpreter, more than the rest of a beat costs it.
+
+
+class Inbox:
+    """Events in the order in which they came; None ends the loop."""
+
+    def __init__(self) -> None:
+        self._events: deque[DriverEvent | None] = deque()
+        self._bell = threading.Event()
+
+    def put(self, event: DriverEvent | None) -> None:
+        """Never blocks."""
+        self._events.append(event)
+        if not isinstance(event, SlotBeat):
+            self._bell.set()
+
+    def get(self, timeout: float) -> DriverEvent | None:
+        """The oldest event; waits up to `timeout` seconds for one that is no beat.
+
+        Raises:
+            queue.Empty: there is none.
+        """
+        self._bell.clear()
+        if not self._events:
+            self._bell.wait(timeout)
+        if not self._events:
+            raise queue.Empty
+        return self._events.popleft()
+
 
 log = logging.getLogger("spark_elastic.driver")
 
@@ -109,3 +147,56 @@ class DriverLoop:
         if self._outcome is None:
             self._outcome = end
             self._ended.set()
+
+
+# Carries out the driver machine's commands on the server and the launcher. Called from the driver loop's thread.
+
+
+class Audience(Protocol):
+    """Who is told what becomes of the job's worlds."""
+
+    def world(self, world: World) -> None: ...
+
+    def over(self, reason: str) -> None: ...
+
+    def announces(self, text: str) -> None: ...
+
+
+Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
+"""Makes checkpoints count, newest first, and deletes others; returns at once."""
+
+
+class Effects:
+    """Maps each command to one call; nothing here decides."""
+
+    def __init__(
+        self, server: RendezvousServer, launcher: Launcher, audience: Audience, publisher: Publisher
+    ) -> None:
+        self._publisher = publisher
+        self._server = server
+        self._launcher = launcher
+        self._audience = audience
+
+    def carry_out(self, command: do.DriverCommand) -> None:
+        """Execute without blocking."""
+        match command:
+            case do.LaunchSlot(_, job):
+                self._launcher.launch(job)
+            case do.Publish(_, world):
+                self._server.publish(world)
+                self._audience.world(world)
+            case do.Abort(reason, fence):
+                self._server.abort(fence, reason)
+                self._audience.over(reason)
+            case do.Announce(reason, version):
+                self._server.announce(version, reason)
+            case do.StopWorker(reason, worker, kill):
+                self._server.stop_worker(worker, reason, kill)
+            case do.ReleaseSlot(reason, slot):
+                self._server.release_slot(slot, reason)
+            case do.PublishCheckpoint(_, kept):
+                self._publisher(kept)
+            case do.Remark(reason):
+                self._audience.announces(reason)
+            case do.End(reason):
+                self._server.end(reason)

@@ -19,8 +19,7 @@ from pyspark.sql import SparkSession
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
-from spark_elastic.estimators.fit.file_rows import FileRows
-from spark_elastic.estimators.fit.fit_rows import RowSource, TableRows
+from spark_elastic.estimators.fit.fit_rows import FileRows, RowSource, TableRows
 from spark_elastic.estimators.horovod_names import REFUSED, translated
 from spark_elastic.estimators.params import EstimatorParams, names
 from spark_elastic.estimators.transformer import ElasticModel

@@ -22,14 +22,33 @@ from spark_elastic.estimators.checks.keras_objects import (
     compiled,
     keras_brought,
 )
-from spark_elastic.estimators.checks.validation import checked
+from spark_elastic.estimators.checks.validation import Request, checked
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.fit import fitting
 from spark_elastic.estimators.fit.fit_rows import RowSource
-from spark_elastic.estimators.fit.keras_fit import fit
 from spark_elastic.estimators.horovod_names import KERAS_REFUSED, with_horovod_names
-from spark_elastic.estimators.keras_model import ElasticKerasModel
+from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.params import KerasParams
+from spark_elastic.estimators.transformer import widths_of
 from spark_elastic.keras.train.archive import Archive, leaves, own_of
+from spark_elastic.keras.train.task import KerasTrainTask
+
+# One fit of the Keras estimator: what is Keras's in it. Runs in the caller's thread.
+
+
+PACKAGES = ("tensorflow", "keras")
+KERAS = fitting.Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)
+
+
+def fit(rows: RowSource, request: Request) -> ElasticKerasModel:
+    """Train on `rows`."""
+    fitted = fitting.fit(rows, request, KERAS)
+    archive = request.brought.model.with_weights(fitted.weights)
+    change = request.brought.transformation
+    shipped = None if change is None else cloudpickle.dumps(change)
+    predictor = KerasPredictor(archive, fitted.features, shipped, request.label_cols)
+    return ElasticKerasModel(predictor, fitted.summary, widths_of(predictor, fitted.sample))
+
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
 

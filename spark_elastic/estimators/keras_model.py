@@ -18,13 +18,11 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.prediction.devices import gpu_for
-from spark_elastic.estimators.prediction.stacking import Floats, in_parts
+from spark_elastic.estimators.prediction.predictor import Floats, gpu_for, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.order import ordered_labels
-from spark_elastic.keras.train.share import Inputs
-from spark_elastic.training.transformation import changed
+from spark_elastic.keras.train.share import Inputs, ordered_labels
+from spark_elastic.training.spec import changed
 
 PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
 

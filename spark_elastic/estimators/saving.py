@@ -6,16 +6,21 @@ PATH/data       part, number, content: bytes by the part's name, in pieces far b
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
+import torch
 from pyspark.ml.util import MLWriter
 from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.spark.active_session import has_context
+from spark_elastic.spark.driver_address import has_context
 
 FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
 CHUNK = 16 << 20  # bytes
@@ -71,3 +76,84 @@ def upgraded(metadata: dict[str, Any], path: str) -> dict[str, Any]:
         if "output_col" in params:
             params["prediction_col"] = params.pop("output_col")
     return metadata
+
+
+# A fitted model as bytes in two parts: tensors that load without running code, and the rest of the module.
+#
+# Every tensor of the module (parameters, buffers of both kinds, attributes) goes into a file of `torch.save` that is
+# read with `weights_only=True`; the module's objects and code go through cloudpickle, in which each tensor is only a
+# key. Tensors that two places of the module share stay shared.
+
+
+# Modules of ours that saved models name, and where what was in them is now.
+_MOVED = {"spark_elastic.estimators.predictor": "spark_elastic.estimators.prediction.predictor"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """architecture: cloudpickle, to be loaded only from places that are trusted. weights: tensors by name."""
+
+    architecture: bytes
+    weights: bytes
+
+    def parts(self) -> dict[str, bytes]:
+        """By name."""
+        return {"architecture": self.architecture, "weights": self.weights}
+
+    def unpack(self) -> Any:
+        """What was packed, its tensors on the CPU."""
+        tensors = torch.load(io.BytesIO(self.weights), map_location="cpu", weights_only=True)
+        return _Unpickler(io.BytesIO(self.architecture), tensors).load()
+
+
+def pack(thing: Any, model: torch.nn.Module | None = None) -> Packed:
+    """Take a module apart, or anything that holds tensors; it stays as it is.
+
+    model: the module that names the tensors where `thing` is more than one, such as itself with its optimizer.
+    """
+    model = thing if isinstance(thing, torch.nn.Module) else model
+    named = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+    file = io.BytesIO()
+    pickler = _Pickler(file, {id(tensor): name for name, tensor in named})
+    pickler.dump(thing)
+    weights = io.BytesIO()
+    torch.save(pickler.tensors, weights)
+    return Packed(file.getvalue(), weights.getvalue())
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
+    """Leaves tensors out, each under its name in the module, or a number if it has none."""
+
+    def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._keys: dict[int, str] = {}
+
+    def persistent_id(self, thing: Any) -> tuple[str, bool, bool] | None:
+        if not isinstance(thing, torch.Tensor):
+            return None
+        key = self._keys.get(id(thing))
+        if key is None:
+            key = self._names.get(id(thing), f"#{len(self.tensors)}")
+            # A contiguous copy: a view would take its whole storage along.
+            self.tensors[key] = thing.detach().cpu().clone(memory_format=torch.contiguous_format)
+            self._keys[id(thing)] = key
+        return key, isinstance(thing, torch.nn.Parameter), thing.requires_grad
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._made: dict[str, torch.Tensor] = {}
+
+    def persistent_load(self, identity: Any) -> torch.Tensor:
+        key, is_parameter, requires_grad = identity
+        if key not in self._made:
+            tensor = self._tensors[key].requires_grad_(requires_grad)
+            self._made[key] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+        return self._made[key]
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_MOVED.get(module, module), name)

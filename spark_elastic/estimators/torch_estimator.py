@@ -5,27 +5,85 @@ Owns its keywords and their defaults. What values are allowed is `validation.py`
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from pyspark import keyword_only
-from pyspark.ml.util import (
-    MLReadable,
-    MLReader,
-)
+from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.checks.objects import activation_of, brought
-from spark_elastic.estimators.checks.validation import checked
+from spark_elastic.estimators.checks.validation import Request, checked
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.fit import fitting
 from spark_elastic.estimators.fit.fit_rows import RowSource
-from spark_elastic.estimators.fit.torch_fit import fit
-from spark_elastic.estimators.fitted_model import ElasticTorchModel
 from spark_elastic.estimators.horovod_names import with_horovod_names
 from spark_elastic.estimators.params import TorchParams
-from spark_elastic.estimators.persistence import Packed, pack
+from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
+from spark_elastic.estimators.saving import Packed, pack
+from spark_elastic.estimators.transformer import ElasticModel, ModelReader, widths_of
 from spark_elastic.torch.callbacks import Callback
+from spark_elastic.torch.train.state import values_loads
+from spark_elastic.torch.train.task import TorchTrainTask, check_watched
+
+# The fitted model of the torch estimator. What all frameworks' models can do is `transformer.py`'s.
+
+
+class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type: ignore[misc,unused-ignore]
+    """What `ElasticTorchEstimator.fit` returns.
+
+    `transform(df)` adds `prediction_col`: a double where the module returns one number per row, else an array of
+    doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
+    take them.
+    The estimator's transformation_fn is applied here, too; it is given the feature columns alone.
+    A module of several outputs adds a column for each: `output_cols`, by default LABEL__output.
+
+    `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`
+    are the same as DataFrames. `model` is a copy of the module, on the CPU, in evaluation mode.
+
+    `save` keeps the weights in a form that loads without running code; the module's architecture goes through
+    cloudpickle, so that `load` must be given only paths that are trusted.
+    """
+
+    @classmethod
+    def read(cls) -> MLReader[ElasticTorchModel]:
+        return ModelReader(cls)
+
+    @classmethod
+    def _restored(
+        cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
+    ) -> Predictor:
+        return Predictor(Packed(**parts), columns)
+
+
+# One fit of the torch estimator: what is torch's in it. Runs in the caller's thread.
+#
+# The module and optimizer of the request are only read: what is trained are copies.
+
+
+# The first step of an unpickled optimizer imports torch._dynamo: 1.5 s for which a whole world would await a joiner.
+PRELOAD = ("torch", "torch._dynamo")
+TORCH = fitting.Framework(("torch",), PRELOAD, ".pt", TorchTrainTask)
+
+
+def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
+    """Train on `rows`."""
+    check_watched(request.brought, request.label_cols, rows.validates(request))
+    fitted = fitting.fit(rows, request, TORCH)
+    module, change = trained(request, fitted.weights), request.brought.transformation
+    packed = pack(module) if change is None else pack(Transformed(module, change), module)
+    predictor = Predictor(packed, fitted.features)
+    return ElasticTorchModel(predictor, fitted.summary, widths_of(predictor, fitted.sample))
+
+
+def trained(request: Request, weights: bytes) -> torch.nn.Module:
+    """A copy of the request's module with the weights that training left."""
+    model: torch.nn.Module = copy.deepcopy(request.brought.model)
+    model.load_state_dict(values_loads(weights))
+    return model.eval()
 
 
 @with_horovod_names

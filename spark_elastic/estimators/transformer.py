@@ -28,9 +28,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.prediction.inputs import folding, model_input
-from spark_elastic.estimators.prediction.outputs import Outputs
-from spark_elastic.estimators.prediction.predicts import Predicts
+from spark_elastic.estimators.prediction.outputs import Outputs, folding, model_input
+from spark_elastic.estimators.prediction.predictor import Predicts
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

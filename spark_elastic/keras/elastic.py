@@ -21,8 +21,7 @@ import keras
 from spark_elastic.keras.schedules import DONE_BEFORE
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.state import State
-from spark_elastic.worker.seat import seat_of_process
-from spark_elastic.worker.states import KerasState, ObjectState
+from spark_elastic.worker.seat import KerasState, ObjectState, seat_of_process
 
 __all__ = [
     "CommitStateCallback",

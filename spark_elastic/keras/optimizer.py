@@ -9,7 +9,7 @@ import keras
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Average, ReduceOp
+from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.state.variables import weights_of
 
 Plain = TypeVar("Plain")

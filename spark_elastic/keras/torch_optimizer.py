@@ -12,10 +12,9 @@ import keras
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.passes import PassCount
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Average, ReduceOp, Sum
-from spark_elastic.ops.reduction import How
+from spark_elastic.ops.reduction import Average, How, ReduceOp, Sum
+from spark_elastic.ops.world import PassCount
 from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, exchange_of, wrapped
 from spark_elastic.torch.allreduce import start
 

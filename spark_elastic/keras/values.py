@@ -12,8 +12,8 @@ import numpy.typing as npt
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import allreduce_arrays, broadcast_arrays, gathered, scattered
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Average, ReduceOp, chosen
-from spark_elastic.ops.rounds.request import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, named
+from spark_elastic.ops.reduction import Average, ReduceOp, chosen
+from spark_elastic.ops.rounds.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, named
 from spark_elastic.state.variables import array_of
 
 

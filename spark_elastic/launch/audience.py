@@ -6,22 +6,54 @@ Called by the driver loop and by the server's threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.launch.narrators import Narrator
-from spark_elastic.observe.changes import WorldChange
 from spark_elastic.observe.chronicle import Chronicle
 from spark_elastic.observe.log_files import LogFiles
-from spark_elastic.observe.teller import Teller
-from spark_elastic.observe.told_log import TOLD
+from spark_elastic.observe.report import WorldChange
+from spark_elastic.observe.told_log import TOLD, Teller
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import World
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
+
+# Who tells people how a job goes: the interface, and the one that says nothing.
+
+
+class Narrator(Protocol):
+    """Tells people how the job goes. Called from several threads, which may be held up by it."""
+
+    def log(self, rank: int | None, line: str) -> None: ...
+
+    def progress(self, numbers: Mapping[str, Any]) -> None: ...
+
+    def world(self, size: int, reason: str) -> None: ...
+
+    def tell(self, text: str) -> None:
+        """A sentence for people: a join, loss, drain or recovery with its cost, once it is over."""
+        ...
+
+
+class Silent:
+    """A narrator that says nothing."""
+
+    def log(self, rank: int | None, line: str) -> None:
+        """Says nothing."""
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        """Says nothing."""
+
+    def world(self, size: int, reason: str) -> None:
+        """Says nothing."""
+
+    def tell(self, text: str) -> None:
+        """Says nothing."""
+
 
 log = logging.getLogger("spark_elastic")
 

@@ -16,31 +16,61 @@ from typing import Any
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import steered
-from spark_elastic.driver.effects import Effects
-from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop
+from spark_elastic.driver.loop import DriverLoop, Effects, Inbox
 from spark_elastic.driver.ports import Contact, Discovery, Launcher
 from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.errors import JobCancelled, JobFailed, StoreError
-from spark_elastic.launch.audience import Audience, WorldSpan
-from spark_elastic.launch.ends import results
-from spark_elastic.launch.narrators import Narrator, Silent
+from spark_elastic.errors import (
+    FailureBudgetExceeded,
+    JobCancelled,
+    JobFailed,
+    NotEnoughWorkers,
+    OutOfMemory,
+    StoreError,
+    TimeLimitReached,
+    WorkerFailed,
+)
+from spark_elastic.launch.audience import Audience, Narrator, Silent, WorldSpan
 from spark_elastic.observe.log_files import LogFiles
 from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.snapshot import pages
 from spark_elastic.observe.told_log import log_aside
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import End
+from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
-from spark_elastic.protocol.pace import beat_every
-from spark_elastic.protocol.types import Checkpoint, Limits
-from spark_elastic.rendezvous import tls
-from spark_elastic.rendezvous.descriptors import make_room
+from spark_elastic.protocol.types import Checkpoint, Limits, beat_every
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.serving import Bind, make_room
 from spark_elastic.rendezvous.status_door import StatusDoor
 from spark_elastic.state.held_run import HeldRun
+
+# How a job's end is told to its caller: its results, or an error of the class that fits. Pure.
+
+
+def results(end: End) -> tuple[str, ...]:
+    """What the workers returned, in rank order.
+
+    Raises:
+        JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
+    """
+    match end.outcome:
+        case Outcome.SUCCESS:
+            return end.results
+        case Outcome.USER_ERROR:
+            raise WorkerFailed(f"{end.reason}\n{end.detail}")
+        case Outcome.NOT_ENOUGH_WORKERS:
+            raise NotEnoughWorkers(end.reason)
+        case Outcome.OUT_OF_MEMORY:
+            raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
+        case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
+            raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
+        case Outcome.TIME_LIMIT:
+            raise TimeLimitReached(end.reason)
+        case Outcome.CANCELLED:
+            raise JobCancelled(end.reason)
+    raise JobFailed(end.reason)
+
 
 log = logging.getLogger("spark_elastic")
 
@@ -103,7 +133,7 @@ def supervise(
     journal = Journal(config.journal, audience.turn)
     key = site.key or secrets.token_bytes(32)
     recipients = Recipients(stalls.post, audience.lines, site.admit, audience.report, pace)
-    bind = Bind(site.bind, config.driver_port, site.advertise, tls.chosen(config, site.encrypted))
+    bind = Bind(site.bind, config.driver_port, site.advertise, auth.chosen(config, site.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, recipients, clock, bind, door)

@@ -7,18 +7,101 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import cloudpickle
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.local.order import SlotOrder, SlotSettings
-from spark_elastic.local.places import Places
+from spark_elastic.local.slot import SlotOrder, SlotSettings
+from spark_elastic.observe.progress import Output
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.worker.forking import importable
+
+# Where slot processes go: hosts of this machine by name, each with a number of slots, coming and going.
+#
+# Shared by the threads of a launcher, which wait here for room, and discovery's, which says what hosts there are.
+
+
+class Places(Protocol):
+    """Room for slots. `take` blocks until there is some and names the host, or returns None once closed."""
+
+    def take(self, job: int) -> str | None: ...
+
+    def give_back(self, host: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Hosts:
+    """Named hosts with so many slots each, filled in the order in which they are listed; but where a slot has ended, it
+    may be that the driver lets none in, so other hosts come first, and the one where that is longest ago."""
+
+    def __init__(self, hosts: Mapping[str, int] | None = None) -> None:
+        self._room = dict(hosts or {})
+        self._taken: Counter[str] = Counter()
+        self._ends: dict[str, int] = {}  # the number of the last slot's end there
+        self._ended = 0
+        self._closed = False
+        self._change = threading.Condition()
+
+    def list(self, hosts: Mapping[str, int]) -> None:
+        """Discovery's newest answer; slots of hosts that are gone stay where they are until the driver ends them."""
+        with self._change:
+            self._room = dict(hosts)
+            self._change.notify_all()
+
+    def take(self, job: int) -> str | None:
+        with self._change:
+            while not self._closed:
+                free = [host for host, room in self._room.items() if self._taken[host] < room]
+                if free:
+                    host = min(free, key=lambda host: self._ends.get(host, 0))
+                    self._taken[host] += 1
+                    return host
+                self._change.wait()
+            return None
+
+    def give_back(self, host: str) -> None:
+        with self._change:
+            self._taken[host] -= 1
+            self._ended += 1
+            self._ends[host] = self._ended
+            self._change.notify_all()
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+
+def foreign(hosts: Mapping[str, int]) -> list[str]:
+    """Those that are not this machine."""
+    return [host for host in hosts if not _is_here(host)]
+
+
+def _is_here(host: str) -> bool:
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        answers = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # nobody knows it
+    for family, kind, protocol, _, address in answers:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)  # works for this machine's own addresses only
+            return True
+        except OSError:
+            continue
+    return False
 
 
 class LocalLauncher:
@@ -130,3 +213,51 @@ def _process() -> subprocess.Popen[bytes]:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         },
     )
+
+
+# What workers of a local job print: as of any job, and in files, `rank.N/stdout`, whole.
+#
+# Called from the driver's threads; one lock owns the files.
+
+
+class Narration:
+    """`launch.Narrator`. shown: on the screen. folder: where files go, one folder a rank; None for none."""
+
+    def __init__(self, shown: Output, folder: Path | None = None) -> None:
+        self._shown = shown
+        self._folder = folder
+        self._files: dict[str, IO[str]] = {}
+        self._lock = threading.Lock()
+
+    def log(self, rank: int | None, line: str) -> None:
+        self._shown.log(rank, line)
+        with self._lock:
+            if self._folder is not None:
+                file = self._file("none" if rank is None else str(rank), self._folder)
+                file.write(line + "\n")
+                file.flush()
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        self._shown.progress(numbers)
+
+    def world(self, size: int, reason: str) -> None:
+        """It is told with its cost, once it stands."""
+
+    def tell(self, text: str) -> None:
+        self._shown.tell(f"[driver] {text}")
+
+    def close(self) -> None:
+        self._shown.close()
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+            self._folder = None
+
+    def _file(self, who: str, folder: Path) -> IO[str]:
+        """Workers outside a world write to `rank.none`."""
+        if who not in self._files:
+            path = folder / f"rank.{who}"
+            path.mkdir(parents=True, exist_ok=True)
+            self._files[who] = (path / "stdout").open("a", encoding="utf-8")
+        return self._files[who]

@@ -13,9 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic.observe.changes import Kind, WorldChange
-from spark_elastic.observe.curve import Curve, CurvePoint, Speed, steps_done
-from spark_elastic.observe.report import PHASES, JobReport
+from spark_elastic.observe.report import (
+    PHASES,
+    Curve,
+    CurvePoint,
+    JobReport,
+    Kind,
+    Speed,
+    WorldChange,
+    steps_done,
+)
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.driver_state import DriverState

@@ -7,14 +7,57 @@ framework, and never blocks on anything but the stream.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.observe.curve import Speed
-from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.report import Speed
+
+# Keeps one worker that prints much from drowning all others: so many lines a second each, with a count of the rest.
+#
+# Pure: times are arguments.
+
+
+RATE = 50.0  # lines a second of each worker
+BURST = 500.0
+
+
+@dataclass
+class _Allowance:
+    lines: float
+    at: float
+    left_out: int = 0
+
+
+class LineLimit:
+    """A number of lines that each name may print, refilled as time goes on."""
+
+    def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._allowances: dict[str, _Allowance] = {}
+
+    def pass_on(self, now: float, who: str, line: str) -> tuple[str, ...]:
+        """The line, after a note on those left out before it; nothing where the allowance is used up."""
+        mine = self._allowances.setdefault(who, _Allowance(self._burst, now))
+        mine.lines = min(self._burst, mine.lines + self._rate * (now - mine.at))
+        mine.at = now
+        if mine.lines < 1:
+            mine.left_out += 1
+            return ()
+        mine.lines -= 1
+        missed, mine.left_out = mine.left_out, 0
+        return (f"{missed} lines were left out", line) if missed else (line,)
+
+    def left_out(self) -> list[tuple[str, int]]:
+        """Whose lines were left out since their last one that was shown, and how many."""
+        return [(who, mine.left_out) for who, mine in self._allowances.items() if mine.left_out]
+
 
 PLAIN_EVERY = 2.0  # seconds between two plain lines
 Numbers = Mapping[str, Any]
@@ -149,3 +192,95 @@ def figures(numbers: Numbers, speed: Speed) -> str:
 def _suits_live(stream: IO[str]) -> bool:
     """A terminal or a notebook."""
     return "ipykernel" in sys.modules or stream.isatty()
+
+
+# What workers of a function or script print, on one stream: a narrator, called from several threads.
+
+
+log = logging.getLogger("spark_elastic")
+
+COUNTED = {"step", "world"}  # of each job
+
+
+class Output:
+    """Lines prefixed with their rank, and with the time of day where wanted; one lock owns the stream."""
+
+    def __init__(
+        self,
+        stream: IO[str],
+        clock: Clock,
+        timestamps: bool,
+        worlds: bool,
+        lines: bool,
+        limit: LineLimit | None = None,
+    ) -> None:
+        """worlds: tell of each new world. lines: show what workers print. limit: of their lines, None for all."""
+        self._stream = stream
+        self._clock = clock
+        self._timestamps = timestamps
+        self._worlds = worlds
+        self._lines = lines
+        self._limit = limit
+        self._pending: Mapping[str, Any] | None = None
+        self._next_line = 0.0
+        self._nobody_reads = False  # the pipe's other end was closed, as by `head`
+        self._lock = threading.Lock()
+
+    def log(self, rank: int | None, line: str) -> None:
+        if not self._lines:
+            return
+        who = "-" if rank is None else str(rank)
+        with self._lock:
+            for shown in (
+                (line,) if self._limit is None else self._limit.pass_on(self._clock.now(), who, line)
+            ):
+                self._write(f"[{who}] {shown}")
+
+    def progress(self, numbers: Mapping[str, Any]) -> None:
+        """What it reports by itself; commits alone are no news."""
+        if not self._worlds or not (numbers.keys() - COUNTED):
+            return
+        with self._lock:
+            self._pending = numbers
+            if self._clock.now() >= self._next_line:
+                self._next_line = self._clock.now() + PLAIN_EVERY
+                self._show()
+
+    def world(self, size: int, reason: str) -> None:
+        """It is told with its cost, once it stands."""
+
+    def tell(self, text: str) -> None:
+        if self._worlds:
+            with self._lock:
+                self._write(text)
+
+    def close(self) -> None:
+        """Say what was left out last."""
+        with self._lock:
+            self._show()
+            for who, count in () if self._limit is None else self._limit.left_out():
+                self._write(f"[{who}] {count} lines were left out")
+
+    def _show(self) -> None:
+        numbers, self._pending = self._pending, None
+        if numbers is not None:
+            step = f"step {numbers['step']} " if "step" in numbers else ""
+            self._write(f"{step}{figures(numbers, Speed())}")
+
+    def _write(self, text: str) -> None:
+        if self._timestamps:
+            text = f"{datetime.fromtimestamp(self._clock.wall()).astimezone().isoformat(timespec='seconds')} {text}"
+        if self._nobody_reads:
+            return
+        try:
+            self._stream.write(_writable(text, self._stream) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            self._nobody_reads = True
+            log.warning("nobody reads what workers print any more; the job goes on")
+
+
+def _writable(text: str, stream: IO[str]) -> str:
+    """What the stream's encoding lacks is told by its number."""
+    encoding = getattr(stream, "encoding", None)
+    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)

@@ -8,15 +8,179 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.observe.changes import UNPLANNED, Kind, WorldChange
-from spark_elastic.observe.curve import CurvePoint
+from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# What rank 0 reports over time, in bounded memory: the speed of a run, and curves that are thinned as they grow.
+#
+# Pure: times are arguments, seconds since the launch.
+
+
+MOST_POINTS = 600
+SPEED_OVER = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """step: applied steps of the whole run. rows_per_second: of the whole world, 0 while unknown. loss: None where
+    the program reports none."""
+
+    at: float
+    step: int
+    loss: float | None
+    rows_per_second: float
+    world: int
+
+
+class Curve:
+    """At most `most` points; when there are more, each two neighbours become one."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._stride = 1  # reports that make one point
+        self._pending: list[CurvePoint] = []
+        self._points: list[CurvePoint] = []
+
+    def add(self, point: CurvePoint) -> None:
+        self._pending.append(point)
+        if len(self._pending) < self._stride:
+            return
+        self._points.append(_merged(self._pending))
+        self._pending.clear()
+        if len(self._points) > self._most:
+            pairs = zip(self._points[::2], self._points[1::2], strict=False)
+            self._points = [_merged([first, second]) for first, second in pairs]
+            self._stride *= 2
+
+    @property
+    def points(self) -> tuple[CurvePoint, ...]:
+        return (*self._points, *self._pending[-1:])
+
+
+def _merged(points: list[CurvePoint]) -> CurvePoint:
+    """Means of loss and speed; the rest is the last one's."""
+    last = points[-1]
+    losses = [point.loss for point in points if point.loss is not None]
+    loss = sum(losses) / len(losses) if losses else None
+    speed = sum(point.rows_per_second for point in points) / len(points)
+    return CurvePoint(last.at, last.step, loss, speed, last.world)
+
+
+class Speed:
+    """Rows and steps a second over the last seconds, from reports with `epoch`, `step`, `steps` and `rows`."""
+
+    def __init__(self, over: float = SPEED_OVER) -> None:
+        self._over = over
+        self._seen: deque[tuple[float, int]] = deque()
+        self._rows = 0.0
+        self._left: int | None = None
+
+    def add(self, at: float, numbers: Mapping[str, Any]) -> None:
+        done = steps_done(numbers)
+        if self._seen and done < self._seen[-1][1]:
+            self._seen.clear()  # taken back to a checkpoint
+        self._seen.append((at, done))
+        while len(self._seen) > 2 and at - self._seen[0][0] > self._over:
+            self._seen.popleft()
+        self._rows = float(numbers.get("rows", 0) or 0)
+        epochs, steps = numbers.get("epochs"), numbers.get("steps")
+        self._left = int(epochs) * int(steps) - done if epochs and steps else None
+
+    def stands_still(self, at: float) -> bool:
+        """Whether reports stay away: for longer than a window, and than thrice what lay between those before."""
+        if not self._seen:
+            return True
+        usual = (self._seen[-1][0] - self._seen[0][0]) / max(1, len(self._seen) - 1)
+        return at - self._seen[-1][0] > max(self._over, 3 * usual)
+
+    @property
+    def steps_per_second(self) -> float:
+        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+            return 0.0
+        (first, before), (last, after) = self._seen[0], self._seen[-1]
+        return (after - before) / (last - first)
+
+    @property
+    def rows_per_second(self) -> float:
+        """`rows` of a report are those of one step."""
+        return self.steps_per_second * self._rows
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None while it cannot be told."""
+        speed = self.steps_per_second
+        return None if self._left is None or speed <= 0 else self._left / speed
+
+
+def steps_done(numbers: Mapping[str, Any]) -> int:
+    """Applied steps of the whole run, as far as the report tells."""
+    return int(numbers.get("epoch", 0)) * int(numbers.get("steps", 0)) + int(numbers.get("step", 0))
+
+
+# A change of the world as people want it told: what happened, why, and what it cost. Pure.
+
+
+class Kind(Enum):
+    """What led to a world."""
+
+    START = "start"
+    LOSS = "loss"  # a member was lost, others go on
+    PLANNED = "planned"  # members joined or left at a step boundary
+    RESTART = "restart"  # nobody of the last world was left
+
+
+UNPLANNED = (Kind.LOSS, Kind.RESTART)
+
+
+@dataclass(frozen=True)
+class WorldChange:
+    """at: seconds since the launch at which it was published. before: size of the world that it follows.
+
+    seconds: for how long nobody trained, until every member had built this world; None: it was never built.
+    steps_lost: applied steps that are taken once more.
+    """
+
+    generation: int
+    at: float
+    kind: Kind
+    before: int
+    size: int
+    joined: int
+    left: int
+    reason: str
+    seconds: float | None = None
+    steps_lost: int = 0
+
+    def __str__(self) -> str:
+        """One line: what happened and what it cost."""
+        cost = "" if self.seconds is None else f" in {self.seconds:.2f} s"
+        return f"world of {self.size}: {self._what()}{cost}{self._steps()} ({self.reason})"
+
+    def _what(self) -> str:
+        match self.kind:
+            case Kind.START:
+                return "started"
+            case Kind.LOSS:
+                return f"{self.left} of {self.before} lost, recovered"
+            case Kind.RESTART:
+                return f"all {self.before} lost, started again"
+        moves = [(self.joined, "joined"), (self.left, "left as planned")]
+        return ", ".join(f"{count} {word}" for count, word in moves if count) or "formed anew"
+
+    def _steps(self) -> str:
+        if self.kind not in UNPLANNED:
+            return ""
+        return f", {self.steps_lost or 'no'} step{'' if self.steps_lost == 1 else 's'} lost"
+
 
 PHASES = ("start", "training", "recovery", "planned", "closing")
 
@@ -86,7 +250,6 @@ class JobReport:
         Raises:
             InvalidInput: matplotlib is not installed.
         """
-        from spark_elastic.observe.plots import figure
 
         return figure(self)
 
@@ -129,3 +292,46 @@ class JobReport:
 
 def _epoch(epoch: int, seen: int, due: int) -> EpochRows:
     return EpochRows(epoch, seen, max(0, due - seen), max(0, seen - due))
+
+
+# A report as a picture: loss, throughput and world size over time, with losses marked. matplotlib is optional.
+
+
+def figure(report: JobReport) -> Figure:
+    """Three plots over one axis of seconds since the launch. Touches neither pyplot nor any window.
+
+    Raises:
+        InvalidInput: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidInput("plot() needs matplotlib: pip install matplotlib.") from error
+    made = Figure(figsize=(8, 6), layout="constrained")
+    loss, rate, world = made.subplots(3, 1, sharex=True)
+    known = [point for point in report.curve if point.loss is not None]
+    loss.plot([point.at for point in known], [point.loss for point in known], color="tab:blue")
+    loss.set_ylabel("loss")
+    rate.plot(
+        [point.at for point in report.curve],
+        [point.rows_per_second for point in report.curve],
+        color="tab:green",
+    )
+    rate.set_ylabel("rows/s")
+    _steps(world, report)
+    for axes in (loss, rate, world):
+        for change in report.recoveries:
+            axes.axvline(change.at, color="tab:red", alpha=0.4, linewidth=1)
+    return made
+
+
+def _steps(axes: Any, report: JobReport) -> None:
+    times = [change.at for change in report.changes]
+    sizes = [change.size for change in report.changes]
+    if times:
+        axes.step(
+            [*times, max(report.seconds, times[-1])], [*sizes, sizes[-1]], where="post", color="tab:orange"
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("workers")
+    axes.set_xlabel("seconds since the launch")

@@ -5,14 +5,22 @@ Made when somebody asks, from the machine's newest state, which nobody changes, 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib.resources import files
 from typing import Any
 
+from spark_elastic.clock import Clock
 from spark_elastic.observe.chronicle import Chronicle
+from spark_elastic.observe.progress import PLACE
 from spark_elastic.observe.report import JobReport
-from spark_elastic.protocol.driver.driver_state import DriverState
-from spark_elastic.protocol.driver.registry import SlotRecord
+from spark_elastic.protocol.driver.driver_state import DriverState, SlotRecord
+from spark_elastic.rendezvous.status_door import Page
 
 MOST_SLOTS = 400
 MOST_CHANGES = 200
@@ -147,3 +155,121 @@ def _finite(value: Any) -> Any:
 
 def _first(items: Iterable[Any], most: int) -> list[Any]:
     return [item for _, item in zip(range(most), items, strict=False)]
+
+
+# A snapshot in Prometheus' text format. Pure.
+
+
+KIND = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "spark_elastic_"
+
+
+def exposition(value: dict[str, Any]) -> bytes:
+    """value: of `snapshot`."""
+    job = _quoted(value["name"])
+    lines: list[str] = []
+    for name, kind, said, samples in _metrics(value):
+        lines += [f"# HELP {PREFIX}{name} {said}", f"# TYPE {PREFIX}{name} {kind}"]
+        lines += [
+            f'{PREFIX}{name}{{job_name="{job}"{label}}} {_number(sample)}'
+            for label, sample in samples
+            if sample is not None
+        ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _metrics(value: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[str, Any]]]]:
+    report, numbers = value["report"], value["numbers"]
+    statuses = Counter(slot["status"] for slot in value["slots"])
+    yield "world_size", "gauge", "Workers of the newest world.", [("", value["size"])]
+    yield "generation", "counter", "Worlds so far.", [("", value["generation"])]
+    yield (
+        "slots",
+        "gauge",
+        "Slots by the state of their worker.",
+        [(f',status="{_quoted(status)}"', count) for status, count in sorted(statuses.items())],
+    )
+    yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", len(value["stuck"]))]
+    yield (
+        "rows_per_second",
+        "gauge",
+        "Rows trained a second by the whole world.",
+        [("", value["rows_per_second"])],
+    )
+    for name in ("epoch", "step", "loss"):
+        yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", numbers.get(name))]
+    others = sorted(set(numbers) - set(PLACE))
+    yield (
+        "reported",
+        "gauge",
+        "What else rank 0 reported: metrics, losses of validation, learning rate.",
+        [(f',name="{_quoted(name)}"', numbers[name]) for name in others],
+    )
+    yield (
+        "phase_seconds_total",
+        "counter",
+        "Where the job's time went.",
+        [(f',phase="{_quoted(phase)}"', seconds) for phase, seconds in report["phases"].items()],
+    )
+    yield (
+        "goodput_ratio",
+        "gauge",
+        "Share of the job's time in which a whole world trained, less what checkpoints took.",
+        [("", report["goodput"])],
+    )
+    yield "recoveries_total", "counter", "Worlds that followed a loss.", [("", report["recoveries"])]
+    yield (
+        "recovery_seconds_total",
+        "counter",
+        "Time in which nobody trained because of losses.",
+        [("", report["recovery_total"])],
+    )
+    yield (
+        "steps_lost_total",
+        "counter",
+        "Applied steps that were taken once more.",
+        [("", report["steps_lost"])],
+    )
+    yield "checkpoints_total", "counter", "Checkpoints that were published.", [("", report["checkpoints"])]
+
+
+def _number(value: float) -> str:
+    return repr(float(value)).replace("inf", "Inf").replace("nan", "NaN")
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# The pages of a running job: one HTML page without any external asset, its data as JSON, and the metrics.
+#
+# Every page is made when it is asked for, in the server's thread.
+
+
+def pages(chronicle: Chronicle, name: str, clock: Clock) -> dict[str, Page]:
+    """The pages by their path, relative to the status page."""
+    html = files("spark_elastic.observe").joinpath("status_page.html").read_bytes()
+
+    def seen() -> dict[str, object]:
+        return snapshot(chronicle, name, clock.now())
+
+    return {
+        "": Page("text/html; charset=utf-8", partial(bytes, html), policy(html)),
+        "data": Page("application/json", lambda: text(seen())),
+        "metrics": Page(KIND, lambda: exposition(seen())),
+    }
+
+
+def policy(html: bytes) -> str:
+    """Nothing runs but this page's own script and style, named by their hashes; data comes from the same place."""
+    hashes = {tag: _hash(html, tag) for tag in (b"script", b"style")}
+    return (
+        f"default-src 'none'; script-src 'sha256-{hashes[b'script']}'; style-src 'sha256-{hashes[b'style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(html: bytes, tag: bytes) -> str:
+    found = re.search(b"<" + tag + b">(.*?)</" + tag + b">", html, re.DOTALL)
+    assert found is not None  # of our own page
+    return base64.b64encode(hashlib.sha256(found[1]).digest()).decode()

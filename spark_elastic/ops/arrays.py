@@ -12,9 +12,9 @@ import numpy as np
 from elastic_collectives.group import Array
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.reduce_op import Average, ReduceOp
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.reduction import Average, ReduceOp
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 
 
 def for_engine(array: Array) -> Array:

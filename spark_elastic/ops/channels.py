@@ -16,8 +16,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.channel import Channel
-from spark_elastic.ops.rounds.operation import Desk
+from spark_elastic.ops.rounds.execution import Desk
+from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.world import world
 from spark_elastic.worker.context import current, floor_of_process
@@ -140,3 +142,11 @@ def stop_timeline() -> None:
     if trace.timeline is not None:
         trace.timeline.close()
     trace.path = trace.timeline = None
+
+
+# `barrier` under Horovod's name. Any thread.
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once all ranks of the set have called it."""
+    channel_of(process_set).submit(Request(kinds.BARRIER), awaited=True).wait()

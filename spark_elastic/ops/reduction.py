@@ -2,14 +2,89 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import Compressor, NoneCompressor, checked_compression
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum, chosen
+
+# How tensors travel in fewer bytes, under Horovod's names: what all frameworks share. Values only.
+#
+# A compressor with a `wire` names a format of the engine: float32 is cut to 16 bits on its way and accumulated as
+# float32. One of a user's own is a `Compressor` whose two methods surround the exchange.
+
+
+class Compressor:
+    """wire: the engine's format for what is wider than 16 bits; None: `compress` and `decompress` say it all."""
+
+    wire: str | None = None
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """(what is exchanged, what `decompress` needs)"""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The result, from the result of the exchange."""
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+
+def checked_compression(compression: object) -> type[Compressor]:
+    """None is `NoneCompressor`.
+
+    Raises:
+        InvalidInput: it is no Compressor.
+    """
+    if compression is None:
+        return NoneCompressor
+    kind = compression if isinstance(compression, type) else type(compression)
+    if not issubclass(kind, Compressor):
+        raise InvalidInput(
+            f"compression must be Compression.none, fp16, bf16 or a Compressor of your own; got {compression!r}."
+        )
+    return kind
+
+
+# What a reduction computes, under Horovod's names. Values only.
+
+
+class ReduceOp(enum.Enum):
+    """What becomes of the ranks' tensors; the value is the engine's name for it."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    ADASUM = "adasum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """The reduction that the two arguments stand for.
+
+    Raises:
+        InvalidInput: both are given, or `op` is no ReduceOp.
+    """
+    if average is not None and op is not None:
+        raise InvalidInput("take either average or op; op is the newer one: leave average out.")
+    if op is not None and not isinstance(op, ReduceOp):
+        raise InvalidInput(f"op must be Average, Sum, Adasum, Min, Max or Product; got {op!r}.")
+    return op if op is not None else (Sum if average is False else Average)
 
 
 @dataclass(frozen=True)

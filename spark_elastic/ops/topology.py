@@ -22,7 +22,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         raise InvalidInput(
             "init() takes no communicator: leave comm out, and use process sets for some of the ranks."
         )
-    reset_process_sets([] if process_sets in (None, "dynamic") else cast(Any, process_sets))
+    reset_process_sets([] if process_sets in (None, "dynamic") else cast("Any", process_sets))
     set_initialized(True)
 
 

@@ -14,12 +14,11 @@ from typing import Any
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver import durable, jobs, listing, slot_events, stall, worker_events
-from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
+from spark_elastic.protocol.driver.driver_state import DriverState, JobRecord, Stage, Turn
 from spark_elastic.protocol.driver.durable import connection_back, connection_ended
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import hear, judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.driver.forming import settle
-from spark_elastic.protocol.driver.registry import JobRecord
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]

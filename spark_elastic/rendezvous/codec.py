@@ -102,7 +102,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    return {name: plain(getattr(value, name)) for name in _names(typing.cast(Hashable, type(value)))}
+    return {name: plain(getattr(value, name)) for name in _names(typing.cast("Hashable", type(value)))}
 
 
 def read(cls: type[T], value: object) -> T:
@@ -111,7 +111,7 @@ def read(cls: type[T], value: object) -> T:
     Raises:
         Garbled: a field is missing, unknown or of another type.
     """
-    return typing.cast(T, read_as(cls, value, cls.__name__))
+    return typing.cast("T", read_as(cls, value, cls.__name__))
 
 
 def read_as(hint: Any, value: object, where: str) -> object:
@@ -125,7 +125,7 @@ def read_as(hint: Any, value: object, where: str) -> object:
 
 @functools.cache
 def _names(cls: Hashable) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(typing.cast(type, cls)))
+    return tuple(field.name for field in dataclasses.fields(typing.cast("type", cls)))
 
 
 @functools.cache
@@ -144,7 +144,7 @@ def _reader(hint: Any) -> Reader:
     if hint is bytes:
         return _bytes
     if dataclasses.is_dataclass(hint):
-        return _record(typing.cast(type, hint))
+        return _record(typing.cast("type", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enum(hint)
     return _scalar(hint)

@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.rendezvous import auth, codec
-from spark_elastic.rendezvous.connection import failed, proven
 from spark_elastic.rendezvous.messages import BODY_AT_MOST, HOLD, VERSION, Request
+from spark_elastic.rendezvous.serving import failed, proven
 
 log = logging.getLogger("spark_elastic.rendezvous")
 

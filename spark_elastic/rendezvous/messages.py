@@ -7,9 +7,11 @@ Each request names its path and the reply that answers it. Requests map onto the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from spark_elastic.errors import PeersMissing
 from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
+from spark_elastic.rendezvous import codec
 
 VERSION = 1  # of the wire; both sides must speak the same
 OWN_WORDS = "spark_elastic: "  # begins a line that a slot says itself; such lines are told whatever is shown
@@ -329,3 +331,135 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     JoinWorld, WatchWorker, Report, Exchange, Formed, Failed, Done, WroteCheckpoint,
     SetValues, GetValues,
 )  # fmt: skip
+
+
+# The requests of a slot and of a worker as typed calls, over anything that can ask.
+#
+# Long polls come once (`join`, `watch`, `done`) but for `exchange`, which repeats until its answer or deadline. Errors
+# as `RendezvousClient.ask` has them. Without state of their own; any thread.
+
+
+R = TypeVar("R")
+
+
+class Asks(Protocol):
+    """What `RendezvousClient` offers."""
+
+    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R: ...
+
+    def now(self) -> float: ...
+
+    def heard_at(self) -> float: ...
+
+
+class SlotCalls:
+    """What a slot task says."""
+
+    def __init__(self, client: Asks, slot: SlotId) -> None:
+        self._client = client
+        self._slot = slot
+
+    def register(self, host: HostId, job: int, facts: dict[str, Any]) -> Admission:
+        return self._client.ask(RegisterSlot(self._slot, host, job, facts))
+
+    def beat(
+        self,
+        worker: WorkerId = "",
+        state: str = "",
+        waits: bool = False,
+        seconds: float = 0.0,
+        stack: str = "",
+    ) -> Pace:
+        return self._client.ask(Beat(self._slot, worker, state, waits, seconds, stack))
+
+    def started(self, worker: WorkerId) -> Acknowledged:
+        return self._client.ask(Started(self._slot, worker))
+
+    def exited(
+        self,
+        worker: WorkerId,
+        exit_code: int,
+        reason: str = "",
+        out_of_memory: bool = False,
+        crashed_at: str = "",
+    ) -> Acknowledged:
+        return self._client.ask(Exited(self._slot, worker, exit_code, reason, out_of_memory, crashed_at))
+
+    def watch(self, seen: int, hold: float = HOLD, within: float | None = None) -> SlotOrders:
+        """Orders after the first `seen`, at once when there are some; else after `hold` seconds, none."""
+        return self._client.ask(WatchSlot(self._slot, seen), hold, within)
+
+    def logs(self, worker: WorkerId, rank: int | None, lines: tuple[str, ...]) -> Acknowledged:
+        return self._client.ask(LogLines(self._slot, worker, rank, lines))
+
+
+class WorkerCalls:
+    """What a worker says."""
+
+    def __init__(self, client: Asks, worker: WorkerId, slot: SlotId) -> None:
+        self._client = client
+        self._worker = worker
+        self._slot = slot
+
+    def join(
+        self,
+        fence: Fence | None,
+        position: Position | None,
+        suspects: tuple[WorkerId, ...] = (),
+        reason: str = "",
+        planned: bool = False,
+        hold: float = HOLD,
+    ) -> NextWorld:
+        """Ask for the world after `fence`; `wait` in the answer: repeat."""
+        request = JoinWorld(self._worker, self._slot, fence, position, suspects, reason, planned)
+        return self._client.ask(request, hold)
+
+    def heard_at(self) -> float:
+        """When the driver surely heard this worker or its slot last."""
+        return self._client.heard_at()
+
+    def watch(
+        self, over: Fence | None, version: int, hold: float = HOLD, within: float | None = None
+    ) -> News:
+        """News once the version is not `version`, a generation after `over` is over, or this worker is to stop."""
+        return self._client.ask(WatchWorker(self._worker, self._slot, over, version), hold, within)
+
+    def report(self, numbers: dict[str, Any]) -> Acknowledged:
+        return self._client.ask(Report(self._worker, self._slot, codec.worded(numbers)))
+
+    def exchange(
+        self, fence: Fence, rank: int, blob: bytes, timeout: float, name: str = "mesh"
+    ) -> tuple[bytes, ...]:
+        """Everyone's blob in rank order.
+
+        Raises:
+            StaleGeneration: the generation is over.
+            PeersMissing: not all came within `timeout` seconds; names them.
+        """
+        request = Exchange(self._worker, self._slot, fence, rank, blob, name)
+        deadline = self._client.now() + timeout
+        while True:
+            reply = self._client.ask(request, min(HOLD, max(0.0, deadline - self._client.now())))
+            if reply.blobs is not None:
+                return reply.blobs
+            if self._client.now() >= deadline:
+                raise PeersMissing(
+                    f"Generation {fence.generation} was not formed within {timeout:g} s: "
+                    f"no address came from {', '.join(reply.missing)}."
+                )
+
+    def formed(self, fence: Fence) -> Acknowledged:
+        return self._client.ask(Formed(self._worker, self._slot, fence))
+
+    def failed(
+        self, fence: Fence | None, position: Position | None, fingerprint: str, traceback: str
+    ) -> Acknowledged:
+        return self._client.ask(Failed(self._worker, self._slot, fence, position, fingerprint, traceback))
+
+    def wrote_checkpoint(self, checkpoint: Checkpoint) -> Acknowledged:
+        """It counts once the driver has published it."""
+        return self._client.ask(WroteCheckpoint(self._worker, self._slot, checkpoint))
+
+    def done(self, fence: Fence, position: Position, result: str, hold: float = HOLD) -> NextWorld:
+        """Report the result; `wait` in the answer: repeat until the acknowledgement or another world."""
+        return self._client.ask(Done(self._worker, self._slot, fence, position, result), hold)

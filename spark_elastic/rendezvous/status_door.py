@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.connection import proven
+from spark_elastic.rendezvous.serving import proven
 
 log = logging.getLogger("spark_elastic.rendezvous")
 

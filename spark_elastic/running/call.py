@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,26 +24,39 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult, Site, bounds, supervise
-from spark_elastic.observe.line_limit import LineLimit
-from spark_elastic.observe.output import Output
-from spark_elastic.observe.teller import closing_in_time
-from spark_elastic.observe.told_log import log_told
+from spark_elastic.observe.progress import LineLimit, Output
+from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.told_log import closing_in_time, log_told
 from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
-from spark_elastic.running.results import Results
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.worker.context import current
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.results import decode
+from spark_elastic.worker.program import decode
 from spark_elastic.worker.script import Module, Script
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+
+# What `run` returns. Pure.
+
+
 T = TypeVar("T")
+
+
+class Results(list[T]):
+    """What the function returned on each worker, in rank order: a list, and the job's report.
+
+    report: where the job's time went, and what losses cost.
+    """
+
+    def __init__(self, returned: Iterable[T], report: JobReport) -> None:
+        super().__init__(returned)
+        self.report = report
+
 
 # What takes seconds to import, and for which a whole world would otherwise await a newcomer.
 SLOW = {
@@ -106,7 +119,7 @@ def run(
         JobFailed: and its subclasses. JobCancelled: the user or Spark ended the job.
     """
     call = prepare(fn, given, arguments, config)
-    from spark_elastic.spark.active_session import session
+    from spark_elastic.spark.driver_address import session
 
     return call.over_spark(session(spark))
 

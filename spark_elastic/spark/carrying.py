@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
-from spark_elastic.data.scratch import scratch_folder
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, scratch_folder
 from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -26,14 +26,11 @@ from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark.carrying import carried
-from spark_elastic.spark.checks.admission import admit
-from spark_elastic.spark.checks.judging import genuine, judge_all
+from spark_elastic.spark.checks.preflight import admit, genuine, judge_all
 from spark_elastic.spark.checks.probe import Probing, prepared, task_of
-from spark_elastic.spark.driver_address import LOOPBACK
-from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS
-from spark_elastic.spark.job_end import JobEnd, classify, join_all
-from spark_elastic.spark.own_address import address_towards, own_address
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.driver_address import LOOPBACK, address_towards, facts, own_address
+from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS
+from spark_elastic.spark.launcher import JobEnd, classify, join_all
 from spark_elastic.spark.slot_task import SlotTask
 
 if TYPE_CHECKING:

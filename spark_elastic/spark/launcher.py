@@ -11,8 +11,9 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import InheritableThread, SparkContext
@@ -21,9 +22,87 @@ from pyspark.resource import ResourceProfile
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.protocol.events import SlotJobEnded
-from spark_elastic.spark.description import describe
-from spark_elastic.spark.job_end import JobEnd, classify, join_all
+from spark_elastic.spark.driver_address import has_context
 from spark_elastic.spark.slot_task import SlotTask
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+
+# How a Spark job ended, read off Spark's own words: cancelled, its executor lost, or failed in another way.
+
+
+CANCELLED = (
+    "SPARK_JOB_CANCELLED",
+    "cancelled job",
+    "cancelled part of",
+    "was cancelled",
+    "JOB_GROUP_CANCELLED",
+    "OPERATION_CANCELED",  # Spark Connect's word
+)
+EXECUTOR_LOST = "ExecutorLostFailure"
+STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
+
+
+class JobEnd(NamedTuple):
+    """How a slot job ended, as `SlotJobEnded` has it."""
+
+    reason: str
+    cancelled: bool = False
+    host_lost: bool = False
+
+
+def classify(text: str) -> JobEnd:
+    """Why a Spark job failed, in one line; text: of the error."""
+    if any(word in text for word in STOPPED):
+        return JobEnd("the SparkContext was stopped", cancelled=True)
+    if any(word in text for word in CANCELLED):
+        return JobEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
+    return JobEnd(_first_line(text), host_lost=EXECUTOR_LOST in text)
+
+
+def join_all(threads: Sequence[threading.Thread], clock: Clock, deadline: float) -> None:
+    """Wait for all of them until `deadline`."""
+    for thread in threads:
+        thread.join(max(0.0, deadline - clock.now()))
+
+
+def _first_line(text: str) -> str:
+    """The line of a py4j error that says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
+    return said[:300]
+
+
+# What Spark's UI says of our jobs. A local property of the calling thread, to which Spark Connect has no way.
+#
+# Owns the words; they name the run and the slot, never a key or a value of `env`. Any thread.
+
+
+DESCRIPTION = "spark.job.description"
+
+
+def describe(sc: SparkContext, what: str) -> None:
+    """Say of this thread's next jobs what they are, and in brackets what the caller said of them."""
+    said = sc.getLocalProperty(DESCRIPTION)
+    sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({said})' if said else ''}")
+
+
+@contextmanager
+def described(session: SparkSession, what: str) -> Iterator[None]:
+    """The same for jobs of the caller's thread; afterwards it is as it was."""
+    if not has_context(session):
+        yield
+        return
+    sc = session.sparkContext
+    before = sc.getLocalProperty(DESCRIPTION)
+    describe(sc, what)
+    try:
+        yield
+    finally:
+        sc.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]
+
 
 log = logging.getLogger("spark_elastic.spark")
 

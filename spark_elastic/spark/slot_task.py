@@ -18,9 +18,8 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.carrying import Carrier
-from spark_elastic.spark.checks.memory import Room
-from spark_elastic.spark.own_address import address_towards
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.checks.settings import Room
+from spark_elastic.spark.driver_address import address_towards, facts
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 

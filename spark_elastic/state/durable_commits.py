@@ -15,11 +15,9 @@ import numpy as np
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.checkpoint_writer import CheckpointWriter
+from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints, CheckpointWriter, Schedule
 from spark_elastic.state.commit import Snapshot
 from spark_elastic.state.handover import pickled
-from spark_elastic.state.schedule import CheckpointPolicy, Schedule
 
 DURABLE = "durable"  # in `Seat.kept`: this process's DurableCommits
 PICTURE, MEMORY = "picture.pkl", "memory.bin"

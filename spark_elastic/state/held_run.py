@@ -6,17 +6,68 @@ driver that finds that another took the run over publishes nothing any more and 
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import JobCancelled, StoreError
+from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
 from spark_elastic.protocol.types import Checkpoint
-from spark_elastic.state import attempts
 from spark_elastic.state.checkpoint import Checkpoints
+
+# Which driver holds a run: each that opens it takes the next attempt, and the highest is the holder (R10).
+#
+# An attempt is an object of the store that exactly one driver could create. Any thread; no state.
+
+
+TRIES = 100  # drivers that open the run at the same moment
+
+
+def check_name(run_id: object) -> None:
+    """Raises InvalidInput where a run cannot be called so."""
+    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
+        raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
+
+
+def take(store: Store, run_id: str) -> int:
+    """The attempt that is this driver's alone.
+
+    Raises:
+        StoreError: the store cannot be read or written.
+    """
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    attempt = highest(store, run_id)
+    for _ in range(TRIES):
+        attempt += 1
+        if store.create_exclusive(f"{folder(run_id)}/{attempt:06d}", content):
+            return attempt
+    raise StoreError(f"Run {run_id!r}: {TRIES} other drivers opened it at the same moment; try again.")
+
+
+def highest(store: Store, run_id: str) -> int:
+    """The attempt that holds the run; 0 where nobody has opened it."""
+    names = [name.rpartition("/")[2] for name in store.list(folder(run_id))]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def driver_of(store: Store, run_id: str, attempt: int) -> str:
+    """For sentences: which driver took it."""
+    try:
+        driver = json.loads(store.read_bytes(f"{folder(run_id)}/{attempt:06d}"))
+        return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
+    except (StoreError, ValueError, TypeError, KeyError):
+        return f"attempt {attempt}"
+
+
+def folder(run_id: str) -> str:
+    """Where a run's attempts are."""
+    return f"runs/{run_id}/attempts"
+
 
 log = logging.getLogger("spark_elastic.state")
 
@@ -40,14 +91,14 @@ class HeldRun:
         Raises:
             StoreError: the store cannot be read or written.
         """
-        attempt = attempts.take(store, run_id)
+        attempt = take(store, run_id)
         return cls(store, run_id, attempt, Checkpoints(store, run_id).published())
 
     def check(self) -> None:
         """Raises JobCancelled where another driver holds the run."""
         holder = self._holder()
         if holder != self.attempt:
-            taken_by = attempts.driver_of(self.store, self.run_id, holder)
+            taken_by = driver_of(self.store, self.run_id, holder)
             raise JobCancelled(
                 f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
             )
@@ -72,10 +123,10 @@ class HeldRun:
 
         In this order: a record without the rows that it tells of could not be gone on with.
         """
-        self.let_go(f"runs/{self.run_id}/run.json", *names, attempts.folder(self.run_id))
+        self.let_go(f"runs/{self.run_id}/run.json", *names, folder(self.run_id))
 
     def _holder(self) -> int:
-        return attempts.highest(self.store, self.run_id)
+        return highest(self.store, self.run_id)
 
     def start(self, lost: Callable[[str], None]) -> None:
         """lost: called with a sentence, once, when another driver holds the run."""

@@ -17,6 +17,12 @@ from spark_elastic.state.durable_commits import DurableCommits
 from spark_elastic.state.handlers import REGISTRY, PictureHandler, Registry, StateHandler, handler_for
 from spark_elastic.state.handover import hand_over, pickled
 from spark_elastic.state.state import Seat, State
+from spark_elastic.state.variables import (
+    KerasModelHandler,
+    KerasOptimizerHandler,
+    LikeKerasModel,
+    LikeKerasOptimizer,
+)
 
 
 class ObjectState(State):
@@ -170,3 +176,35 @@ class ObjectState(State):
             handler.load(kept.picture[name], kept.memory)
         for name, value in pickle.loads(kept.picture[""]).items():
             object.__setattr__(self, name, value)
+
+
+# The state of a Keras model and its optimizer, of whatever backend. Training thread only; imports no framework.
+
+
+class KerasState(ObjectState):
+    """A Keras model, its optimizer and plain values by name, all parts of one snapshot.
+
+    model: built. optimizer: None takes the one that the model was compiled with. Further models and built optimizers
+    may be among the values.
+
+    Raises:
+        InvalidInput: there is no optimizer, or the model is not built.
+    """
+
+    registry: Registry = (
+        (LikeKerasModel, KerasModelHandler),
+        (LikeKerasOptimizer, KerasOptimizerHandler),
+        *REGISTRY,
+    )
+
+    def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if optimizer is None:
+            raise InvalidInput(f"{type(self).__name__} needs an optimizer: pass one, or compile the model.")
+        if not model.built:
+            raise InvalidInput(
+                "the model is not built: call it on a batch, or model.build(input_shape), before its state is made."
+            )
+        if not optimizer.built:  # a newcomer must have its slots before it takes those of others
+            optimizer.build(model.trainable_variables)
+        super().__init__(model=model, optimizer=optimizer, **values)

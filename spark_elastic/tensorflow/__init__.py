@@ -1,7 +1,7 @@
 """TensorFlow on elastic workers: `import spark_elastic.tensorflow as hvd` speaks Horovod's API. Knows no Spark."""
 
 from spark_elastic.ops import horovod_names
-from spark_elastic.ops.barrier import barrier
+from spark_elastic.ops.channels import barrier
 from spark_elastic.ops.horovod_names import *
 from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.ops.topology import check_extension
@@ -12,15 +12,20 @@ from spark_elastic.tensorflow.gathering import (
     allgather,
     broadcast,
     broadcast_,
+    broadcast_global_variables,
+    broadcast_object_fn,
     broadcast_variables,
     grouped_allgather,
+    join,
 )
-from spark_elastic.tensorflow.join import join
-from spark_elastic.tensorflow.objects import broadcast_global_variables, broadcast_object_fn
-from spark_elastic.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from spark_elastic.tensorflow.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    PartialDistributedOptimizer,
+)
 from spark_elastic.tensorflow.scattering import alltoall, grouped_reducescatter, reducescatter
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
-from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from spark_elastic.tensorflow.topology_ops import (
     local_rank_op,
     local_size_op,

@@ -18,12 +18,10 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import ReduceOp
-from spark_elastic.ops.reduction import How
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
-from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
-from spark_elastic.tensorflow.calls import call, unconverted
+from spark_elastic.ops.reduction import How, ReduceOp
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.tensorflow.arrays import Tensor, call, copies, name_of, unconverted
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.sparse import reduced_slices
 

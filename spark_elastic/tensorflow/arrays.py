@@ -7,16 +7,20 @@ TensorFlow takes over an array that a graph's call returns without copying it wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.context import floor_of_process
+from spark_elastic.worker.context import Floor, current, floor_of_process
 
 ALIGN = 64
 KEPT_FROM = 1 << 20  # bytes; smaller pieces are cheaper to allocate anew
@@ -97,3 +101,108 @@ def _aligned(nbytes: int) -> Bytes:
     whole = np.zeros(nbytes + ALIGN, np.uint8)
     begin = -whole.ctypes.data % ALIGN
     return whole[begin : begin + nbytes]
+
+
+# What a collective raised inside of a TensorFlow graph, which knows it as an error of its own kind only.
+#
+# A graph's call remembers what it raised, and whatever runs the graph raises that. No message is ever looked at.
+# Written by TensorFlow's threads, read by the training thread.
+
+
+@dataclass
+class _Remembered:
+    error: BaseException | None = None
+
+
+def remember(error: BaseException) -> None:
+    """The first one of a world is the cause of the others."""
+    remembered = _remembered()
+    if remembered.error is None:
+        remembered.error = error
+
+
+def _remembered() -> _Remembered:
+    """The error remembered in the current world: what an earlier world raised is no cause in the next."""
+    here = current()
+    floor: Floor = floor_of_process() if here is None else here.floor
+    return floor.shared("tensorflow failure", _Remembered)
+
+
+def _raising(call_flat: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call_flat)
+    def call(function: Any, *args: Any) -> Any:
+        if not tf.executing_eagerly():  # it becomes part of another graph
+            return call_flat(function, *args)
+        _remembered().error = None
+        try:
+            return call_flat(function, *args)
+        except tf.errors.OpError as error:
+            remembered = _remembered()
+            cause, remembered.error = remembered.error, None
+            if cause is None:
+                raise
+            raise cause from error
+
+    return call
+
+
+# Every graph that runs eagerly comes by here, whoever asked for it: a tf.function, `model.fit`, a ConcreteFunction, a
+# tape's gradient. TensorFlow offers no place of its own to raise another error.
+AtomicFunction.call_flat = _raising(AtomicFunction.call_flat)
+
+
+# Python that runs where tensors are: at once in eager mode, as one `tf.numpy_function` inside of a graph.
+#
+# Calls of one graph run in the order in which they were traced, so that unnamed operations pair up. What one raises is
+# remembered for whoever runs the graph (`failures`). Traced by the training thread, run by TensorFlow's threads.
+
+
+Body: TypeAlias = Callable[[list[Array]], Sequence[Array]]
+F = TypeVar("F", bound=Callable[..., Any])
+LAST = "_spark_elastic_last"  # on a graph: its newest call
+
+
+def unconverted(function: F) -> F:
+    """Autograph, which rewrites what a tf.function calls, leaves it and what it calls as they are."""
+    left: F = tf.autograph.experimental.do_not_convert(function)
+    return left
+
+
+@unconverted
+def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
+    """The results of `body`, of these dtypes and static shapes. It must neither write into the arrays that it
+    is given nor return them: TensorFlow may write into what it gets.
+
+    Raises:
+        InvalidInput: it is being compiled by XLA.
+    """
+    if tf.executing_eagerly():
+        results = body([view_of(tensor) for tensor in tensors])
+        return [
+            tf.convert_to_tensor(for_tensor(array, dtype))
+            for array, dtype in zip(results, dtypes, strict=True)
+        ]
+    graph = tf.compat.v1.get_default_graph()
+    if GraphOrParentsInXlaContext(graph):
+        raise InvalidInput(
+            "XLA cannot compile an exchange between workers: pass jit_compile=False to model.compile() or tf.function."
+        )
+    former = getattr(graph, LAST, None)
+    with tf.control_dependencies([] if former is None else [former]):
+        made = tf.numpy_function(_guarded(body, dtypes), list(tensors), list(dtypes))
+    setattr(graph, LAST, made[0].op)
+    for result, shape in zip(made, shapes, strict=True):
+        result.set_shape(shape)
+    return list(made)
+
+
+def _guarded(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Array]]:
+    def guarded(*arrays: Array) -> list[Array]:
+        try:
+            results = body(list(arrays))
+        except BaseException as error:
+            remember(error)
+            raise
+        return [for_tensor(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
+
+    return unconverted(guarded)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from spark_elastic.ops.compression import Compressor, NoneCompressor
+from spark_elastic.ops.reduction import Compressor, NoneCompressor
 from spark_elastic.tensorflow.arrays import Tensor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -17,8 +17,7 @@ from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import REGISTRY, Registry
 from spark_elastic.state.state import State
 from spark_elastic.state.variables import VariablesHandler
-from spark_elastic.worker.seat import seat_of_process
-from spark_elastic.worker.states import KerasState, ObjectState
+from spark_elastic.worker.seat import KerasState, ObjectState, seat_of_process
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 

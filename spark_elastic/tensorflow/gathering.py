@@ -5,7 +5,7 @@ Gradients are those of the average of all ranks' losses, as in the last releases
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,15 +14,14 @@ from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.objects import broadcast_object
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.reduce_op import Average
-from spark_elastic.ops.reduction import How
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.reduction import Average, How
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import reduced
-from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
-from spark_elastic.tensorflow.calls import call, unconverted
+from spark_elastic.tensorflow.arrays import Tensor, call, copies, name_of, unconverted
 from spark_elastic.tensorflow.topology_ops import rank_in
 
 
@@ -150,3 +149,46 @@ def broadcast_variables(
 ) -> None:
     """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: of no use here."""
     broadcast_(list(variables), root_rank, "variables", process_set)
+
+
+# Horovod's further ways to hand objects and variables on.
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function that hands an object of `root_rank` on. session: only None, as TensorFlow 2 has no sessions."""
+    if session is not None:
+        raise InvalidInput("there are no sessions in TensorFlow 2: leave session out.")
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Not of TensorFlow 2, whose eager variables are not global.
+
+    Raises:
+        InvalidInput: in eager mode.
+    """
+    if tf.executing_eagerly():
+        raise InvalidInput(
+            "TensorFlow 2 has no global variables: call broadcast_variables(model.variables, root_rank)."
+        )
+    broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+# `join` under Horovod's name: for ranks that are out of data.
+
+
+def join() -> int:
+    """Take part in the others' reductions with nothing to add, until all have joined; the rank that joined last.
+
+    Averages divide by the world's size all the same. Gathering and broadcasting take all ranks, and so do gradients
+    with rows missing.
+
+    Raises:
+        CollectiveError: the world changed.
+    """
+    return int(channel_of().join().wait()[0][0])

@@ -20,14 +20,12 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, trains_alone
-from spark_elastic.ops.reduce_op import Adasum
-from spark_elastic.ops.reduction import How
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.reduction import Adasum, How
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
-from spark_elastic.tensorflow.arrays import Tensor, copies, name_of
-from spark_elastic.tensorflow.calls import call
+from spark_elastic.tensorflow.arrays import Tensor, call, copies, name_of
 from spark_elastic.tensorflow.sparse import reduced_slices
 from spark_elastic.tensorflow.topology_ops import size_op
 

@@ -12,12 +12,10 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.arrays import for_engine
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import trains_alone
-from spark_elastic.ops.reduce_op import Average, Sum
-from spark_elastic.ops.reduction import How
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
-from spark_elastic.tensorflow.arrays import name_of
-from spark_elastic.tensorflow.calls import call
+from spark_elastic.ops.reduction import Average, How, Sum
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.tensorflow.arrays import call, name_of
 
 
 def reduced_slices(slices: Any, name: str | None, how: How, alone: bool = False) -> Any:

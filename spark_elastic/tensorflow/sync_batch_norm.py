@@ -11,8 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Sum
-from spark_elastic.ops.reduction import How
+from spark_elastic.ops.reduction import How, Sum
 from spark_elastic.tensorflow.allreduce import reduced
 from spark_elastic.tensorflow.arrays import Tensor
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 from elastic_collectives.group import Array
 from spark_elastic.ops import topology
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, set_of
-from spark_elastic.tensorflow.arrays import Tensor
-from spark_elastic.tensorflow.calls import call, unconverted
+from spark_elastic.tensorflow.arrays import Tensor, call, unconverted
 
 
 @unconverted

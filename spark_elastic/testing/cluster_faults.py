@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store, url_of
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.callbacks import Callback, Training
 
 BlowKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
 KINDS: tuple[BlowKind, ...] = get_args(BlowKind)
@@ -101,7 +102,6 @@ class ClusterFaults:
 
     def callback(self) -> Any:
         """The plan as a callback of `ElasticTorchEstimator`. Needs torch."""
-        from spark_elastic.testing.fault_callback import FaultCallback
 
         return FaultCallback(self)
 
@@ -178,3 +178,16 @@ def _break_connections() -> None:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # not connected
+
+
+# A plan of faults as a callback of the torch estimator. Main thread of a training process; keeps no state.
+
+
+class FaultCallback(Callback):
+    """Strikes before the forward pass of each step."""
+
+    def __init__(self, faults: ClusterFaults) -> None:
+        self._faults = faults  # not part of the state: each process knows for itself what it has seen
+
+    def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
+        self._faults.strike(step, training.rank, training.size, epoch)

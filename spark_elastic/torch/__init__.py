@@ -2,7 +2,7 @@
 
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.ops import horovod_names
-from spark_elastic.ops.barrier import barrier
+from spark_elastic.ops.channels import barrier
 from spark_elastic.ops.horovod_names import *
 from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.ops.topology import check_extension
@@ -17,7 +17,7 @@ from spark_elastic.torch.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from spark_elastic.torch.collectives import join, sparse_allreduce_async
+from spark_elastic.torch.callbacks import Progress, progress
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import (
     allgather,
@@ -26,13 +26,14 @@ from spark_elastic.torch.gathering import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    broadcast_optimizer_state,
+    broadcast_parameters,
     grouped_allgather,
     grouped_allgather_async,
+    join,
+    sparse_allreduce_async,
 )
-from spark_elastic.torch.handles import poll, synchronize
-from spark_elastic.torch.objects import broadcast_optimizer_state, broadcast_parameters
 from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.progress import Progress, progress
 from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.scattering import (
     alltoall,
@@ -43,6 +44,7 @@ from spark_elastic.torch.scattering import (
     reducescatter_async,
 )
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+from spark_elastic.torch.tensors import poll, synchronize
 
 __all__ = [
     "Compression",

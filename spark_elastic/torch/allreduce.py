@@ -15,14 +15,11 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import ReduceOp
-from spark_elastic.ops.reduction import How
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.reduction import How, ReduceOp
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
-from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back
-from spark_elastic.torch.untraced import untraced
+from spark_elastic.torch.tensors import Handle, array_of, host_copy, name_of, on_host, put_back, untraced
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's

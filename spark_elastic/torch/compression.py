@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.ops.compression import Compressor, NoneCompressor
+from spark_elastic.ops.reduction import Compressor, NoneCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 

@@ -30,8 +30,7 @@ from spark_elastic.state.state import State
 from spark_elastic.torch.handlers import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import register_handlers, registered_handlers
-from spark_elastic.worker.seat import seat_of_process
-from spark_elastic.worker.states import ObjectState
+from spark_elastic.worker.seat import ObjectState, seat_of_process
 
 __all__ = [
     "ElasticSampler",

@@ -5,21 +5,30 @@ Gradients are those of the average of all ranks' losses, as in the last releases
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.objects import broadcast_object
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.reduce_op import Average
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.reduction import Average, ReduceOp, Sum
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request, named
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
-from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.tensors import array_of, host_copy, name_of, on_host, put_back, tensor_of
-from spark_elastic.torch.untraced import untraced
+from spark_elastic.torch.gradients.rounds import rounds_of_process
+from spark_elastic.torch.tensors import (
+    Handle,
+    array_of,
+    host_copy,
+    name_of,
+    on_host,
+    put_back,
+    tensor_of,
+    untraced,
+)
 
 
 def allgather(
@@ -179,3 +188,78 @@ class _Broadcast(torch.autograd.Function):
         # All ranks stay in the graph of a second derivative, whose exchange is everybody's.
         unused = torch.tensor(not ctx.is_root, device=average.device)
         return average.masked_fill(unused, 0.0), None, None, None
+
+
+# Parameters and optimizer states from one rank to the others, under Horovod's names. Training thread only.
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None] | torch.Tensor], root_rank: int
+) -> None:
+    """Overwrite parameters with those of `root_rank`. params: a state dict, or parameters with or without names."""
+    entries = sorted(params.items()) if isinstance(params, Mapping) else params
+    tensors = []
+    for number, entry in enumerate(entries):
+        name, tensor = entry if isinstance(entry, tuple) else (number, entry)
+        if isinstance(tensor, torch.Tensor):
+            tensors.append(tensor.data)
+        elif tensor is not None:
+            raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
+    broadcast_all(tensors, root_rank, "parameters", global_process_set, awaited=True)()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrite the optimizer's state and settings with those of `root_rank`. model: of no use here."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidInput("broadcast_optimizer_state does not take LBFGS: its state is not per parameter.")
+    optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank, "optimizer"))
+
+
+# Join and the sparse allreduce, under Horovod's names.
+
+
+def join(device: int = -1) -> int:
+    """For a rank that is out of data: take part in the others' reductions with nothing to add, until all have joined.
+
+    Averages divide by the world's size all the same. The steps of a `DistributedOptimizer` are taken part in, not
+    applied: as with Horovod, the newest weights are those of the rank that joined last, which is what this returns.
+    device: of no use here.
+
+    Raises:
+        InvalidInput: several such optimizers are in use, or gradients were not exchanged.
+        CollectiveError: the world changed.
+    """
+    rounds = list(rounds_of_process())
+    if len(rounds) > 1:
+        raise InvalidInput(
+            f"join() cannot tell which of {len(rounds)} optimizers the others step: close() all but one."
+        )
+    joined = channel_of().join(sum(one.steps() for one in rounds))
+    for one in rounds:
+        while one.run_without_data():
+            pass  # until nobody has data
+    return int(joined.wait()[0][0])
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """The sum or average of sparse tensors of equal shape. Calling the handle returns the sparse result."""
+    if op not in (Average, Sum) or not tensor.is_sparse:
+        raise InvalidInput(f"sparse_allreduce_async takes sparse tensors, and Average or Sum; got {op!r}.")
+    whole = tensor.coalesce()
+    parts = [whole.indices().t().contiguous(), whole.values()]
+    handle = grouped_allgather_async(parts, named("sparse", name), process_set)
+
+    def finish(_: object) -> torch.Tensor:
+        places, values = handle()
+        if op is Average:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(places.t(), values, whole.shape, check_invariants=False).coalesce()
+
+    return Handle(handle.operation, finish)

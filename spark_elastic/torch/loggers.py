@@ -19,7 +19,7 @@ from typing import Any
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.observe.teller import Teller
+from spark_elastic.observe.told_log import Teller
 from spark_elastic.torch.callbacks import Callback, Logs, Training
 
 log = logging.getLogger("spark_elastic")

@@ -14,15 +14,12 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Average, ReduceOp
-from spark_elastic.ops.reduction import How
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.reduction import Average, How, ReduceOp
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
-from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.tensors import array_of, name_of, on_host, tensor_of
-from spark_elastic.torch.untraced import untraced
+from spark_elastic.torch.tensors import Handle, array_of, name_of, on_host, tensor_of, untraced
 
 
 def alltoall(

@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduce_op import Sum
+from spark_elastic.ops.reduction import Sum
 from spark_elastic.torch.allreduce import allreduce
 from spark_elastic.torch.gathering import allgather
-from spark_elastic.torch.untraced import untraced
+from spark_elastic.torch.tensors import untraced
 
 
 class SyncBatchNorm(_BatchNorm):

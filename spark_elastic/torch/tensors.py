@@ -7,11 +7,15 @@ GPUs of one host exchange through the host as well.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.rounds.execution import Operation
 from spark_elastic.worker.context import floor_of_process
 
 log = logging.getLogger(__name__)
@@ -80,3 +84,60 @@ def put_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             tensor.copy_(result)
     return tensor
+
+
+# What torch.compile does not look into: sockets and threads are part of no graph.
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """A compiled caller calls it, between two of its graphs. Decorating imports no compiler, which takes seconds."""
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*arguments, **named)
+
+    return cast("F", called)
+
+
+# Handles of operations under way, under Horovod's names. Any thread.
+
+
+class Handle:
+    """One operation, asked for; `synchronize` waits for it. Calling it does so, too."""
+
+    def __init__(self, operation: Operation, finish: Callable[[tuple[Array, ...]], Any]) -> None:
+        """finish: makes the result from the operation's outputs."""
+        self.operation = operation
+        self._finish = finish
+        self._result: Any = None
+        self._finished = False
+
+    def poll(self) -> bool:
+        return self.operation.poll()
+
+    @untraced
+    def __call__(self) -> Any:
+        outputs = self.operation.wait()
+        if not self._finished:
+            self._result, self._finished = self._finish(outputs), True
+        return self._result
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize` returns, or raises, at once."""
+    return handle.poll()
+
+
+def synchronize(handle: Handle) -> Any:
+    """The result, once it is there: what the function without `_async` returns.
+
+    Raises:
+        CollectiveError: ranks asked for different things, did not come in time, or the world broke.
+    """
+    return handle()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import signal
+import threading
+import zlib
+from _signal import signal as set_handler  # type: ignore[import-not-found]
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
+from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.trailer import Verdict
@@ -126,3 +134,95 @@ class Learner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+# The apply section of a step, which nothing interrupts (R1). Main thread; elsewhere nothing interrupts anyway.
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and its like wait until the block is through."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    former = set_handler(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGINT, former)
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
+# What is said of layers that make a step depend on how its rows are split over workers (R9). Pure.
+
+
+NAMED = 3  # layers that are named; the others are counted
+
+
+def sentence(dependent: Iterable[tuple[str, str]]) -> str | None:
+    """The warning, or None if `dependent` (the name of each such layer, and why) is empty."""
+    found = [f"{name} ({why})" for name, why in dependent]
+    if not found:
+        return None
+    named = ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    return (
+        f"the trained weights depend on the number of workers through {named}: every row still trains exactly once and "
+        "all workers hold the same weights."
+    )
+
+
+# In which precision a model of torch's is given its columns: one rule for training and for predictions, whose
+# processes load no trainer. Pure looking at parameters.
+
+
+def input_dtype(parameters: Iterable[Any], default: Any) -> Any:
+    """That of the first parameter that is trained; a frozen one may be of fewer bits. default: where there is none."""
+    floats = [parameter for parameter in parameters if parameter.is_floating_point()]
+    trained = [parameter for parameter in floats if parameter.requires_grad]
+    return next((parameter.dtype for parameter in trained or floats), default)
+
+
+# What a model of torch's may return besides a tensor: one rule for training and for predictions, whose processes load
+# no trainer. Pure.
+
+
+def output_parts(output: Any) -> tuple[Any, ...]:
+    """The outputs, in order: of a tuple, list or dict (as transformers' models return) each member."""
+    if isinstance(output, Mapping):
+        return tuple(output.values())
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
+# A state from one rank to others, as bytes, verified before anybody takes it over (R5). Main thread only.
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def handed_over(
+    group: Group, source: int, receivers: Sequence[int], mine: tuple[Bytes, Bytes] | None
+) -> tuple[Bytes, Bytes] | None:
+    """Both parts of what rank `source` has, on the receivers; None elsewhere. Collective over the whole group.
+
+    Raises:
+        CollectiveError: the group broke.
+        StoreError: what arrived is not what was sent.
+    """
+    rest, staging = mine or (np.empty(0, np.uint8), np.empty(0, np.uint8))
+    head = np.array([rest.nbytes, staging.nbytes, _crc(rest), _crc(staging)], np.int64)
+    group.broadcast(head, source)
+    if mine is None:
+        rest, staging = np.empty(int(head[0]), np.uint8), np.empty(int(head[1]), np.uint8)
+    group.broadcast(rest, source)
+    group.broadcast(staging, source)
+    if mine is not None or group.rank not in receivers:
+        return None
+    if (_crc(rest), _crc(staging)) != (int(head[2]), int(head[3])):
+        raise StoreError("the state that arrived is not the one that was sent; it was not taken over.")
+    return rest, staging
+
+
+def _crc(data: Bytes) -> int:
+    return zlib.crc32(data.data)

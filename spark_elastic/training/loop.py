@@ -20,7 +20,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
 from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_last
-from spark_elastic.training import history
+from spark_elastic.training import evaluation
 from spark_elastic.training.checkpointing import Checkpointing, restore
 from spark_elastic.training.evaluation import Evaluation, no_sums
 from spark_elastic.training.learner import Learner
@@ -51,7 +51,7 @@ class TrainingLoop:
             "stopped": None,
             "warned": False,
         }
-        self._learner.prepare({**extras, **history.begun()}, self._ledger)
+        self._learner.prepare({**extras, **evaluation.begun()}, self._ledger)
         self._state, self._hooks = self._learner.state, self._learner.hooks
         self._reader, self._loader = spec.opened(spec.rows)
         self._evaluation: Evaluation | None = None
@@ -175,7 +175,7 @@ class TrainingLoop:
     def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
         """Add a step to the epoch's sums, which are part of the state. Returns the position after the step."""
         sums, here = self._state.extras, self._state.position
-        history.add_step(sums, verdict, here.step + 1, size, seconds)
+        evaluation.add_step(sums, verdict, here.step + 1, size, seconds)
         self._hooks.applied()
         loss = verdict.loss / (verdict.denominator or 1.0)
         sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": verdict.rows}
@@ -216,9 +216,9 @@ class TrainingLoop:
         state, entry = self._state, self._epoch_entry()
         decided = self._hooks.epoch_ends(group, entry)
         state.extras["stopped"] = state.extras["stopped"] or decided
-        state.extras["history"].append(history.recorded(entry))
+        state.extras["history"].append(evaluation.recorded(entry))
         self._report(group, session, entry["loss"], entry["rows"] // entry["steps"])
-        state.extras.update(history.begun(), validation=no_sums())
+        state.extras.update(evaluation.begun(), validation=no_sums())
         self._learner.reset()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
         session.tell(state.position)
@@ -226,7 +226,7 @@ class TrainingLoop:
     def _epoch_entry(self) -> dict[str, Any]:
         sums = self._state.extras
         planned = self._spec.plan.rows_before(sums["steps"])
-        entry = history.entry(sums, self._state.position.epoch, planned) | self._learner.numbers()
+        entry = evaluation.entry(sums, self._state.position.epoch, planned) | self._learner.numbers()
         if self._evaluation is not None:
             for name, value in self._evaluation.numbers().items():
                 entry.setdefault(name, value)  # a model may say its own val_loss
@@ -249,7 +249,7 @@ class TrainingLoop:
         here, epochs = self._state.position, self._state.extras["history"]
         session.report(
             {
-                **(history.figures(epochs[-1]) if epochs else {}),
+                **(evaluation.figures(epochs[-1]) if epochs else {}),
                 "epoch": here.epoch,
                 "epochs": self._spec.epochs,
                 "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,

@@ -7,25 +7,98 @@ wait for its end; the last of them begins by making the process where a server h
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
+import re
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.data.scratch import sweep
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.data.store import sweep
 from spark_elastic.protocol.driver.worker_events import KILLED
-from spark_elastic.worker.crash_site import CrashSite
 from spark_elastic.worker.entry import Handed, Header
 from spark_elastic.worker.forking import Forked, Shape, kept
-from spark_elastic.worker.lines import lines
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
+
+# Where in Python a process crashed in native code, read from what `faulthandler` prints among the process's lines.
+#
+# One thread hears the lines; any other may ask.
+
+
+DEEPEST = 3  # frames
+FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
+
+
+class CrashSite:
+    """The innermost frames of the thread that crashed; the same on all hosts, whatever folders their files are in."""
+
+    def __init__(self) -> None:
+        self._frames: list[str] | None = None  # None: it has not crashed
+        self._here = False  # the frames of the thread that crashed follow
+        self._known = threading.Event()
+
+    def hear(self, line: str) -> None:
+        if line.startswith("Fatal Python error: "):
+            self._frames = []
+        elif self._frames is not None and line.startswith("Current thread "):
+            self._here = True
+        elif self._frames is not None and self._here:
+            frame = FRAME.fullmatch(line)
+            if frame is not None:
+                self._frames.append("{}, line {}, in {}".format(*frame.groups()))
+            if frame is None or len(self._frames) == DEEPEST:
+                self._here = False
+                self._known.set()
+
+    def no_more(self) -> None:
+        """The process has no more lines."""
+        self._known.set()
+
+    def place(self, within: float) -> str:
+        """The frames, "" if it did not say. Waits for them for so many seconds."""
+        self._known.wait(within)
+        return "; called from ".join(self._frames or ())
+
+
+# What a training process prints, in lines that a message takes: whatever it is, and however long it goes on.
+
+
+LINE_AT_MOST = 1 << 18  # characters; what is longer comes in several lines
+OVERWRITTEN_EVERY = 1.0  # seconds between two states of a progress bar that are shown, beside its last
+
+
+def lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
+    """Until its end, when it is closed. What ends with a carriage return is written over by what follows."""
+    due, cut = float("-inf"), False
+    hidden = ""  # the newest state of a progress bar, if it was not shown
+    with io.TextIOWrapper(pipe, encoding="utf-8", errors="replace", newline="") as text:
+        while raw := text.readline(LINE_AT_MOST):
+            line, follows = raw.rstrip("\r\n"), cut
+            cut = not raw.endswith("\n")
+            if raw.endswith("\r"):
+                if not line:
+                    continue
+                if clock.now() < due:
+                    hidden = line
+                    continue
+                due = clock.now() + OVERWRITTEN_EVERY
+            elif not line:
+                line = hidden
+            hidden = ""
+            if line or not follows:
+                yield line
+        if hidden:
+            yield hidden
+
 
 # Seconds for a killed process and its last lines; what it forked may keep its output open longer.
 CLOSE_WAIT = 2.0
@@ -205,3 +278,59 @@ def _close_quietly(pipe: IO[bytes]) -> None:
         pipe.close()
     except OSError:
         pass
+
+
+# Whether a child was killed because memory ran out: the kernel counts such kills per control group.
+#
+# Reads the counter of this process's own group, in which its children are, too (cgroup v2's memory.events, v1's
+# memory.oom_control), else the whole machine's in /proc/vmstat. Called from the slot's main thread.
+
+
+class MemoryKills:
+    """Remembers the counter, so that a kill is noticed by its rise. root: where /proc and /sys are; for tests."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._seen = self._read()
+
+    def explains(self, code: int) -> bool:
+        """Whether the process that just ended with `code` was killed because memory ran out."""
+        before, self._seen = self._seen, self._read()
+        # A process may be moved to another group, whose counter tells nothing yet.
+        return code == -signal.SIGKILL and self._seen[0] == before[0] and self._seen[1] > before[1]
+
+    def _read(self) -> tuple[Path | None, int]:
+        file = counter(self._root)
+        try:
+            lines = file.read_text().splitlines() if file is not None else []
+        except OSError:
+            lines = []  # the group was removed meanwhile
+        return file, sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def counter(root: Path) -> Path | None:
+    """The file with the counter that is nearest to this process; None where there is none."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        groups = []
+    found: list[Path] = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        # In a container the path may be the host's; its own group is then mounted at the top.
+        if controllers == "":
+            mount, name = root / "sys/fs/cgroup", "memory.events"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
+        else:
+            continue
+        found += [mount / path.lstrip("/") / name, mount / name]
+    found.append(root / "proc/vmstat")
+    return next((file for file in found if _counts(file)), None)
+
+
+def _counts(file: Path) -> bool:
+    try:
+        return any(line.startswith("oom_kill ") for line in file.read_text().splitlines())
+    except OSError:
+        return False

@@ -6,6 +6,8 @@ until then it is a warm spare with everything imported. The end of standard inpu
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -16,6 +18,8 @@ import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -24,14 +28,60 @@ import cloudpickle
 from elastic_collectives import Endpoint
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
-from spark_elastic.rendezvous.calls import WorkerCalls
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.worker.control import Control
-from spark_elastic.worker.ending import code_of, end
-from spark_elastic.worker.loop import Identity, WorkerLoop
-from spark_elastic.worker.program import Program, environment_of
-from spark_elastic.worker.raised import fingerprint, traceback_of
+from spark_elastic.rendezvous.messages import WorkerCalls
+from spark_elastic.worker.loop import Control, Identity, WorkerLoop
+from spark_elastic.worker.program import Program, environment_of, fingerprint, traceback_of
 from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
+
+# How a training process ends: with the code that the interpreter would give it, and with what `atexit` has.
+
+
+AT_EXIT = 2.0  # seconds that `atexit` has; less than a slot's patience
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code, as the interpreter would have it; says what it would say."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def end(code: int) -> NoReturn:
+    """With what is registered with `atexit`, such as a logger's last words, but for no longer than it has time.
+
+    Threads of user code or of a framework do not keep a finished worker alive.
+    """
+    late = threading.Timer(AT_EXIT, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(BaseException):  # told by the interpreter already
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it: no reason for another code
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def forks_end_here() -> Iterator[None]:
+    """What the block's code forks (`os.fork`) ends with the block, as it would with a script: it is no worker, and must
+    not speak for the one that forked it."""
+    own = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = code_of(error)
+    if os.getpid() != own:
+        end(code)
+
 
 PR_SET_PDEATHSIG = 1
 Handed = tuple[int, int, int]  # descriptors of the status pipe and of what is watched: see `Header`

@@ -15,14 +15,14 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
+from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.state.elastic_loop import ENTERED
-from spark_elastic.state.schedule import CheckpointPolicy
-from spark_elastic.worker import results
+from spark_elastic.worker import program
 from spark_elastic.worker.context import begin_call, current
-from spark_elastic.worker.ending import forks_end_here
+from spark_elastic.worker.entry import forks_end_here
 from spark_elastic.worker.program import Completed, Outcome, Session
-from spark_elastic.worker.surroundings import leave_process_group, surround
+from spark_elastic.worker.script import leave_process_group, surround
 
 
 class FunctionProgram:
@@ -82,7 +82,7 @@ class FunctionProgram:
             with forks_end_here():
                 value = fn(*args, **kwargs)
             last = (current() or here).group or group  # an elastic function has gone on to later worlds
-            return Completed(results.encode(value, last.rank))
+            return Completed(program.encode(value, last.rank))
         except MismatchError as error:
             # Not a loss that another world could mend.
             raise InvalidInput(

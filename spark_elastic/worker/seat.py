@@ -7,13 +7,54 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position, World, is_last
+from spark_elastic.state import object_state
 from spark_elastic.state.durable_commits import DURABLE, DurableCommits
-from spark_elastic.worker.context import Current, current
-from spark_elastic.worker.engine_thread import EngineThread
+from spark_elastic.worker.context import Current, EngineThread, current
 from spark_elastic.worker.program import Session
-from spark_elastic.worker.reporting import tell
-from spark_elastic.worker.surroundings import surround
+from spark_elastic.worker.script import surround
+
+# What hand-written training tells people of itself: numbers for the job's progress, status page and metrics.
+#
+# Whatever a worker reports, rank 0's is shown. Kept where it outlives one call of the user's function, so that a count
+# of commits does not take the loss off the page. Training thread only.
+
+
+REPORTED = "reported"  # in `Session.kept`
+COUNTED = ("step", "steps", "rows", "world", "checkpoint_seconds")
+
+
+def report(**numbers: Any) -> None:
+    """Show these numbers of a training, as `report(loss=0.3, accuracy=0.9)`; each stays until it is reported anew.
+
+    Cheap, to be called each step: four times a second the newest go to the driver, which shows those of rank 0. What
+    `float` takes is a number. Does nothing in a process that is no worker.
+
+    Raises:
+        InvalidInput: what is not a number, or a name that the job counts itself.
+    """
+    here = current()
+    told: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if name in COUNTED:
+            raise InvalidInput(f"report() counts {name} itself: give yours under another name.")
+        try:
+            told[name] = value if isinstance(value, int) else float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"report() takes numbers; {name} is a {type(value).__name__} and no number: {error}."
+            ) from error
+    if here is not None and here.session is not None:
+        size = {} if here.world is None else {"world": here.world.size}
+        tell(here.session, {**told, **size})
+
+
+def tell(session: Session, numbers: dict[str, Any]) -> None:
+    """Report numbers, in addition to those that were reported before."""
+    kept: dict[str, Any] = session.kept.setdefault(REPORTED, {})
+    kept.update(numbers)
+    session.report(dict(kept))
 
 
 class WorkerSeat:
@@ -105,3 +146,28 @@ def _here() -> Current:
     here = current()
     assert here is not None
     return here
+
+
+# What Spark gave to the slot of this worker.
+
+
+def task_resources() -> dict[str, tuple[str, ...]]:
+    """Addresses by resource, as `TaskContext.resources()` has them: {"gpu": ("0",)}; empty where there are none.
+
+    For the function on a worker: the addresses are the slot's own, so that no two workers of a host take the same.
+    """
+    here = current()
+    return {} if here is None else dict(here.resources)
+
+
+# States of hand-written training as a worker has them: a `sync` outside of the run loop finds the process's world.
+
+
+class ObjectState(object_state.ObjectState):
+    __doc__ = object_state.ObjectState.__doc__
+    group_of_process = staticmethod(group_of_process)
+
+
+class KerasState(object_state.KerasState):
+    __doc__ = object_state.KerasState.__doc__
+    group_of_process = staticmethod(group_of_process)

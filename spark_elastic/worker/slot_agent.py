@@ -17,11 +17,9 @@ from spark_elastic.errors import DriverUnreachable, ElasticError
 from spark_elastic.protocol.driver.evidence import STOPPED
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
-from spark_elastic.worker.child import Child
+from spark_elastic.worker.child import LINE_AT_MOST, Child, MemoryKills
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.forking import kept
-from spark_elastic.worker.lines import LINE_AT_MOST
-from spark_elastic.worker.out_of_memory import MemoryKills
 
 LOOK_AGAIN = 30.0  # seconds between two looks at the memory of a slot's processes
 STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import gc
 import mmap
 import os
 import re
@@ -27,9 +28,39 @@ from typing import Any, TypeVar, cast
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.calls import Asks
-from spark_elastic.rendezvous.messages import Done, Exchange, JoinWorld, Request
-from spark_elastic.worker.uncollected import uncollected
+from spark_elastic.rendezvous.messages import Asks, Done, Exchange, JoinWorld, Request
+
+# Moments without a collection of garbage. Any thread.
+#
+# What it frees may let another thread go on, as the end of a tensor or a file does. Where that happens while this
+# thread holds a lock that Python code does not see, and the other one wants it with the interpreter in hand, both wait
+# for ever.
+
+
+class _Uncollected:
+    """`with uncollected:` for a few calls that do not wait; a signal's handler may come to it again inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # owns what follows, and whether garbage is collected
+        self._depth = 0
+        self._collects = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._depth:
+            self._collects = gc.isenabled()
+        self._depth += 1
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._collects and not self._depth:
+            gc.enable()
+        self._lock.release()
+
+
+uncollected = _Uncollected()
+
 
 R = TypeVar("R")
 
@@ -92,7 +123,7 @@ class Sampler:
 
     def watched(self, group: Group) -> Group:
         """`group`, its collectives told to the slot."""
-        return cast(Group, _WatchedGroup(group, self))
+        return cast("Group", _WatchedGroup(group, self))
 
     def _set(self, number: float) -> None:
         _NUMBER.pack_into(self._number, 0, number)

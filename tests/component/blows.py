@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 
 FOLDER = "ELASTIC_TEST_BLOWS"
 STEP = 8  # of an epoch, at whose beginning blows fall

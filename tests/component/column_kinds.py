@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.foreign import describe
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 
 ROWS, CLASSES = 250, 3

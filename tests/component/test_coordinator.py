@@ -21,8 +21,8 @@ from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost
+from spark_elastic.launch.audience import Silent
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.launch.narrators import Silent
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box
 from spark_elastic.testing import CountingProgram, ProcessLauncher

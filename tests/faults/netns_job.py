@@ -28,8 +28,8 @@ import torch  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
 
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
+from spark_elastic.launch.audience import Narrator  # noqa: E402
 from spark_elastic.launch.job import LaunchResult  # noqa: E402
-from spark_elastic.launch.narrators import Narrator  # noqa: E402
 from spark_elastic.platforms import Classic, Order  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
 from tests.spark.cluster import quiet_session  # noqa: E402

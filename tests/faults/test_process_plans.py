@@ -24,7 +24,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.torch.job import (
     PACE,
     ROWS,

@@ -16,7 +16,7 @@ import pytest
 
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Program
 from tests.component.torch.job import (
     RUN,

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from spark_elastic.protocol.commands import Outcome
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.fault_plan import Fault, FaultPlan
-from spark_elastic.testing.simulation import simulate
-from spark_elastic.testing.storm import storm
+from tests.simulator.fault_plan import Fault, FaultPlan, storm
+from tests.simulator.simulation import simulate
 
 LIMITS = Limits(
     num_workers=4,

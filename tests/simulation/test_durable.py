@@ -15,10 +15,10 @@ from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.worker_machine import Answer, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment, Share
-from spark_elastic.testing.invariants import Violation
-from spark_elastic.testing.simulation import simulate
 from tests.simulation.scenes import scene
+from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment, Share
+from tests.simulator.invariants import Violation
+from tests.simulator.simulation import simulate
 
 Commands = tuple[do.DriverCommand, ...]
 ALL_KILLED = Fault(Kind.KILL_WORKER, Moment.PUBLISHED, nth=3, share=Share.ALL)

@@ -12,11 +12,11 @@ from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
-from spark_elastic.testing.fault_plan import Fault, FaultPlan, Kind, Moment, random_plan
-from spark_elastic.testing.invariants import Violation
-from spark_elastic.testing.simulated_desk import Step
-from spark_elastic.testing.simulation import WorkerStep, simulate
 from tests.simulation.scenes import scene
+from tests.simulator.driver import Step
+from tests.simulator.fault_plan import Fault, FaultPlan, Kind, Moment, random_plan
+from tests.simulator.invariants import Violation
+from tests.simulator.simulation import WorkerStep, simulate
 
 KILLED = Fault(Kind.KILL_WORKER, Moment.APPLIED, nth=6, target=0)
 JOINED = Fault(Kind.ADD_HOST, Moment.EXCHANGE, nth=4)

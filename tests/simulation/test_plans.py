@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from spark_elastic.protocol.commands import Outcome
-from spark_elastic.testing.fault_plan import Kind, random_plan
-from spark_elastic.testing.simulation import Report, simulate
+from tests.simulator.fault_plan import Kind, random_plan
+from tests.simulator.simulation import Report, simulate
 
 PLANS = 1000
 CHUNK = 25

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol.commands import Outcome
-from spark_elastic.testing.fault_plan import Fault, Kind, Moment, Share
-from spark_elastic.testing.simulation import simulate
 from tests.simulation.scenes import scene
+from tests.simulator.fault_plan import Fault, Kind, Moment, Share
+from tests.simulator.simulation import simulate
 
 SEEDS = range(8)
 

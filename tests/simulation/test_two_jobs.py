@@ -9,7 +9,7 @@ from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, LaunchSlot, Outcome, Publish, ReleaseSlot
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import Bench, at
 
 LIMITS = Limits(3, 3, 3, gather_timeout=5.0, start_timeout=120.0)

@@ -23,7 +23,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.spark import carrying
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.testing import Blow, ClusterFaults
-from spark_elastic.torch.progress import progress
+from spark_elastic.torch.callbacks import progress
 from tests.component.torch.job import ledger_of
 from tests.spark import estimators
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spark_elastic.estimators.fitted_model import ElasticTorchModel
-from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator, ElasticTorchModel
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,7 +15,7 @@ import cloudpickle
 import numpy as np
 
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 

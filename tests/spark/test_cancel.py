@@ -21,7 +21,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import JobCancelled
 from spark_elastic.platforms import Classic, Order
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from tests.spark.cluster import StandaloneCluster, await_line, await_true, cluster_environment
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 

@@ -18,7 +18,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
 from spark_elastic.spark.checks.preflight import preflight
 from spark_elastic.spark.checks.probe import Probing
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.driver_address import facts
 from tests.spark.cluster import await_true, cluster_environment
 from tests.spark.conftest import HOSTS
 

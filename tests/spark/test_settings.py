@@ -16,7 +16,7 @@ import pytest
 from spark_elastic.config import ElasticConfig
 from spark_elastic.platforms import Classic, Order
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss

@@ -21,7 +21,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from spark_elastic.spark.checks.preflight import preflight
 from spark_elastic.spark.checks.probe import Probing
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.driver_address import facts
 from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table

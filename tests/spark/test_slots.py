@@ -20,7 +20,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.platforms import Classic, Order
 from spark_elastic.protocol.types import Limits, World
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.stories import Held

@@ -20,7 +20,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
 from spark_elastic.platforms import Classic, Order
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, Worker, await_true
 

@@ -9,16 +9,15 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator, _result, checked
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch.audience import WorldSpan
-from spark_elastic.launch.narrators import Silent
+from spark_elastic.launch.audience import Silent, WorldSpan
 from spark_elastic.observe.report import JobReport
 from spark_elastic.platforms import MOST_IDLE, going_on
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box, Mail
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_a_run_that_stands_still_ends() -> None:
 
 
 def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
-    clock, launcher = FakeClock(), cast(Any, None)
+    clock, launcher = FakeClock(), cast("Any", None)
     turn = lone_turn(clock)
     box = Box(memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = Client(box, "job", launcher, turn, Silent(), clock)

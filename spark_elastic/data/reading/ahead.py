@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 
-from spark_elastic.data.reading.reader import Decoded, Reader
+from spark_elastic.data.reading.decoding import Decoded, Reader
 
 
 class DecodeAhead:

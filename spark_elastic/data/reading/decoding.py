@@ -1,21 +1,53 @@
 """Columns of Arrow as numpy arrays of a fixed shape, without a copy where the layout allows it.
 
-Owns what each Arrow type becomes and every check that its rows have one shape. Knows no files. Pure.
+Owns what each Arrow type becomes and every check that its rows have one shape. Also reads the footers of Parquet files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from spark_elastic.data.manifest import Column
-from spark_elastic.data.reading.reader import Decoded
+from spark_elastic.data.manifest import Column, RowGroup
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+# What a loader needs of a reader: row groups as arrays. Arrow's is in `arrow_reader`; others may be written.
+
+
+Decoded = dict[str, npt.NDArray[np.generic]]
+
+
+class Reader(Protocol):
+    """Row groups of one data set, by their number in its manifest. Any thread may fetch."""
+
+    def fetch(self, group: int) -> Decoded:
+        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory.
+
+        StoreError where the row group cannot be read.
+        """
+        ...
+
+    def prefetch(self, group: int) -> bool:
+        """It will be fetched soon: read it now. False if there is no room for it. Raises as `fetch` does."""
+        ...
+
+    def release(self, group: int | None = None) -> None:
+        """It is not fetched again for a while, and where it is None, none is: such are the first to be forgotten."""
+        ...
+
+    def close(self) -> None:
+        """Let files and memory go."""
+        ...
+
 
 Array = npt.NDArray[np.generic]
 # Spark's ML vector, as Spark writes it: type 0 is sparse, 1 dense.
@@ -162,3 +194,63 @@ def _vectors(values: Any, column: Column) -> Array:
     array = np.zeros((rows, width), dtype=column.dtype)
     array[row, place] = flat
     return array
+
+
+# How every Parquet file is opened. Knows nothing of what is read from it. Any thread.
+
+
+def opened(source: Any, pre_buffer: bool = False, buffer_size: int = 0) -> pq.ParquetFile:
+    """source: an open file, which stays the caller's. Spark's timestamps (INT96) are read as it means them, in
+    microseconds: Arrow's nanoseconds wrap around outside of the years 1677 to 2262."""
+    return pq.ParquetFile(
+        source, pre_buffer=pre_buffer, buffer_size=buffer_size, coerce_int96_timestamp_unit="us"
+    )
+
+
+# The footers of Parquet files: rows and row groups of each file, read once, by the driver.
+#
+# Owns what footers and paths say of files. Knows nothing of columns or of Spark. Any thread.
+
+
+_FIRST_READ = 64 << 10  # one read gets nearly every footer
+_TRAILER = 8  # the footer's length and the magic word
+
+
+def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
+    """The files that have rows, in the order of `names`, and their row groups; StoreError where one is no Parquet."""
+    files: list[str] = []
+    groups: list[RowGroup] = []
+    for name in names:
+        metadata = read_footer(store, name)
+        found = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        with_rows = [(index, group) for index, group in enumerate(found) if group.num_rows]
+        if with_rows:
+            groups += [
+                RowGroup(len(files), index, group.num_rows, group.total_byte_size)
+                for index, group in with_rows
+            ]
+            files.append(name)
+    return tuple(files), tuple(groups)
+
+
+def read_footer(store: Store, name: str) -> pq.FileMetaData:
+    """One file's footer; StoreError where it is no Parquet."""
+    try:
+        return pq.read_metadata(pa.BufferReader(_footer(store, name)))
+    except pa.ArrowException as error:
+        raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
+
+
+def partition_values(name: str) -> dict[str, str]:
+    """What a file's path says of all its rows, as in `year=2024/part-0.parquet`."""
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1])
+    return {unquote(key): unquote(value) for key, equals, value in pairs if equals}
+
+
+def _footer(store: Store, name: str) -> bytes:
+    """The footer with its trailer, which alone is enough for Arrow to read the metadata."""
+    tail = store.read_tail(name, _FIRST_READ)
+    length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
+    if length > len(tail):
+        tail = store.read_tail(name, length)
+    return tail[-length:]

@@ -6,14 +6,20 @@ Knows no format. Any thread may fetch; one decodes at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from spark_elastic.data.manifest import Column, Manifest
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
-from spark_elastic.data.reading.reader import Decoded
+from spark_elastic.data.reading.decoding import Decoded, decoded, opened, partition_values
+from spark_elastic.data.reading.pieces import CutGroups, Pieces
 from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
 
 T = TypeVar("T", bound="GroupReader")
 
@@ -65,3 +71,91 @@ class GroupReader(ABC):
     @abstractmethod
     def _let_go(self) -> None:
         """Close what is open."""
+
+
+# Row groups of Parquet files as numpy arrays, by Arrow.
+#
+# Owns the open files, and the pieces of row groups that are too large for memory. Knows nothing of steps or ranks. Any
+# thread may fetch; one decodes at a time.
+
+
+OPEN_FILES = 128
+
+
+class ArrowReader(GroupReader):
+    """Reads row groups with Arrow. Arrays are views of Arrow's memory where that is possible."""
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        super().__init__(store, manifest, columns, cache_bytes)
+        self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
+        self._pieces = CutGroups()
+        self._lengths: dict[tuple[int, int], int] = {}
+        self._names: dict[int, list[str]] = {}  # the columns that are in each file
+
+    def _let_go(self) -> None:
+        while self._files:
+            self._close_oldest()
+        self._pieces.close()
+
+    def _decode(self, group: int) -> Decoded:
+        entry = self._manifest.row_groups[group]
+        name = self._manifest.files[entry.file]
+        try:
+            rows = self._piece(entry) if entry.of else self._whole(entry)
+            if rows.num_rows != entry.rows:
+                raise ValueError(f"it has {rows.num_rows} rows, not the {entry.rows} rows of the manifest")
+            return decoded(rows, self.columns, partition_values(name))
+        except (OSError, pa.ArrowException, KeyError, IndexError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise StoreError(
+                f"Cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
+            ) from error
+
+    def _whole(self, entry: RowGroup) -> pa.Table:
+        file, _ = self._open(entry.file)
+        stored = self._names.get(entry.file)
+        if stored is None:
+            stored = self._names[entry.file] = self._stored(file)
+        return file.read_row_group(entry.index, stored, use_threads=False)
+
+    def _piece(self, entry: RowGroup) -> pa.RecordBatch:
+        """One piece of a row group that was cut. All pieces but the last are equally long."""
+        key = (entry.file, entry.index)
+        if key not in self._lengths:
+            groups = self._manifest.row_groups
+            self._lengths[key] = next(each.rows for each in groups if (each.file, each.index) == key)
+        length = self._lengths[key]
+        return self._pieces.get(key, lambda: self._cut(entry, length)).read(entry.first // length)
+
+    def _cut(self, entry: RowGroup, length: int) -> Pieces:
+        file, source = self._open(entry.file)
+        return Pieces(source, entry.index, self._stored(file), length)
+
+    def _stored(self, file: pq.ParquetFile) -> list[str]:
+        """The columns that are in the file; the others are in its path."""
+        there = set(file.schema_arrow.names)
+        return [column.name for column in self.columns if column.name in there]
+
+    def _open(self, number: int) -> tuple[pq.ParquetFile, Any]:
+        if number not in self._files:
+            if len(self._files) >= OPEN_FILES:
+                self._close_oldest()
+            name = self._manifest.files[number]
+            # No memory map: its pages would count as this process's memory for as long as the file is open.
+            source = (
+                pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
+            )
+            self._files[number] = (opened(source, pre_buffer=not self._store.is_local), source)
+        self._files.move_to_end(number)
+        return self._files[number]
+
+    def _close_oldest(self) -> None:
+        _, (file, source) = self._files.popitem(last=False)
+        file.close()
+        source.close()

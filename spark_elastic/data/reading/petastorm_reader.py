@@ -15,11 +15,9 @@ import numpy as np
 from petastorm import make_batch_reader
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.reading.footers import partition_values, read_footer
-from spark_elastic.data.reading.group_reader import GroupReader
-from spark_elastic.data.reading.reader import Decoded
+from spark_elastic.data.reading.decoding import Decoded, partition_values, read_footer
+from spark_elastic.data.reading.group_reader import ArrowReader, GroupReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.ipc
 
-from spark_elastic.data.reading.parquet import opened
+from spark_elastic.data.reading.decoding import opened
 from spark_elastic.errors import StoreError
 
 _STREAMED = 1 << 20  # bytes of a column that are read at a time

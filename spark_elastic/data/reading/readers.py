@@ -7,9 +7,9 @@ from contextlib import closing
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.reading.reader import Reader
+from spark_elastic.data.reading.decoding import Reader
+from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 

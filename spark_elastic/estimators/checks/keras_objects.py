@@ -13,12 +13,12 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.factory import DRAWING
-from spark_elastic.estimators.checks.wording import kind
+from spark_elastic.estimators.checks.objects import DRAWING
+from spark_elastic.estimators.checks.validation import kind
 from spark_elastic.keras.train.archive import Archive, things_of
 from spark_elastic.keras.train.objective import Objective
-from spark_elastic.keras.train.order import ordered_features, ordered_labels
-from spark_elastic.keras.train.spec import KerasBrought
+from spark_elastic.keras.train.share import ordered_features, ordered_labels
+from spark_elastic.keras.train.task import KerasBrought
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 _BY_OURSELVES = "BackupAndRestore"

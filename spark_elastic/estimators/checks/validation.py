@@ -17,11 +17,17 @@ from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.reading.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.wording import kind
 from spark_elastic.estimators.prediction.outputs import ACTIVATIONS
-from spark_elastic.spark.dataframes.missing import Missing
-from spark_elastic.state import attempts
-from spark_elastic.training.transformation import reshaping
+from spark_elastic.spark.dataframes.scan import Missing
+from spark_elastic.state import held_run
+from spark_elastic.training.spec import reshaping
+
+# How messages name values. Pure.
+
+
+def kind(value: Any) -> str:
+    """A value in a message."""
+    return f"{type(value).__name__} ({str(value)[:40]!r})" if isinstance(value, str) else type(value).__name__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
     objects = _reshaping(brought(values), columns)
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
-        attempts.check_name(run_id)
+        held_run.check_name(run_id)
     return Request(
         brought=objects,
         learning_rate=values["learning_rate"],

@@ -25,8 +25,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.reading.readers import some_row
-from spark_elastic.data.scratch import scratch_folder
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.fit.fit_rows import RowSource
@@ -36,13 +35,11 @@ from spark_elastic.launch.audience import WorldSpan
 from spark_elastic.launch.job import LaunchResult, bounds
 from spark_elastic.observe.progress import Progress
 from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.teller import Teller, closing_in_time
-from spark_elastic.observe.told_log import log_told
+from spark_elastic.observe.told_log import Teller, closing_in_time, log_told
 from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.training.spec import Clipping, Rows, TrainSpec
 from spark_elastic.worker.program import Program
 

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.values import is_plain, plain, restored
+from spark_elastic.keras.train.state import is_plain, plain, restored
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.training.row_arrays import Arrays, StepPart
-from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Arrays, Share, StepPart
 
 
 class StepMetrics:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Share
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 

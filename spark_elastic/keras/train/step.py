@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +17,144 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.exchange import Exchange
 from spark_elastic.keras.train.metrics import StepMetrics
-from spark_elastic.keras.train.moving import Moving
 from spark_elastic.keras.train.objective import Objective
-from spark_elastic.keras.train.state import LearnerState
+from spark_elastic.keras.train.state import LearnerState, value_of
 from spark_elastic.protocol.types import Position
-from spark_elastic.training.apply_section import uninterrupted
+from spark_elastic.training.learner import sentence, uninterrupted
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.share import Share
-from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.spec import Share, TrainSpec
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
 
+# Arrays of one step, summed over the world in the group's memory: gradients, and running statistics.
+#
+# One buffer a group, cut by dtype, one collective each (R7). The memory belongs to the group: what is summed is copied
+# out before it is handed on. Training thread only.
+
+
 Array = npt.NDArray[Any]
+
+
+class Exchange:
+    """shapes, dtypes: of the arrays of a step, the same on all ranks; float16 and bfloat16 travel as float32."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
+        self._shapes = list(shapes)
+        self._dtypes = ["float64" if dtype == "float64" else "float32" for dtype in dtypes]
+        cut = repr((self._shapes, self._dtypes)).encode()
+        self.layout_hash = zlib.crc32(cut)
+        self._group: Group | None = None
+        self._flat: dict[str, Array] = {}
+        self._views: list[Array] = []
+
+    def summed(self, group: Group, arrays: Sequence[Array | None], wire: str | None) -> list[Array]:
+        """The sums over all ranks, in rank order; None counts as zeros. wire: how float32 travels, None for as it is.
+
+        What is returned is overwritten by the next call.
+
+        Raises:
+            CollectiveError: the group broke; the memory is void.
+        """
+        self._lay(group)
+        for view, array in zip(self._views, arrays, strict=True):
+            if array is None:
+                view.fill(0)
+            else:
+                np.copyto(view, array, casting="same_kind")
+        if group.size > 1:
+            for dtype, flat in self._flat.items():
+                if len(flat):
+                    group.allreduce(flat, compression=wire if dtype == "float32" else None)
+        return self._views
+
+    def close(self) -> None:
+        self._group, self._flat, self._views = None, {}, []
+
+    def _lay(self, group: Group) -> None:
+        """The same on all ranks: `Group.buffer` is called in the order of collectives."""
+        if group is self._group:
+            return
+        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self._shapes]
+        totals = {
+            kind: sum(s for s, d in zip(sizes, self._dtypes, strict=True) if d == kind)
+            for kind in ("float64", "float32")
+        }
+        memory = group.buffer(totals["float64"] * 8 + totals["float32"] * 4)
+        end = totals["float64"] * 8
+        self._flat = {"float64": memory[:end].view(np.float64), "float32": memory[end:].view(np.float32)}
+        ends = dict.fromkeys(totals, 0)
+        self._views = []
+        for shape, size, kind in zip(self._shapes, sizes, self._dtypes, strict=True):
+            self._views.append(self._flat[kind][ends[kind] : ends[kind] + size].reshape(shape))
+            ends[kind] += size
+        self._group = group
+
+
+# What a forward pass changes besides gradients: running statistics and seeds (R3, R9). Main thread only.
+
+
+_SEED = "seed_generator_state"
+
+
+class Moving:
+    """Variables that layers themselves write, such as BatchNorm's statistics.
+
+    They are averaged over the ranks by rows, and put back where a step is given up. Seeds of random layers follow from
+    a key alone, so that nothing of them need be kept.
+    """
+
+    def __init__(self, model: Any) -> None:
+        frozen = {id(v) for layer in model._flatten_layers() if not layer.trainable for v in layer.weights}
+        self.variables = [
+            v
+            for v in model.non_trainable_variables
+            if id(v) not in frozen and np.dtype(_numpy_dtype(v)).kind == "f" and not v.path.endswith(_SEED)
+        ]
+        self._seeds = [v for v in model.variables if v.path.endswith(_SEED)]
+        self._before: list[Array] = []
+
+    def begin(self, *key: int) -> None:
+        """Keep what there is, and draw by `key` from here on."""
+        self._before = [np.array(value_of(v)) for v in self.variables]
+        for number, seed in enumerate(self._seeds):
+            drawn = hashlib.sha256(repr((*key, number)).encode()).digest()
+            seed.assign(np.array([int.from_bytes(drawn[:4], "little") >> 1, 0]))
+
+    def moved(self, weight: float) -> tuple[list[Array | None], list[bool]]:
+        """Each variable times this rank's share of the step's rows, and whether it was written to."""
+        now = [np.asarray(value_of(v)) for v in self.variables]
+        written = [not np.array_equal(a, b) for a, b in zip(now, self._before, strict=True)]
+        return [value * np.asarray(weight, value.dtype) if weight else None for value in now], written
+
+    def restore(self) -> None:
+        for variable, value in zip(self.variables, self._before, strict=True):
+            variable.assign(value)
+
+    def apply(self, means: list[Array], written: Array) -> None:
+        for variable, mean, changed in zip(self.variables, means, written, strict=True):
+            if changed:
+                variable.assign(mean)
+
+
+def world_dependence(model: Any) -> str | None:
+    """R9: one sentence that names the layers that make the weights depend on the number of workers, or None."""
+    return sentence(_dependent(model))
+
+
+def _dependent(model: Any) -> Iterator[tuple[str, str]]:
+    for layer in model._flatten_layers(include_self=False):
+        if not layer.trainable:
+            continue
+        if type(layer).__name__ == "BatchNormalization":
+            yield layer.name, "BatchNormalization: statistics of each worker's own rows"
+        elif any(v.path.endswith(_SEED) for v in layer.variables) and not list(layer._layers):
+            yield layer.name, f"{type(layer).__name__}: random in each worker"
+
+
+def _numpy_dtype(variable: Any) -> str:
+    return "float32" if variable.dtype == "bfloat16" else str(variable.dtype)
+
+
 Pack = Callable[[Sequence[Any]], Any]
 
 

@@ -5,8 +5,9 @@ Shipped by cloudpickle with the user's model inside, as a `.keras` file. Main th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,22 +16,39 @@ import numpy as np
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import some_row
-from spark_elastic.keras.train.archive import saved
+from spark_elastic.keras.train.archive import Archive, saved
 from spark_elastic.keras.train.hooks import KerasHooks
 from spark_elastic.keras.train.metrics import StepMetrics
-from spark_elastic.keras.train.moving import world_dependence
 from spark_elastic.keras.train.objective import Objective
-from spark_elastic.keras.train.order import ordered_labels
-from spark_elastic.keras.train.share import Columns, Inputs
-from spark_elastic.keras.train.spec import KerasBrought
+from spark_elastic.keras.train.share import Columns, Inputs, ordered_labels
 from spark_elastic.keras.train.state import LearnerState
-from spark_elastic.keras.train.step import StepTaker, Structure
+from spark_elastic.keras.train.step import StepTaker, Structure, world_dependence
 from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.training.checkpointing import digest
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.share import Share
-from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.spec import Share, TrainSpec, Transformation
 from spark_elastic.training.trailer import Verdict
+
+# What the user brings to a training with Keras. Shipped to the workers; no thread.
+
+
+@dataclass(frozen=True)
+class KerasBrought:
+    """model: compiled. callbacks: Keras's own, or of their kind. class_weight: of the one label's classes."""
+
+    model: Archive
+    callbacks: tuple[Any, ...] = ()
+    class_weight: Mapping[int, float] | None = None
+    transformation: Transformation | None = None
+
+    def identity(self) -> dict[str, str]:
+        """What a run is bound to (R19), by the words that an error has for it."""
+        return {
+            "model, optimizer or loss": digest(self.model.identity()),
+            "class_weight": digest(self.class_weight),
+            "transformation_fn": digest(self.transformation),
+        }
 
 
 class KerasTrainTask(TrainingLoop):

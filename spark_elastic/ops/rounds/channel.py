@@ -19,12 +19,8 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.group import Array
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds.execution import Task, batches, carry_out, check
-from spark_elastic.ops.rounds.negotiation import Due, Negotiation, Round
-from spark_elastic.ops.rounds.operation import Desk, Operation, raise_again
-from spark_elastic.ops.rounds.overdue import OverdueOperations
-from spark_elastic.ops.rounds.request import Request
-from spark_elastic.ops.rounds.vocabulary import Word
+from spark_elastic.ops.rounds.execution import Desk, Operation, Task, batches, carry_out, check, raise_again
+from spark_elastic.ops.rounds.negotiation import Due, Negotiation, OverdueOperations, Request, Round, Word
 from spark_elastic.ops.timeline import Timeline
 
 HEAD = 512  # bytes of the exchange that each round begins with

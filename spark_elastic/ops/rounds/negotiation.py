@@ -1,18 +1,164 @@
 """The order in which ranks carry out what they asked for: the same machine on every rank, fed with what all said.
 
-Pure: no clock, no thread. An operation is due once every rank that has not joined asked for it; operations that are due
-in the same round go in the order in which they were first asked for, lower ranks first.
+The order itself needs no clock and no thread. An operation is due once every rank that has not joined asked for it;
+operations that are due in the same round go in the order in which they were first asked for, lower ranks first.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import struct
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
-from spark_elastic.ops.rounds.request import JOINABLE, Request, disagreement
-from spark_elastic.ops.rounds.vocabulary import Vocabulary, Word
+
+# What a rank asks for in one operation, as far as the ranks must agree on it. Pure; frozen values, any thread.
+
+
+ALLREDUCE = "allreduce"
+ALLGATHER = "allgather"
+BROADCAST = "broadcast"
+ALLTOALL = "alltoall"
+REDUCESCATTER = "reducescatter"
+BARRIER = "barrier"
+JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part
+
+
+@dataclass(frozen=True)
+class Request:
+    """One operation on one or more arrays.
+
+    name: None takes the next of the unnamed operations of its kind. shapes: one for each array; -1 stands for a first
+    dimension that may differ. dtypes: numpy's names, and bfloat16. scale: factors before and after.
+    compression: None, "fp16" or "bf16". root: rank within the channel.
+    """
+
+    kind: str
+    name: str | None = None
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    op: str = ""
+    scale: tuple[float, float] = (1.0, 1.0)
+    compression: str | None = None
+    root: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps([getattr(self, field.name) for field in fields(self)]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Request:
+        kind, name, dtypes, shapes, op, scale, compression, root = json.loads(text)
+        return cls(
+            kind, name, tuple(dtypes), tuple(map(tuple, shapes)), op, (scale[0], scale[1]), compression, root
+        )
+
+
+def named(label: str, name: str | None) -> str | None:
+    """The name of an operation for which a user has this one; labels keep names of different kinds apart."""
+    return None if name is None else f"{label}.{name}"
+
+
+def disagreement(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
+    """(ranks that differ from the first, one sentence), or None where all ask for the same."""
+    first, *others = sorted(requests)
+    wanted = requests[first]
+    off = tuple(rank for rank in others if requests[rank] is not wanted and requests[rank] != wanted)
+    if not off:
+        return None
+    ours, theirs = requests[first], requests[off[0]]
+    for what in ("kind", "dtypes", "shapes", "op", "scale", "compression", "root"):
+        one, other = getattr(ours, what), getattr(theirs, what)
+        if one != other:
+            who = f"rank{'s' if len(off) > 1 else ''} {', '.join(map(str, off))}"
+            return off, f"{label!r}: rank {first} has {what} {_said(one)}, {who} {_said(other)}."
+    raise AssertionError(f"{ours} and {theirs} differ in nothing")
+
+
+def _said(value: object) -> str:
+    return str(value[0]) if isinstance(value, tuple) and len(value) == 1 else str(value)
+
+
+# Requests that were asked for before travel as two bytes: the same numbers on every rank, since all hear all.
+#
+# Pure; owned by one thread. All ranks learn the same requests in the same order, and forget all of them together.
+
+
+CAPACITY = 4096
+_NEW = 0xFFFF
+_EXPIRED = 0xFFFE
+_JOIN = 0xFFFD
+_NUMBER = struct.Struct("<H")
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Word:
+    """One thing that a rank says in a round: a request, that it has joined (after so many steps), or that an operation
+    waited too long."""
+
+    request: Request | None = None
+    expired: str | None = None
+    joined: int = 0
+
+
+class Vocabulary:
+    """Numbers for requests."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._numbers: dict[Request, int] = {}
+        self._requests: list[Request] = []
+
+    def write(self, words: Sequence[Word]) -> bytes:
+        return b"".join(map(self._written, words))
+
+    def _written(self, word: Word) -> bytes:
+        if word.request is None:
+            if word.expired is not None:
+                return _long(_EXPIRED, word.expired.encode())
+            return _NUMBER.pack(_JOIN) + _LENGTH.pack(word.joined)
+        number = self._numbers.get(word.request)
+        return _long(_NEW, word.request.to_json()) if number is None else _NUMBER.pack(number)
+
+    def read(self, texts: Sequence[bytes]) -> list[list[Word]]:
+        """What all ranks said in one round; then their new requests are known."""
+        said = [list(self._words(text)) for text in texts]
+        for words in said:
+            for word in words:
+                self._learn(word.request)
+        if len(self._requests) > self._capacity:
+            self._numbers.clear()
+            self._requests.clear()
+        return said
+
+    def _learn(self, request: Request | None) -> None:
+        if request is not None and request not in self._numbers:
+            self._numbers[request] = len(self._requests)
+            self._requests.append(request)
+
+    def _words(self, text: bytes) -> Iterator[Word]:
+        at = 0
+        while at < len(text):
+            (number,) = _NUMBER.unpack_from(text, at)
+            at += _NUMBER.size
+            if number < _JOIN:
+                yield Word(self._requests[number])
+                continue
+            (length,) = _LENGTH.unpack_from(text, at)
+            at += _LENGTH.size
+            if number == _JOIN:
+                yield Word(joined=length)
+            else:
+                told = text[at : at + length]
+                at += length
+                yield Word(Request.from_json(told)) if number == _NEW else Word(expired=told.decode())
+
+
+def _long(number: int, text: bytes) -> bytes:
+    return _NUMBER.pack(number) + _LENGTH.pack(len(text)) + text
 
 
 @dataclass(frozen=True)
@@ -152,3 +298,35 @@ class Negotiation:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+# Logs which operation waits for which ranks, once it has waited for long. One thread; the time is a value.
+
+
+log = logging.getLogger(__name__)
+
+
+class OverdueOperations:
+    """Warns again after each further `warn_after` seconds. name: of the process set; "" for the whole world. members:
+    what its ranks are in the world."""
+
+    def __init__(self, name: str, warn_after: float, members: Sequence[int]) -> None:
+        self._where = f" of {name}" if name else ""
+        self._warn_after = warn_after
+        self._members = members
+        self._since: dict[str, float] = {}
+        self._warned: dict[str, float] = {}
+
+    def look(self, undecided: Mapping[str, tuple[int, ...]], now: float) -> None:
+        """undecided: operations that some rank asked for, each with the ranks that have not."""
+        for settled in self._since.keys() - undecided.keys():
+            del self._since[settled]
+            self._warned.pop(settled, None)
+        for label, missing in undecided.items():
+            since = self._since.setdefault(label, now)
+            if now - self._warned.get(label, since) >= self._warn_after:
+                self._warned[label] = now
+                log.warning(
+                    "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not ask for it.",
+                    label, self._where, now - since, ", ".join(str(self._members[rank]) for rank in missing),
+                )  # fmt: skip

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishCheckpoint
-from spark_elastic.protocol.driver.driver_state import Turn
-from spark_elastic.protocol.driver.registry import SlotEnd, Unsure, WorkerRecord
+from spark_elastic.protocol.driver.driver_state import SlotEnd, Turn, Unsure, WorkerRecord
 from spark_elastic.protocol.types import Checkpoint, SlotId, WorkerId
 
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step

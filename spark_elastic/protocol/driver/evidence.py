@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import Abort, StopWorker
-from spark_elastic.protocol.driver.driver_state import Stage, Turn
+from spark_elastic.protocol.driver.driver_state import Gone, SlotEnd, SlotRecord, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.driver.durable import MARGIN, given_up, slot_is_gone
-from spark_elastic.protocol.driver.registry import Gone, SlotEnd, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
 STOPPED = frozenset("TZX")  # states of a process that does not run: stopped, zombie, dead

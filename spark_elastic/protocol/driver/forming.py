@@ -10,13 +10,13 @@ import math
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import Announce, Outcome, Publish, StopWorker
-from spark_elastic.protocol.driver.assignment import Place, assign, source_of
-from spark_elastic.protocol.driver.driver_state import DriverState, Stage, Turn
+from spark_elastic.protocol.driver.driver_state import DriverState, Gone, Leave, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.driver.durable import old_members_may_live
 from spark_elastic.protocol.driver.ending import end, finish, promptly
 from spark_elastic.protocol.driver.evidence import break_world, lose, retire
 from spark_elastic.protocol.driver.failures import in_vain, whence
 from spark_elastic.protocol.driver.jobs import (
+    all_blacklisted,
     give_back,
     launch_due,
     recall,
@@ -24,16 +24,116 @@ from spark_elastic.protocol.driver.jobs import (
 )
 from spark_elastic.protocol.driver.listing import look_at_barred
 from spark_elastic.protocol.driver.membership import (
+    Place,
+    assign,
     capacity,
     compose,
     names,
     newest_position,
+    source_of,
     wanted_at_start,
 )
-from spark_elastic.protocol.driver.registry import Gone, Leave, WorkerRecord
-from spark_elastic.protocol.driver.shortage import enough
-from spark_elastic.protocol.driver.time_limit import GRACE, is_told, may_end, time_is_up
 from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, SlotId, WorkerStatus, World
+
+# `max_runtime`: a job that has had its time is stopped at the next step boundary. Pure.
+
+
+GRACE = 60.0  # seconds for the way to the next boundary; some functions have none
+
+
+def time_is_up(turn: Turn) -> str:
+    """Why the job shall stop at its next boundary; "" while it has time."""
+    state, limit = turn.state, turn.state.limits.max_runtime
+    if state.began is None:
+        state.began = turn.now
+    if limit is None or turn.now - state.began < limit:
+        return ""
+    return f"the job has had its {limit:g} s (max_runtime)"
+
+
+def is_told(turn: Turn) -> bool:
+    """Whether the world's members were told that their next boundary is the job's last."""
+    state = turn.state
+    return state.world is not None and state.version >= state.world.version + LAST_CHANGE
+
+
+def may_end(turn: Turn) -> bool:
+    """Once its time is up: whether everybody has passed the last boundary, nobody is left to save anything, or the
+    grace is over, too. A world that broke, or may have stopped for another change, is followed by one that is told.
+    """
+    state = turn.state
+    assert state.began is not None
+    assert state.limits.max_runtime is not None
+    if turn.now - state.began >= state.limits.max_runtime + GRACE:
+        return True
+    if state.stage is Stage.RUNNING:
+        return False
+    told_only_that = state.world is not None and state.version == state.world.version + LAST_CHANGE
+    return not turn.anybody_survives() or (told_only_that and not state.because)
+
+
+# Whether a job has enough workers, and when it gives up waiting for them. Part of the driver machine; pure.
+
+
+def enough(turn: Turn, count: int) -> bool:
+    """Whether `count` workers are at least `min_workers`. Ends the job if there were too few for `start_timeout`."""
+    state = turn.state
+    if count >= state.limits.min_workers:
+        state.short_since = None
+        return True
+    state.recall |= state.withheld > 0  # what was given back is needed now
+    if state.short_since is None:
+        state.short_since = turn.now
+    elif turn.now - state.short_since >= state.limits.start_timeout:
+        end(turn, Outcome.NOT_ENOUGH_WORKERS, _shortage(turn, count))
+    else:
+        _give_up_on_the_blacklisted(turn, state.short_since + state.limits.start_timeout)
+    return False
+
+
+def _give_up_on_the_blacklisted(turn: Turn, deadline: float) -> None:
+    """Ends the job early if no host that is left could bring a worker before the deadline."""
+    found = all_blacklisted(turn) if turn.state.blacklist else None
+    if found is None or found[1] <= deadline:
+        return
+    hosts, first = found
+    when = "never" if first == float("inf") else f"in {first - turn.now:.0f} s"
+    end(
+        turn,
+        Outcome.NOT_ENOUGH_WORKERS,
+        f"all hosts are blacklisted since their workers failed: {names(hosts)}; the first returns {when} "
+        f"(cooldown_range), and the job waits for workers for {turn.state.limits.start_timeout:g} s (start_timeout)",
+    )
+
+
+def _shortage(turn: Turn, count: int) -> str:
+    """The sentence with which such a job ends: who came, and what was still waited for."""
+    state = turn.state
+    hosts = sorted({slot.host for slot in state.slots.values()})
+    silent = [str(job.job) for job in state.jobs.values() if job.slots == 0 and job.job not in state.put_off]
+    starting = [turn.title(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
+    parts = [
+        f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
+        "(min_workers)",
+        f"hosts: {names(hosts) or 'none'}",
+    ]
+    if silent:
+        parts.append(f"waited for slot jobs that the cluster did not start: {names(silent)}")
+    if starting:
+        parts.append(f"waited for {names(starting)} to get warm")
+    cooling = [
+        f"{worker.worker} (its slot failed, for {until - turn.now:.0f} s)"
+        for worker in state.workers.values()
+        if (until := state.blacklist.slot_until(worker.slot, worker.host, turn.now)) is not None
+    ]
+    if cooling:
+        parts.append(f"cooling down: {names(cooling)}")
+    if state.yielded:
+        parts.append(f"its slots were given back in between: {state.yielded}")
+    if state.fruitless_end:
+        parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
+    return "; ".join(parts)
+
 
 PATIENCE_WITH_THE_LAST = 10  # times regroup_timeout
 

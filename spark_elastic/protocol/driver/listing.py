@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Remark
-from spark_elastic.protocol.driver.driver_state import Turn
+from spark_elastic.protocol.driver.driver_state import Leave, SlotRecord, Turn, WorkerRecord
 from spark_elastic.protocol.driver.jobs import PARKED_FOR, give_back, hasten
-from spark_elastic.protocol.driver.registry import Leave, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import SlotId
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.driver_state import Turn
+from spark_elastic.protocol.driver.driver_state import JobRecord, SlotEnd, SlotRecord, Turn
 from spark_elastic.protocol.driver.durable import job_is_gone
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import STOPPED, lose_slot
 from spark_elastic.protocol.driver.jobs import follow, give_back, hasten, refuse
 from spark_elastic.protocol.driver.listing import refusal
-from spark_elastic.protocol.driver.registry import JobRecord, SlotEnd, SlotRecord
 from spark_elastic.protocol.driver.worker_events import adopt
 
 

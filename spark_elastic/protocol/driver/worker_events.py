@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.driver_state import Failure, Stage, Turn
+from spark_elastic.protocol.driver.driver_state import Failure, Gone, SlotRecord, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.driver.durable import seen_dead
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import (
@@ -20,7 +20,6 @@ from spark_elastic.protocol.driver.evidence import (
 from spark_elastic.protocol.driver.failures import blame, spell, starve
 from spark_elastic.protocol.driver.jobs import give_back, strike
 from spark_elastic.protocol.driver.listing import unwanted
-from spark_elastic.protocol.driver.registry import Gone, SlotRecord, WorkerRecord
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 

@@ -13,8 +13,7 @@ from pyspark.sql import DataFrame
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.spark.dataframes.materialize import Split, Writing, column_types, origin, sided
-from spark_elastic.spark.dataframes.missing import Dropping
-from spark_elastic.spark.dataframes.scan import Scan, rows_of
+from spark_elastic.spark.dataframes.scan import Dropping, Scan, rows_of
 from spark_elastic.spark.dataframes.schema import ColumnType
 
 

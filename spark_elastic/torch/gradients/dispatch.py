@@ -6,23 +6,175 @@ training thread owns everything here; the engine's thread runs only what it is h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
+from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.reduction import Compressor
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.torch.gradients import sparse
-from spark_elastic.torch.gradients.agreement import agree
 from spark_elastic.torch.gradients.buckets import Spec
 from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.own_compression import allreduce_as
-from spark_elastic.torch.gradients.stalls import inspected
 from spark_elastic.torch.gradients.terms import Terms
-from spark_elastic.worker.engine_thread import EngineThread
+from spark_elastic.torch.tensors import array_of, name_of, on_host
+from spark_elastic.worker.context import EngineThread
+
+# Whether all ranks train the same parameters on the same terms, and what the first difference is.
+#
+# Before any gradient travels (R7). Runs in the engine's thread; knows no tensors.
+
+
+def agree(group: Group, layout: int, specs: Sequence[Spec], terms: Terms) -> None:
+    """A collective of all ranks. layout: a hash of everything that must be equal.
+
+    Raises:
+        MismatchError: it is not, on every rank alike.
+    """
+    hashes = group.allgather(np.array(layout, np.uint64)).tolist()
+    off = [rank for rank, cut in enumerate(hashes) if cut != hashes[0]]
+    if off:
+        own = json.dumps(described(specs, terms)).encode()
+        texts = [json.loads(text) for text in group.allgather_bytes(own)]
+        raise MismatchError(
+            off,
+            f"ranks {off} do not exchange the same gradients as rank 0: "
+            + first_difference(texts[0], texts[off[0]], off[0]),
+        )
+
+
+def described(specs: Sequence[Spec], terms: Terms) -> list[str]:
+    """The terms, and each parameter in the order of the optimizer."""
+    own = f"gradients are {terms.spoken}, in {len(terms.groups)} groups"
+    return [own, *(f"{spec.name!r} is {spec.dtype} of shape {spec.shape}" for spec in specs)]
+
+
+def first_difference(first: Sequence[str], other: Sequence[str], rank: int) -> str:
+    """One sentence, of what rank 0 and that rank said of themselves."""
+    for number, (a, b) in enumerate(zip_longest(first, other, fillvalue="no more")):
+        if a != b:
+            what = (
+                f"of {max(len(first), len(other)) - 1} parameters, the first that differs, number {number}: "
+            )
+            return f"{what if number else ''}on rank 0, {a}; on rank {rank}, {b}."
+    return "their buckets are cut differently: set SPARK_ELASTIC_BUCKET_BYTES and groups alike."
+
+
+# Horovod's stall check: logs which ranks an exchange of gradients waits for, and gives it up in the end.
+
+
+NAMED = 3  # how many parameters a line names
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def inspected(
+    group: Group, names: Callable[[], Sequence[str]], warn_after: float, wait_at_most: float | None
+) -> Iterator[None]:
+    """Around a collective of `group`, in the thread that calls it.
+
+    names: of the parameters whose gradients it sums. warn_after: seconds until the ranks that it waits for are logged,
+    and between two such lines. wait_at_most: until it is an error; None: the group's timeout.
+    """
+    if warn_after == math.inf and wait_at_most is None:
+        yield
+        return
+    told = 0.0
+
+    def waits(seconds: float, ranks: Sequence[int]) -> None:
+        nonlocal told
+        if seconds - told >= warn_after:
+            told = seconds
+            log.warning(
+                "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not brought theirs.",
+                _listed(names()), seconds, ", ".join(str(group.members[rank]) for rank in ranks),
+            )  # fmt: skip
+
+    group.watch(waits)
+    group.limit(group.timeout if wait_at_most is None else wait_at_most)
+    try:
+        yield
+    finally:
+        group.watch(None)
+        group.limit(group.timeout)
+
+
+def _listed(names: Sequence[str]) -> str:
+    some = ", ".join(map(repr, names[:NAMED]))
+    return some if len(names) <= NAMED else f"{some} and {len(names) - NAMED} more"
+
+
+# Gradients that travel as a user's own `Compressor` says. Knows no buckets; runs where these are reduced: in the
+# engine's thread, and for the last one in the training thread.
+
+
+def allreduce_as(
+    compressor: type[Compressor], group: Group, tensors: Iterable[torch.Tensor], scale: tuple[float, float]
+) -> None:
+    """Sum each tensor, in place, by way of what the compressor makes of it; scale: factors before and after the sum.
+
+    Raises:
+        InvalidInput: what it gives back has another shape than the tensor.
+    """
+    for tensor in tensors:
+        compressed, ctx = compressor.compress(tensor)
+        sent = on_host(compressed)
+        group.allreduce(array_of(sent), dtype=name_of(sent.dtype), scale=scale)
+        result = compressor.decompress(sent, ctx)
+        if result.shape != tensor.shape:
+            raise InvalidInput(
+                f"{compressor.__name__}.decompress must give back the shape that compress was given, "
+                f"{tuple(tensor.shape)}; got {tuple(result.shape)}."
+            )
+        tensor.copy_(result)
+
+
+# Sparse gradients (of embeddings with sparse=True) summed over the ranks: indices and values are gathered.
+#
+# Sums are made of all ranks' values in rank order, alike on all of them. Engine's thread; owns nothing.
+
+
+def checked(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient` with its rows listed once.
+
+    Raises:
+        InvalidInput: more than its first dimension is sparse.
+    """
+    if not gradient.is_sparse:
+        return gradient.detach().to_sparse(1)
+    if gradient.sparse_dim() != 1:
+        raise InvalidInput(
+            f"the gradient of parameter {name!r} is sparse in {gradient.sparse_dim()} dimensions: only whole rows may "
+            "be missing; pass sparse_as_dense=True."
+        )
+    return gradient.detach().coalesce()
+
+
+def summed(group: Group, own: torch.Tensor, factor: float) -> torch.Tensor:
+    """The sum of all ranks' gradients, times `factor`; the rows that any of them has, each once."""
+    rows = np.concatenate(group.allgatherv(own.indices()[0].cpu().numpy()))
+    values = np.concatenate(group.allgatherv(_array(own.values())))
+    flat = torch.from_numpy(values)
+    flat = flat.view(torch.bfloat16) if own.dtype == torch.bfloat16 else flat
+    scaled = flat if factor == 1.0 else flat * factor
+    listed = torch.sparse_coo_tensor(torch.from_numpy(rows)[None], scaled, own.shape, check_invariants=False)
+    return listed.coalesce().to(own.device)
+
+
+def _array(values: torch.Tensor) -> npt.NDArray[Any]:
+    dense = values.cpu().contiguous()
+    return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
 
 
 class Dispatch:
@@ -99,7 +251,7 @@ class Dispatch:
 
         def gather() -> None:
             with self._inspected([index]):
-                self.rows[index] = sparse.summed(self._group, gradient, factor)
+                self.rows[index] = summed(self._group, gradient, factor)
 
         self._submit(gather)
 

@@ -9,9 +9,12 @@ begins. Layout and memory belong to one group, and change only when a step is op
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
+from weakref import finalize, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +24,78 @@ from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.torch.gradients import sparse
-from spark_elastic.torch.gradients.buckets import Bucket, layout, layout_hash
+from spark_elastic.torch.gradients import dispatch as sparse
+from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Bucket, layout, layout_hash
 from spark_elastic.torch.gradients.dispatch import Dispatch
 from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.hooks import hook_gradients
-from spark_elastic.torch.gradients.terms import PLAIN, Terms
-from spark_elastic.torch.gradients.trainable import specs, trainable
-from spark_elastic.torch.gradients.tuning import Tuner
-from spark_elastic.worker.engine_thread import EngineThread
+from spark_elastic.torch.gradients.terms import PLAIN, Terms, specs, trainable
+from spark_elastic.worker.context import EngineThread
+
+# Finds the quickest bucket size: sizes are tried in a world's first steps and timed by rank 0's clock.
+
+
+CANDIDATES = (BUCKET_BYTES, 8 << 20, 64 << 20)
+STEPS = 5  # of each; the first has new memory and is not counted
+MARGIN = 0.97  # of the default's time: what another one must reach to be taken
+
+
+class Tuner:
+    """`wish` is the size for the next step. total: bytes of all gradients; sizes above it are not tried."""
+
+    def __init__(self, total: int) -> None:
+        self._left = [size for size in CANDIDATES if size < total] if total > min(CANDIDATES) else []
+        self._times: dict[int, list[float]] = {}
+        self.wish = self._left[0] if self._left else BUCKET_BYTES
+
+    def took(self, seconds: float) -> None:
+        """A step with the wished size, from the beginning of its first pass to the end of its exchange."""
+        if not self._left:
+            return
+        times = self._times.setdefault(self.wish, [])
+        times.append(seconds)
+        if len(times) < STEPS:
+            return
+        del self._left[0]
+        self.wish = self._left[0] if self._left else self._quickest()
+
+    def _quickest(self) -> int:
+        medians = {size: statistics.median(times[1:]) for size, times in self._times.items()}
+        best = min(medians, key=medians.__getitem__)
+        first = next(iter(medians))
+        return best if medians[best] < MARGIN * medians[first] else first
+
+
+# Hooks on gradients that do not keep their owner alive. The garbage collector cannot look into what autograd holds, so
+# an object that is referenced from there would never be freed.
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls that method as long as its object lives; nothing from then on."""
+    owner, function = ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def call(*arguments: object) -> None:
+        alive = owner()
+        if alive is not None:
+            function(alive, *arguments)
+
+    return call
+
+
+def hook_gradients(
+    parameters: Sequence[torch.nn.Parameter], arrived: Callable[[int], None]
+) -> Callable[[], Any]:
+    """From now on `arrived`, a method, is called with a parameter's number once a backward pass has added its gradient.
+
+    Returns what ends that; so does the end of the method's object.
+    """
+    tell = weakly(arrived)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: tell(number))  # type: ignore[no-untyped-call]
+        for number, parameter in enumerate(parameters)
+    ]
+    end = finalize(arrived.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
+    end.atexit = False
+    return end
 
 
 class GradientExchange:

@@ -21,8 +21,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.hooks import weakly
+from spark_elastic.torch.gradients.exchange import GradientExchange, weakly
 from spark_elastic.torch.gradients.terms import Terms
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
 from spark_elastic.worker.context import current, floor_of_process

@@ -13,10 +13,9 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
-from spark_elastic.torch.train.loss import RowLoss
-from spark_elastic.torch.train.objective import Scored, autocast, given_loss, widened
-from spark_elastic.torch.trainer import TrainerPlan, TrainerStandIn, told
-from spark_elastic.training.share import Share
+from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, told
+from spark_elastic.torch.train.objective import RowLoss, Scored, autocast, given_loss, widened
+from spark_elastic.training.spec import Share
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
 # What Lightning's Trainer calls of a module around the steps of a fit; nothing calls it here.

@@ -15,9 +15,8 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.loss import by_element
-from spark_elastic.torch.train.objective import Scored, widened
-from spark_elastic.training.row_arrays import StepPart
+from spark_elastic.torch.train.objective import Scored, by_element, widened
+from spark_elastic.training.spec import StepPart
 
 
 class Metrics:

@@ -6,28 +6,110 @@ section. It owns no data and no loop. Main thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.row_dropout import RowDropout, draw_rows
-from spark_elastic.torch.train.buffers import BufferExchange
-from spark_elastic.torch.train.coupling import shares_statistics
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.objective import Objective
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, has_buffers
 from spark_elastic.torch.train.state import LearnerState
-from spark_elastic.training.apply_section import uninterrupted
+from spark_elastic.training.learner import output_parts, sentence, uninterrupted
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.model_output import output_parts
-from spark_elastic.training.share import Share
-from spark_elastic.training.spec import Clipping
+from spark_elastic.training.spec import Clipping, Share
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
+
+# Running statistics of a model (BatchNorm's and their like), averaged over the ranks by rows, so that replicas agree.
+#
+# Floating point buffers become the row-weighted mean, integer and boolean ones the maximum; buffers that nobody wrote
+# to (masks, tables of positions, which may be larger than the gradients) stay where they are. The others travel after
+# the gradients and before the trailer; nothing is written back before the step is applied.
+
+
+class BufferExchange:
+    """Buffers of one model: `send` in the exchange, `apply` in the apply section."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def send(self, group: Group, before: ForwardSnapshot, rows: int, planned: int) -> None:
+        """before: the forward pass. rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
+        named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
+        written = np.array([before.wrote(name, b) for name, b in named], np.int64)
+        _all_reduced(group, written, "max")  # all ranks send the same ones
+        sent = [b for (_, b), flag in zip(named, written, strict=True) if flag]
+        self._floats = [b for b in sent if b.is_floating_point()]
+        self._integers = [b for b in sent if not b.is_floating_point()]
+        self._mean = _flat(self._floats, torch.float64)
+        # Zeros, not values times zero, which are NaN where a mask holds infinities.
+        self._mean = self._mean * (rows / planned) if rows else np.zeros_like(self._mean)
+        _all_reduced(group, self._mean, "sum")
+        self._most = _flat(self._integers, torch.int64)
+        _all_reduced(group, self._most, "max")
+
+    def apply(self) -> None:
+        _write(self._floats, self._mean)
+        _write(self._integers, self._most)
+
+
+def _all_reduced(group: Group, array: npt.NDArray[Any], op: str) -> None:
+    if len(array):  # an allreduce of nothing would still wait for the other ranks
+        group.allreduce(array, op=op)
+
+
+def _flat(buffers: list[torch.Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
+    parts = [buffer.detach().reshape(-1).to(dtype) for buffer in buffers]
+    return torch.cat(parts).numpy() if parts else torch.empty(0, dtype=dtype).numpy()
+
+
+def _write(buffers: list[torch.Tensor], flat: npt.NDArray[Any]) -> None:
+    end = 0
+    with torch.no_grad():
+        for buffer in buffers:
+            buffer.copy_(torch.from_numpy(flat[end : end + buffer.numel()]).view(buffer.shape))
+            end += buffer.numel()
+
+
+# Layers that make a step depend on how its rows are split over workers (R9). Pure looking at a module; no thread.
+
+
+def world_dependence(model: torch.nn.Module) -> str | None:
+    """One sentence that names the layers, or None: then weights equal those of any other world, up to rounding."""
+    return sentence((name or "the model", why) for name, why in _dependent(model))
+
+
+def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether forward passes of all ranks meet, so that each must make the same number of them, of all its rows."""
+    return any(isinstance(module, SyncBatchNorm) and module.training for module in modules)
+
+
+def _dependent(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm | SyncBatchNorm):
+            yield name, f"{type(module).__name__}: statistics of each worker's own rows"
+        elif _is_random(module):
+            yield name, f"{type(module).__name__}: random in each worker"
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.RReLU):
+        return True
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, float | int) and rate > 0.0  # RNNs and attention hold a number, others a module
 
 
 @dataclass(frozen=True)

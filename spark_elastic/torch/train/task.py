@@ -5,7 +5,7 @@ Shipped by cloudpickle with the user's model, optimizer and loss inside. Main th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,21 +14,19 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.terms import as_set
 from spark_elastic.torch.optimizers import made
-from spark_elastic.torch.train.columns import Columns
-from spark_elastic.torch.train.coupling import world_dependence
 from spark_elastic.torch.train.hooks import Hooks
-from spark_elastic.torch.train.metrics import Metrics
+from spark_elastic.torch.train.metrics import Metrics, accumulates
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import drawing_by
-from spark_elastic.torch.train.spec import Brought, trainer_plan
-from spark_elastic.torch.train.state import LearnerState
-from spark_elastic.torch.train.state_bytes import values_dumps
-from spark_elastic.torch.train.step import Rules, StepTaker
-from spark_elastic.training.input_dtype import input_dtype
+from spark_elastic.torch.train.spec import Brought, Columns, trainer_plan
+from spark_elastic.torch.train.state import LearnerState, values_dumps
+from spark_elastic.torch.train.step import Rules, StepTaker, world_dependence
+from spark_elastic.training.learner import input_dtype
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
@@ -142,3 +140,42 @@ class TorchLearner:
 
     def close(self) -> None:
         self._exchange.close()
+
+
+# Whether the numbers that callbacks watch will come about: said before the first job. Pure.
+
+
+# Numbers of an epoch that say nothing of how good the model is.
+BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
+
+
+def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> None:
+    """Raises InvalidInput for a number that no epoch will have. validates: there is a validation after each epoch."""
+    known = epoch_numbers(brought, labels)
+    free = tuple(f"{name}_" for name, metric in brought.metrics.items() if accumulates(metric))
+    adding = any(not _is_ours(callback.on_epoch_end) for callback in brought.callbacks)
+    for name in brought.watched:
+        plain = name.removeprefix("val_")
+        if not ({name, plain} & {*known, *BESIDE} or adding or plain.startswith(free)):
+            there = [*known, *(f"val_{each}" for each in known if validates)]
+            raise InvalidInput(
+                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(there)}."
+            )
+        if name.startswith("val_") and name not in known and not validates:
+            raise InvalidInput(
+                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
+                "fit_on_parquet), or the callback's monitor='loss'."
+            )
+
+
+def epoch_numbers(brought: Brought, labels: Sequence[str]) -> list[str]:
+    """Losses and metrics that an epoch may have, and with `val_` before them its validation. What a metric object
+    computes may have names after its own, and callbacks may add more."""
+    several = len(labels) > 1
+    losses = [f"loss_{label}" for label in labels] if len(brought.losses) > 1 else []
+    outputs = [f"{name}_{label}" for name in brought.metrics for label in labels] if several else []
+    return ["loss", *losses, *brought.metrics, *outputs]
+
+
+def _is_ours(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("spark_elastic.")

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading import arrow_reader
-from spark_elastic.data.reading.arrow_reader import ArrowReader
-from spark_elastic.data.reading.footers import read_footers
+from spark_elastic.data.reading import group_reader
+from spark_elastic.data.reading.decoding import read_footers
+from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.readers import some_row
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
@@ -65,7 +65,7 @@ def test_footers_give_row_groups_and_leave_empty_files_out(manifest: Manifest) -
 def test_a_long_footer_is_read_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     name = write(store, "a.parquet", 0, 50, 1)
     whole = read_footers(store, [name])
-    monkeypatch.setattr("spark_elastic.data.reading.footers._FIRST_READ", 16)
+    monkeypatch.setattr("spark_elastic.data.reading.decoding._FIRST_READ", 16)
     assert read_footers(store, [name]) == whole
 
 
@@ -127,7 +127,7 @@ def test_the_cache_is_bounded_in_bytes(store: Store, manifest: Manifest) -> None
 
 
 def test_open_files_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_reader, "OPEN_FILES", 2)
+    monkeypatch.setattr(group_reader, "OPEN_FILES", 2)
     names = [write(store, f"{n}.parquet", n * 5, 5, 5) for n in range(6)]
     manifest = Manifest(COLUMNS, *read_footers(store, names), fingerprint="", content="")
     with ArrowReader(store, manifest, cache_bytes=0) as reader:

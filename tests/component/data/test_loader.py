@@ -17,11 +17,9 @@ from spark_elastic.data import loader
 from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.arrow_reader import ArrowReader
 from spark_elastic.data.reading.decoded_groups import DecodedGroups
-from spark_elastic.data.reading.decoding import nbytes
-from spark_elastic.data.reading.footers import read_footers
-from spark_elastic.data.reading.reader import Decoded
+from spark_elastic.data.reading.decoding import Decoded, nbytes, read_footers
+from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from tests.patience import until

@@ -14,9 +14,8 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.spec import KerasBrought
-from spark_elastic.keras.train.task import KerasTrainTask
-from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.keras.train.task import KerasBrought, KerasTrainTask
+from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
 

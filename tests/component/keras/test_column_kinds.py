@@ -14,14 +14,12 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.keras.train.spec import KerasBrought
-from spark_elastic.keras.train.task import KerasTrainTask
+from spark_elastic.keras.train.task import KerasBrought, KerasTrainTask
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.schedule import CheckpointPolicy
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.spec import TrainSpec
 from tests.component.blows import await_blow, blows, kill
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write

@@ -19,7 +19,7 @@ from spark_elastic.launch.job import Site, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.blows import await_blow, blows, kill
 from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
 from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data

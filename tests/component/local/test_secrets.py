@@ -21,9 +21,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import WorkerFailed
-from spark_elastic.rendezvous.tls import only
+from spark_elastic.rendezvous.auth import only
 from spark_elastic.running.call import prepare
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -7,8 +7,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
-from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.local.places import Hosts
+from spark_elastic.local.launcher import Hosts, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotRegistered
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 

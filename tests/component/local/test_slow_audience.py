@@ -15,13 +15,13 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.launch.audience import Narrator, Silent
 from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.launch.narrators import Narrator, Silent
 from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.local.order import SlotSettings
-from spark_elastic.observe.output import Output
+from spark_elastic.local.slot import SlotSettings
+from spark_elastic.observe.progress import Output
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.processes import NumberedHosts
+from spark_elastic.testing.fakes import NumberedHosts
 from tests.component.worker.moments import Held
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(120)]

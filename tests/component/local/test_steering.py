@@ -14,16 +14,14 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.driver.discovery import FixedHosts
-from spark_elastic.driver.handle import JobHandle
+from spark_elastic.driver.discovery import FixedHosts, JobHandle
 from spark_elastic.errors import JobCancelled
+from spark_elastic.launch.audience import Silent
 from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.launch.narrators import Silent
-from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.local.places import Hosts
+from spark_elastic.local.launcher import Hosts, LocalLauncher
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from tests.component.local.watched import watched
 from tests.component.worker.moments import Held
 from tests.patience import until

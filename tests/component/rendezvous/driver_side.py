@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.snapshot import pages
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous import auth

@@ -14,12 +14,11 @@ from starlette.types import Receive, Scope, Send
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import Unauthorized
 from spark_elastic.protocol import events
-from spark_elastic.rendezvous import auth, tls
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.connection import Connection
 from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, Acknowledged, Beat
-from spark_elastic.rendezvous.serving import Bind, Serving, listen
+from spark_elastic.rendezvous.serving import Bind, Connection, Serving, listen
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, Stranger, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "worker": "", "state": ""}})
@@ -243,7 +242,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
 
     listener = listen(Bind())
     port = listener.getsockname()[1]
-    certificate = tls.made() if encrypted else None
+    certificate = auth.made() if encrypted else None
     serving = Serving(
         Gate(KEY, ATTEMPT, {Beat: beat}), listener, _Narrow, certificate and certificate.context
     )
@@ -252,7 +251,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
         http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         if certificate is None
         else http.client.HTTPSConnection(
-            "127.0.0.1", port, timeout=PATIENCE, context=tls.only(certificate.public)
+            "127.0.0.1", port, timeout=PATIENCE, context=auth.only(certificate.public)
         )
     )
     silent: list[socket.socket] = []
@@ -277,7 +276,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
         assert honest.sock is kept
         for still_there in silent[3:]:
             if certificate is not None:
-                still_there = tls.only(certificate.public).wrap_socket(still_there)
+                still_there = auth.only(certificate.public).wrap_socket(still_there)
                 silent.append(still_there)
             still_there.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert parse(read_all(still_there))[0] == 401
@@ -294,7 +293,7 @@ def test_strangers_whose_tls_fails_are_forgotten() -> None:
         return Acknowledged()
 
     listener = listen(Bind())
-    serving = Serving(Gate(KEY, ATTEMPT, {Beat: nothing}), listener, _Narrow, tls.made().context)
+    serving = Serving(Gate(KEY, ATTEMPT, {Beat: nothing}), listener, _Narrow, auth.made().context)
     serving.start()
     try:
         with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as first:

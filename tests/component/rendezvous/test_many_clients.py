@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop
+from spark_elastic.driver.loop import DriverLoop, Inbox
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
 from spark_elastic.protocol.types import Limits, Phase, Position, World

@@ -16,7 +16,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.snapshot import pages
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor

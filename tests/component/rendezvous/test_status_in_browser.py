@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.snapshot import pages
 from spark_elastic.protocol import events as on
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.status_door import StatusDoor

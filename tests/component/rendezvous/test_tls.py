@@ -16,17 +16,17 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.snapshot import pages
 from spark_elastic.protocol import events
-from spark_elastic.rendezvous import tls
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, read_all, start_driver
 
 
 @pytest.fixture(scope="module")
-def certificate() -> tls.Certificate:
-    return tls.made()
+def certificate() -> auth.Certificate:
+    return auth.made()
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def door() -> StatusDoor:
 
 
 @pytest.fixture
-def driver(certificate: tls.Certificate, door: StatusDoor) -> Iterator[Driver]:
+def driver(certificate: auth.Certificate, door: StatusDoor) -> Iterator[Driver]:
     made = start_driver(Bind(certificate=certificate), door=door)
     yield made
     made.close()
@@ -55,13 +55,13 @@ def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
 
 def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
     """The right key does not help an impostor, nor does a certificate of the same name."""
-    client = driver.client(certificate=tls.made().public)
+    client = driver.client(certificate=auth.made().public)
     with pytest.raises(Unauthorized, match="does not show this job's certificate"):
         client.slot("1-0").beat()
     assert driver.events.empty()
 
 
-def test_a_plain_server_is_no_stand_in(certificate: tls.Certificate) -> None:
+def test_a_plain_server_is_no_stand_in(certificate: auth.Certificate) -> None:
     plain = start_driver()
     try:
         client = plain.client(certificate=certificate.public, timeout=0.5)
@@ -86,17 +86,17 @@ def test_plain_requests_get_nothing(driver: Driver) -> None:
 
 
 def test_the_status_page_speaks_it_too(
-    driver: Driver, door: StatusDoor, certificate: tls.Certificate
+    driver: Driver, door: StatusDoor, certificate: auth.Certificate
 ) -> None:
     url = door.url(driver.server.url)
     assert url.startswith("https://")
-    with httpx.Client(verify=tls.only(certificate.public)) as browser:
+    with httpx.Client(verify=auth.only(certificate.public)) as browser:
         answer = browser.get(url)
     assert answer.status_code == 200
     assert answer.headers["set-cookie"].endswith("; Secure")
 
 
-def test_the_private_key_stays_in_memory(certificate: tls.Certificate) -> None:
+def test_the_private_key_stays_in_memory(certificate: auth.Certificate) -> None:
     assert "PRIVATE" not in certificate.public
     assert certificate.public.count("BEGIN CERTIFICATE") == 1
 
@@ -110,7 +110,7 @@ def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
         _openssl(tmp_path, f"x509 -req -in request {signed} -out {name}.pem")
     chain, key = tmp_path / "chain.pem", str(tmp_path / "key.pem")
     chain.write_text((tmp_path / "leaf.pem").read_text() + (tmp_path / "ca.pem").read_text())
-    given = tls.given(str(chain), key)
+    given = auth.given(str(chain), key)
     assert given.public == (tmp_path / "leaf.pem").read_text()
     driver = start_driver(Bind(certificate=given))
     try:
@@ -121,7 +121,7 @@ def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
         driver.close()
     for certificate in (tmp_path / "ca.pem", tmp_path / "nowhere"):
         with pytest.raises(InvalidInput, match="cannot be used"):
-            tls.given(str(certificate), key)
+            auth.given(str(certificate), key)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_when_there_is_a_certificate(
     config = ElasticConfig(**settings)
     if expected is None:
         with pytest.raises(InvalidInput, match="nowhere"):
-            tls.chosen(config, encrypted)
+            auth.chosen(config, encrypted)
     else:
-        assert (tls.chosen(config, encrypted) is not None) is expected
+        assert (auth.chosen(config, encrypted) is not None) is expected
 
 
 def _openssl(folder: Path, arguments: str) -> None:
@@ -152,11 +152,11 @@ def _openssl(folder: Path, arguments: str) -> None:
 def test_without_openssl_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InvalidInput, match="tls needs the program openssl on the driver"):
-        tls.made()
+        auth.made()
     broken = tmp_path / "openssl"
     broken.write_text("#!/bin/sh\necho no curve >&2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(InvalidInput, match=r"could not make a certificate \(no curve\)"):
-        tls.made()
+        auth.made()
     with pytest.raises(InvalidInput, match="cannot be read"):
-        tls.only("nonsense")
+        auth.only("nonsense")

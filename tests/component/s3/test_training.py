@@ -10,7 +10,7 @@ import torch
 from spark_elastic.data.store import Store
 from spark_elastic.state.checkpoint import Checkpoints
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill
 from tests.component.torch.job import (

@@ -17,7 +17,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.running.call import Call, prepare
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 
 STEPS = 20
 PACE = 0.05  # seconds a step takes at least

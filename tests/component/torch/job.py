@@ -23,15 +23,15 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.footers import read_footers
+from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits, Phase
+from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.state.schedule import CheckpointPolicy
-from spark_elastic.testing.processes import ProcessLauncher
-from spark_elastic.torch import draw_rows, progress
+from spark_elastic.testing.fakes import ProcessLauncher
+from spark_elastic.torch import callbacks, draw_rows
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, TrainSpec
@@ -52,7 +52,7 @@ class Paced(torch.nn.Module):
         self.net, self.pace = net, pace
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        here = progress()
+        here = callbacks()
         if here is not None:
             time.sleep(self.pace)
             await_blow(here.epoch, here.step, validates=not self.training)

@@ -18,7 +18,7 @@ from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill

@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import RowDropout, SyncBatchNorm
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping

@@ -16,7 +16,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import TimeLimitReached
 from spark_elastic.protocol.driver import forming
-from spark_elastic.protocol.driver.time_limit import time_is_up
+from spark_elastic.protocol.driver.forming import time_is_up
 from spark_elastic.state.checkpoint import Checkpoints
 from tests.component.blows import kill
 from tests.component.torch.hand_written import Run, assert_exact, count, train

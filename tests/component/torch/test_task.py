@@ -14,11 +14,9 @@ from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
 from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.torch.train.watching import BESIDE, epoch_numbers
+from spark_elastic.torch.train.task import BESIDE, TorchTrainTask, epoch_numbers
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
 from tests.component.torch.hooked_job import HookedJob, make_job, plain, same_history

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.state.held_run import HeldRun
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill
 from tests.component.torch.hooked_job import make_job, plain, same_history

@@ -19,8 +19,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.counting import CountingProgram
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import Held
 
 

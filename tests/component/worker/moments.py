@@ -12,7 +12,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Position, World
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Session, Stopped
 
 LONG = 1.5  # seconds

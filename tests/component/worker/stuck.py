@@ -7,7 +7,7 @@ import os
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import World
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
 
 

@@ -23,15 +23,13 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
+from spark_elastic.launch.audience import Silent
 from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.launch.narrators import Silent
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
-from spark_elastic.testing.counting import CountingProgram
-from spark_elastic.testing.processes import ProcessLauncher
+from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Outcome, Session
-from spark_elastic.worker.results import decode
+from spark_elastic.worker.program import Outcome, Session, decode
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
 from tests.patience import until

@@ -13,7 +13,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.errors import OutOfMemory
 from spark_elastic.protocol.types import World
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, Session
 from tests.component.worker.losses import Job
 from tests.patience import until

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.scratch import scratch_folder
+from spark_elastic.data.store import scratch_folder
 from spark_elastic.protocol.events import SlotBeat, SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
 from spark_elastic.rendezvous.messages import BODY_AT_MOST
-from spark_elastic.testing.counting import CountingProgram
+from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.entry import Header

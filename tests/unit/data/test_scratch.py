@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data import scratch
-from spark_elastic.data.scratch import scratch_folder, sweep
+from spark_elastic.data import store
+from spark_elastic.data.store import scratch_folder, sweep
 
 HOLD = """
 import sys
-from spark_elastic.data.scratch import scratch_folder
+from spark_elastic.data.store import scratch_folder
 with scratch_folder() as folder:
     (folder / "model.keras").write_bytes(b"weights")
     sys.stdout.write(f"{folder}\\n")
@@ -66,7 +66,7 @@ def test_a_process_id_that_is_used_again_is_told_from_who_had_it(place: Path) ->
 
 def test_folders_of_other_machines_boots_and_namespaces_are_left(place: Path) -> None:
     with scratch_folder() as mine:
-        name = mine.name.replace(scratch._here(), "spark_elastic-01234567-1")
+        name = mine.name.replace(store._here(), "spark_elastic-01234567-1")
     (place / name.replace(str(os.getpid()), "1")).mkdir()
     sweep()
     assert len(list(place.iterdir())) == 1

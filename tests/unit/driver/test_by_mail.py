@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.ports import Contact
 from spark_elastic.protocol.events import CancelRequested, SlotJobEnded, SlotsWanted
 from spark_elastic.state.mail import Box, Mail
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 
 def test_orders_go_out_and_ends_come_back() -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver import discovery
-from spark_elastic.driver.discovery import FixedHosts, HostPolling, script, steered
-from spark_elastic.driver.handle import JobHandle
-from spark_elastic.driver.hosts import parse_hosts
+from spark_elastic.driver.discovery import FixedHosts, HostPolling, JobHandle, parse_hosts, script, steered
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsListed

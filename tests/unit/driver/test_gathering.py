@@ -15,7 +15,7 @@ from spark_elastic.driver.gathering import Application, GatherTurn, Patience, Wa
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.protocol.events import DriverEvent, SlotsWanted
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 LIMITS = Limits(2, 2, 2, gather_timeout=0.05, start_timeout=20.0)
 CLOCK = SystemClock()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spark_elastic.driver.inbox import Inbox
+from spark_elastic.driver.loop import Inbox
 from spark_elastic.protocol.events import CancelRequested, SlotBeat
 
 BEAT = SlotBeat(1.0, "1-0", "", "")

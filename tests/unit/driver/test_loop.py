@@ -6,9 +6,8 @@ import time
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.inbox import Inbox
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop
+from spark_elastic.driver.loop import DriverLoop, Inbox
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, LaunchSlot, Outcome
 from spark_elastic.protocol.events import CancelRequested, SlotBeat

@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.driver.stall_watch import SPARE_BEATS, StallWatch
 from spark_elastic.protocol.events import DriverEvent, SlotBeat, WorkerStalled
 from spark_elastic.protocol.types import Fence, Member, World
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 
 def world(generation: int) -> World:

@@ -10,7 +10,7 @@ import torch
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.estimators.checks.validation import Request
-from spark_elastic.spark.dataframes.missing import Missing
+from spark_elastic.spark.dataframes.scan import Missing
 
 
 def net() -> torch.nn.Module:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from spark_elastic.estimators.history import FitSummary, WorldRecord
-from spark_elastic.observe.changes import Kind, WorldChange
-from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.report import JobReport, Kind, WorldChange
 
 
 def test_a_summary_survives_json() -> None:

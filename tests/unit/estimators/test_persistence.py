@@ -6,7 +6,7 @@ import io
 
 import torch
 
-from spark_elastic.estimators.persistence import pack
+from spark_elastic.estimators.saving import pack
 
 
 class Odd(torch.nn.Module):

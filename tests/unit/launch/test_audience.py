@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.launch.audience import Audience
-from spark_elastic.launch.narrators import Silent
+from spark_elastic.launch.audience import Audience, Silent
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.driver_state import Stage
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 

@@ -13,7 +13,7 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
-from spark_elastic.launch.ends import results
+from spark_elastic.launch.job import results
 from spark_elastic.protocol.commands import End, Outcome
 
 ENDS = {

@@ -10,13 +10,12 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers
 from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.local.places import Hosts
+from spark_elastic.local.launcher import Hosts, LocalLauncher
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.state.held_run import HeldRun

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from spark_elastic import cli
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.local.order import SlotOrder, SlotSettings
+from spark_elastic.local.slot import SlotOrder, SlotSettings
 
 CONFIG = ElasticConfig(
     collective_timeout=7.0,

@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from spark_elastic.local.places import Hosts, foreign
+from spark_elastic.local.launcher import Hosts, foreign
 
 
 def test_hosts_are_filled_in_their_order() -> None:

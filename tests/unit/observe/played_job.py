@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spark_elastic.observe.changes import WorldChange
 from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.report import JobReport
+from spark_elastic.observe.report import JobReport, WorldChange
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish

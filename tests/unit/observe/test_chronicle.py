@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.observe.changes import Kind
 from spark_elastic.observe.chronicle import MOST_TOLD
+from spark_elastic.observe.report import Kind
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
 from spark_elastic.protocol.types import Fence, Phase, Position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.observe.curve import Curve, CurvePoint, Speed
+from spark_elastic.observe.report import Curve, CurvePoint, Speed
 
 
 def test_a_curve_is_thinned_and_keeps_its_ends_and_means() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.observe.line_limit import LineLimit
+from spark_elastic.observe.progress import LineLimit
 
 
 def test_lines_beyond_the_allowance_are_counted() -> None:

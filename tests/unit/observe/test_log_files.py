@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.observe import log_files
 from spark_elastic.observe.log_files import LogFiles
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 
 def _kept(store: Store) -> list[tuple[str, str]]:

@@ -8,10 +8,9 @@ from typing import IO
 
 import pytest
 
-from spark_elastic.local.narration import Narration
-from spark_elastic.observe.line_limit import LineLimit
-from spark_elastic.observe.output import Output
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.local.launcher import Narration
+from spark_elastic.observe.progress import LineLimit, Output
+from spark_elastic.testing.fakes import FakeClock
 
 
 def output(stream: IO[str], lines: bool = True, limit: LineLimit | None = None) -> Output:

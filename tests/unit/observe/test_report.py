@@ -6,9 +6,7 @@ import textwrap
 
 import pytest
 
-from spark_elastic.observe.changes import Kind, WorldChange
-from spark_elastic.observe.curve import CurvePoint
-from spark_elastic.observe.report import EpochRows, JobReport
+from spark_elastic.observe.report import CurvePoint, EpochRows, JobReport, Kind, WorldChange
 from tests.sources import ROOT
 
 

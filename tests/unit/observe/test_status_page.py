@@ -8,16 +8,14 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from spark_elastic.observe import metrics
-from spark_elastic.observe.changes import WorldChange
 from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.snapshot import MOST_SLOTS, MOST_TEXT, snapshot, text
-from spark_elastic.observe.status_page import pages
+from spark_elastic.observe.report import WorldChange
+from spark_elastic.observe.snapshot import MOST_SLOTS, MOST_TEXT, exposition, pages, snapshot, text
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 
 def ignore(change: WorldChange) -> None:
@@ -56,7 +54,7 @@ def test_a_snapshot_of_a_training_that_stands_still_has_no_speed() -> None:
     assert [one["rows_per_second"] for one in seen] == [640.0, 0.0]
     assert seen[0]["seconds_left"] is not None
     assert seen[1]["seconds_left"] is None
-    assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in metrics.exposition(seen[1])
+    assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in exposition(seen[1])
 
 
 def test_a_snapshot_says_how_the_job_stands() -> None:
@@ -84,7 +82,7 @@ def test_a_large_job_makes_a_bounded_snapshot() -> None:
 def test_a_job_that_has_not_begun_has_a_snapshot_too() -> None:
     seen = snapshot(Chronicle(0.0, ignore), "job", 1.0)
     assert (seen["stage"], seen["slots"]) == ("starting", [])
-    assert b"spark_elastic_world_size" in metrics.exposition(seen)
+    assert b"spark_elastic_world_size" in exposition(seen)
 
 
 def test_what_json_has_no_number_for_is_null() -> None:
@@ -97,7 +95,7 @@ def test_what_json_has_no_number_for_is_null() -> None:
 def test_metrics_are_in_the_exposition_format() -> None:
     chronicle = job(3)
     chronicle.heard(2.0, {"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
-    lines = metrics.exposition(snapshot(chronicle, 'a "job"\\', 3.0)).decode().splitlines()
+    lines = exposition(snapshot(chronicle, 'a "job"\\', 3.0)).decode().splitlines()
     sample = re.compile(
         r'spark_elastic_\w+\{job_name="a \\"job\\"\\\\"(,\w+="[\w ]+")?\} (-?[\d.e+-]+|Inf|NaN)'
     )

@@ -13,11 +13,9 @@ from typing import IO
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.observe import teller as module
-from spark_elastic.observe.line_limit import LineLimit
-from spark_elastic.observe.output import Output
-from spark_elastic.observe.progress import Progress
-from spark_elastic.observe.teller import Teller, closing_in_time
+from spark_elastic.observe import told_log as module
+from spark_elastic.observe.progress import LineLimit, Output, Progress
+from spark_elastic.observe.told_log import Teller, closing_in_time
 
 
 def test_sentences_come_in_order_and_the_end_tells_the_rest() -> None:

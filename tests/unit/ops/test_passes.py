@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import passes
-from spark_elastic.ops.passes import PassCount, checked_passes
+from spark_elastic.ops import world
+from spark_elastic.ops.world import PassCount, checked_passes
 
 
 def _pass(count: PassCount) -> tuple[bool, bool]:
@@ -22,7 +22,7 @@ def test_three_passes_make_a_step() -> None:
 
 def test_a_world_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(passes, "world", lambda: here)
+    monkeypatch.setattr(world, "world", lambda: here)
     count = PassCount(2)
     assert _pass(count) == (True, False)
     here.fence = (1, 2)

@@ -20,8 +20,8 @@ from spark_elastic.ops.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 

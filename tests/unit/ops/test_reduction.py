@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import Compressor, NoneCompressor
 from spark_elastic.ops.process_sets import global_process_set
-from spark_elastic.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from spark_elastic.ops.reduction import How
+from spark_elastic.ops.reduction import (
+    Adasum,
+    Average,
+    Compressor,
+    How,
+    Max,
+    Min,
+    NoneCompressor,
+    Product,
+    ReduceOp,
+    Sum,
+)
 
 
 class Halves(Compressor):

@@ -12,8 +12,8 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import channel_of, start_timeline, stop_timeline
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Request
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 

@@ -11,7 +11,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Publish
 from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
-from spark_elastic.testing.invariants import DriverInvariants
+from tests.simulator.invariants import DriverInvariants
 
 C = TypeVar("C", bound=DriverCommand)
 FOUR = Limits(num_workers=4, min_workers=1, max_workers=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.pace import beat_every
+from spark_elastic.protocol.types import beat_every
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from spark_elastic.protocol.commands import (
     Sync,
     WorkerCommand,
 )
-from spark_elastic.protocol.driver.assignment import Place, assign, source_of
+from spark_elastic.protocol.driver.membership import Place, assign, source_of
 from spark_elastic.protocol.types import START, Fence, Position, World
 from tests.unit.protocol.driver_bench import at
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
-from spark_elastic.rendezvous.kv import Bounds, KeyValues, generation_scope
+from spark_elastic.rendezvous.board import Bounds, KeyValues, generation_scope
 
 
 def test_scopes_do_not_see_each_other() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 
-from spark_elastic.rendezvous.logs import LogPump
 from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.server import LogPump
 
 
 def _lines(*lines: str) -> LogLines:

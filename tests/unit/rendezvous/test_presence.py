@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.rendezvous.presence import Presence
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.rendezvous.routes import Presence
+from spark_elastic.testing.fakes import FakeClock
 
 
 def test_slots_are_counted() -> None:

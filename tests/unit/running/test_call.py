@@ -16,7 +16,7 @@ from spark_elastic.launch.job import LaunchResult
 from spark_elastic.observe.report import JobReport
 from spark_elastic.running import call as running
 from spark_elastic.running.call import prepare, results
-from spark_elastic.worker.results import encode
+from spark_elastic.worker.program import encode
 
 
 def test_r15_a_call_needs_the_result_of_every_worker() -> None:

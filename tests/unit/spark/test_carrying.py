@@ -21,7 +21,7 @@ from spark_elastic.spark.carrying import (
     carried,
     carried_program,
 )
-from spark_elastic.state.schedule import CheckpointPolicy
+from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.worker.function_program import FunctionProgram
 
 

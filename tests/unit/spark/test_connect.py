@@ -16,9 +16,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark import connect
-from spark_elastic.spark.active_session import has_context
 from spark_elastic.spark.checks.probe import Probing
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.spark.driver_address import has_context
+from spark_elastic.testing.fakes import FakeClock
 
 
 class Session:

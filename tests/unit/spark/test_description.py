@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.description import DESCRIPTION, describe, described
+from spark_elastic.spark.launcher import DESCRIPTION, describe, described
 
 
 class Properties(dict[str, Any]):

@@ -12,7 +12,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
 from spark_elastic.spark import executors
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.testing.fakes import FakeClock
 
 
 class Backend:

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark import gpu_slots
-from spark_elastic.spark.gpu_slots import EXECUTOR_GPUS, TASK_GPUS, profile_of, whole_gpu
+from spark_elastic.spark import executors
+from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS, profile_of, whole_gpu
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_a_cluster_that_refuses_is_told_of_with_its_reason(
             self.requests[name] = type("Request", (), {"amount": amount})
             return self
 
-    monkeypatch.setattr(gpu_slots, "ResourceProfileBuilder", Builder)
-    monkeypatch.setattr(gpu_slots, "TaskResourceRequests", Requests)
+    monkeypatch.setattr(executors, "ResourceProfileBuilder", Builder)
+    monkeypatch.setattr(executors, "TaskResourceRequests", Requests)
 
     def refuse(profile: Any) -> None:
         raise RuntimeError(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.job_end import JobEnd, classify
+from spark_elastic.spark.launcher import JobEnd, classify
 
 LOST = (
     "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"

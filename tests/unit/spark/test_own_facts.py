@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 import spark_elastic
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.driver_address import facts
 
 
 def test_facts_are_of_this_process() -> None:

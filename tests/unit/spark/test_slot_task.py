@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.spark.own_address import address_towards
+from spark_elastic.spark.driver_address import address_towards
 from spark_elastic.spark.slot_task import executor_id
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.protocol.driver.assignment import Place, assign, source_of
+from spark_elastic.protocol.driver.membership import Place, assign, source_of
 from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position, World
 from spark_elastic.state.durable_commits import DurableCommits
 

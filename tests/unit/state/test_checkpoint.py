@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state import attempts
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.checkpoint_writer import CheckpointWriter
+from spark_elastic.state import held_run
+from spark_elastic.state.checkpoint import Checkpoints, CheckpointWriter
 from spark_elastic.state.held_run import HeldRun
 
 
@@ -76,14 +75,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     taken: list[int] = []
-    threads = [threading.Thread(target=lambda: taken.append(attempts.take(store, "r"))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: taken.append(held_run.take(store, "r"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(taken) == [1, 2, 3, 4]
-    assert attempts.highest(store, "r") == 4
-    assert attempts.highest(store, "another") == 0
+    assert held_run.highest(store, "r") == 4
+    assert held_run.highest(store, "another") == 0
 
 
 def begun(store: Store) -> HeldRun:
@@ -96,11 +95,11 @@ def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: 
     first, second = begun(store), begun(store)
     first.forget("runs/r/rows")
     first.let_go("runs/r/rows")
-    assert attempts.highest(store, "r") == 2
+    assert held_run.highest(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
     second.forget("runs/r/rows")
-    assert attempts.highest(store, "r") == 0
+    assert held_run.highest(store, "r") == 0
     assert not store.find("runs/r")
 
 
@@ -143,7 +142,7 @@ def test_what_nobody_published_is_deleted_once_a_newer_one_counts(store: Store) 
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
     left, old = written(store, 9), written(store, 3)
     Checkpoints(store, "r").publish(1, [old])
-    attempts.take(store, "r")
+    held_run.take(store, "r")
     run = HeldRun.take(store, "r")
     late, new, next_one = (written(store, step, run.attempt) for step in (4, 5, 6))
     store.write_bytes(f"runs/r/checkpoints/{late.name}x/a", b"half")

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint
+from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.durable_commits import DurableCommits
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
 from spark_elastic.state.object_state import ObjectState
-from spark_elastic.state.schedule import CheckpointPolicy
 from spark_elastic.state.state import State
 from tests.unit.state.stage import Seat, Stage
 

@@ -311,7 +311,7 @@ def test_one_state_may_be_trained_in_two_parts() -> None:
 
 
 def _world(*positions: Position | None) -> World:
-    from spark_elastic.protocol.driver.assignment import Place, assign, source_of
+    from spark_elastic.protocol.driver.membership import Place, assign, source_of
 
     places = [Place(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
     return World(Fence(1, 2), assign(places), source_of(places), "")

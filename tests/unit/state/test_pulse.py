@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from spark_elastic.data.memory_store import memory_store
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.errors import StoreError
-from spark_elastic.state.pulse import LOOK_EVERY, STILL, Pulse, await_stillness
-from spark_elastic.testing.clock import FakeClock
+from spark_elastic.state.mail import LOOK_EVERY, STILL, Pulse, await_stillness
+from spark_elastic.testing.fakes import FakeClock
 
 NAME = "mail/1/pulse"
 

@@ -12,8 +12,7 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.tensorflow.arrays import copies
-from spark_elastic.tensorflow.calls import call
+from spark_elastic.tensorflow.arrays import call, copies
 from tests.unit.ops.workers import among_fakes, per_thread
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol.types import Fence
-from spark_elastic.testing.invariants import History, Violation
+from tests.simulator.invariants import History, Violation
 from tests.unit.protocol.driver_bench import at
 
 

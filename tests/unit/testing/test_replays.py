@@ -13,8 +13,8 @@ from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.driver_state import DriverState, Stage
 from spark_elastic.protocol.events import DriverEvent, WorkerJoins
 from spark_elastic.testing import ReplayDiffers, replay
-from spark_elastic.testing.fault_plan import Kind, random_plan
-from spark_elastic.testing.simulation import simulate
+from tests.simulator.fault_plan import Kind, random_plan
+from tests.simulator.simulation import simulate
 
 
 def _journal_of(seed: int, path: Path) -> None:

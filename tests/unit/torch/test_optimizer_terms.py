@@ -12,10 +12,10 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.arithmetic import reduced
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.compression import Compressor
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from spark_elastic.ops.reduction import Compressor
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
-from spark_elastic.torch.gradients import tuning
+from spark_elastic.torch.gradients import exchange
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
 
@@ -177,8 +177,8 @@ def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: He
 def test_p2_a_layout_that_changes_in_mid_training_changes_nothing(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "CANDIDATES", (256, 64, 320))
-    steps = 3 * tuning.STEPS + 2
+    monkeypatch.setattr(exchange, "CANDIDATES", (256, 64, 320))
+    steps = 3 * exchange.STEPS + 2
 
     def work(group: Group) -> tuple[torch.Tensor, set[int]]:
         enter(here, group)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.optimizers import made
-from spark_elastic.torch.trainer import TrainerPlan
+from spark_elastic.torch.optimizers import TrainerPlan, made
 from tests.unit.torch.loops import net
 
 

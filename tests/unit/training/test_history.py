@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training import history
+from spark_elastic.training import evaluation
 from spark_elastic.training.trailer import Verdict
 
 
@@ -14,12 +14,12 @@ def verdict(loss: float, denominator: float, rows: int) -> Verdict:
 
 
 def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
-    sums = history.begun()
-    history.add_step(sums, verdict(6.0, 4.0, 4), steps=1, size=2, seconds=0.5)
-    history.add_step(sums, verdict(2.0, 4.0, 4), steps=2, size=3, seconds=0.25)
-    history.add_step(sums, verdict(4.0, 4.0, 3), steps=3, size=2, seconds=0.25)
+    sums = evaluation.begun()
+    evaluation.add_step(sums, verdict(6.0, 4.0, 4), steps=1, size=2, seconds=0.5)
+    evaluation.add_step(sums, verdict(2.0, 4.0, 4), steps=2, size=3, seconds=0.25)
+    evaluation.add_step(sums, verdict(4.0, 4.0, 3), steps=3, size=2, seconds=0.25)
 
-    assert history.entry(sums, epoch=5, planned=12) == {
+    assert evaluation.entry(sums, epoch=5, planned=12) == {
         "epoch": 5,
         "loss": 1.0,
         "rows": 11,
@@ -31,20 +31,20 @@ def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
 
 
 def test_a_loss_that_is_a_sum_is_averaged_over_the_steps() -> None:
-    sums = history.begun()
+    sums = evaluation.begun()
     for steps in (1, 2):
-        history.add_step(sums, verdict(3.0, 0.0, 4), steps, size=1, seconds=0.0)
+        evaluation.add_step(sums, verdict(3.0, 0.0, 4), steps, size=1, seconds=0.0)
 
-    assert history.mean_loss(sums, sums["steps"]) == 3.0
+    assert evaluation.mean_loss(sums, sums["steps"]) == 3.0
 
 
 def test_figures_are_the_floats_but_for_the_time() -> None:
-    assert history.figures({"epoch": 1, "loss": 0.5, "seconds": 2.0, "worlds": [2]}) == {"loss": 0.5}
+    assert evaluation.figures({"epoch": 1, "loss": 0.5, "seconds": 2.0, "worlds": [2]}) == {"loss": 0.5}
 
 
 def test_the_history_keeps_plain_values() -> None:
     entry = {"a": np.int64(3), "b": np.arange(2), "c": np.float32(0.5)}
 
-    assert history.recorded(entry) == {"a": 3, "b": [0, 1], "c": 0.5}
+    assert evaluation.recorded(entry) == {"a": 3, "b": [0, 1], "c": 0.5}
     with pytest.raises(InvalidInput, match="a callback added a set to logs"):
-        history.recorded({"a": {1}})
+        evaluation.recorded({"a": {1}})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.training.row_arrays import StepPart
+from spark_elastic.training.spec import StepPart
 from tests.unit.torch.worlds import in_a_world
 
 

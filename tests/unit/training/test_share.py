@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Share
 
 ROWS = np.arange(30.0).reshape(10, 3)
 

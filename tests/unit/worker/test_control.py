@@ -16,12 +16,11 @@ from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.types import START, Fence
 from spark_elastic.protocol.worker_machine import SILENT_DRIVER
 from spark_elastic.rendezvous.messages import News, NextWorld
-from spark_elastic.worker.control import Control
-from spark_elastic.worker.loop import Identity, WorkerLoop
+from spark_elastic.worker.loop import Control, Identity, WorkerLoop
 
 
 def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_elastic.worker.control.REPORT_EVERY", 1000.0)
+    monkeypatch.setattr("spark_elastic.worker.loop.REPORT_EVERY", 1000.0)
     heard: list[Any] = []
     over = threading.Event()
 

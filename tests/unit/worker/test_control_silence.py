@@ -10,9 +10,8 @@ from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import News, SlotOrders
-from spark_elastic.testing.clock import FakeClock
-from spark_elastic.worker.control import Control
-from spark_elastic.worker.loop import Identity, WorkerLoop
+from spark_elastic.testing.fakes import FakeClock
+from spark_elastic.worker.loop import Control, Identity, WorkerLoop
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
 TIMEOUT = 8.0
@@ -52,7 +51,9 @@ def test_r12_a_worker_lives_for_one_timeout_after_the_drivers_last_word() -> Non
             control.close()
 
     driver = Refused(News(0), clock)
-    control = Control(Identity("1-0.1", "1-0"), cast(WorkerLoop, Loop()), cast(Any, driver), clock, TIMEOUT)
+    control = Control(
+        Identity("1-0.1", "1-0"), cast("WorkerLoop", Loop()), cast("Any", driver), clock, TIMEOUT
+    )
     control._watch()
     (silent,) = heard
     assert isinstance(silent, DriverSilent)
@@ -77,7 +78,9 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
             raise DriverUnreachable("held up")
 
     driver = Held(News(0), clock)
-    control = Control(Identity("1-0.1", "1-0"), cast(WorkerLoop, Loop()), cast(Any, driver), clock, TIMEOUT)
+    control = Control(
+        Identity("1-0.1", "1-0"), cast("WorkerLoop", Loop()), cast("Any", driver), clock, TIMEOUT
+    )
     control._watch()
     assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
 
@@ -85,7 +88,7 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
 def test_r12_a_slot_ends_after_one_timeout() -> None:
     clock = FakeClock()
     driver = Refused(SlotOrders(0), clock)
-    plan = SlotPlan("1-0", 1, "h", {}, b"", cast(Any, None), TIMEOUT)
-    agent = SlotAgent(plan, cast(RendezvousClient, driver), clock)
+    plan = SlotPlan("1-0", 1, "h", {}, b"", cast("Any", None), TIMEOUT)
+    agent = SlotAgent(plan, cast("RendezvousClient", driver), clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from spark_elastic.worker.crash_site import CrashSite
+from spark_elastic.worker.child import CrashSite
 
 PROGRAM = """
 import ctypes, faulthandler, threading, time

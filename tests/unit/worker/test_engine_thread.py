@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spark_elastic.worker.engine_thread import EngineThread
+from spark_elastic.worker.context import EngineThread
 
 
 @pytest.fixture

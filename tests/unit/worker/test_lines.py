@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from spark_elastic.testing.clock import FakeClock
-from spark_elastic.worker.lines import LINE_AT_MOST, OVERWRITTEN_EVERY, lines
+from spark_elastic.testing.fakes import FakeClock
+from spark_elastic.worker.child import LINE_AT_MOST, OVERWRITTEN_EVERY, lines
 
 
 class _Slowly(io.BytesIO):

@@ -11,7 +11,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.assignment import Place, assign
+from spark_elastic.protocol.driver.membership import Place, assign
 from spark_elastic.protocol.types import Fence, World
 from spark_elastic.worker.loop import Identity, WorkerLoop
 from spark_elastic.worker.program import Completed, Left

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.worker.out_of_memory import MemoryKills, counter
+from spark_elastic.worker.child import MemoryKills, counter
 
 V2 = "0::/pod/box\n"
 V1 = "9:name=systemd:/\n4:memory:/pod/box\n1:cpu:/\n0::/\n"

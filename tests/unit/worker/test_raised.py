@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker import raised as raised_module
-from spark_elastic.worker.raised import LINE_AT_MOST, TRACEBACK_AT_MOST, fingerprint, traceback_of
+from spark_elastic.worker import program as raised_module
+from spark_elastic.worker.program import LINE_AT_MOST, TRACEBACK_AT_MOST, fingerprint, traceback_of
 from spark_elastic.worker.script import Script
 
 

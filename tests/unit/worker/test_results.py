@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.gate import GateLimits
-from spark_elastic.worker.results import MOST, decode, encode, refuse_too_large
+from spark_elastic.worker.program import MOST, decode, encode, refuse_too_large
 
 
 def test_any_object_comes_back() -> None:

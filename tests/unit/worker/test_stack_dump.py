@@ -16,7 +16,7 @@ import pytest
 
 from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
-from spark_elastic.rendezvous.calls import Asks, WorkerCalls
+from spark_elastic.rendezvous.messages import Asks, WorkerCalls
 from spark_elastic.worker.stack_dump import DUMP, Sampler, WatchedAsks, Window, newest_stack
 from tests.patience import until
 
@@ -72,7 +72,7 @@ def late(window: Window, fabric: FakeFabric) -> None:
 
 def test_r12_when_the_driver_heard_the_slot_counts_for_its_worker(window: Window, sampler: Sampler) -> None:
     client = SimpleNamespace(heard_at=lambda: 5.0)
-    worker = WorkerCalls(WatchedAsks(cast(Asks, client), sampler), "1-0.1", "1-0")
+    worker = WorkerCalls(WatchedAsks(cast("Asks", client), sampler), "1-0.1", "1-0")
     assert worker.heard_at() == 5.0
     window.tell_heard(7.0)
     assert worker.heard_at() == 7.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.worker.surroundings import PORTS, free_port
+from spark_elastic.worker.script import PORTS, free_port
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

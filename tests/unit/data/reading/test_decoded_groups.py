@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.reading.decoded_groups import DecodedGroups
-from spark_elastic.data.reading.reader import Decoded
+from spark_elastic.data.reading.decoding import Decoded
 from spark_elastic.errors import StoreError
 from tests.patience import until
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
-from spark_elastic.data.reading.host_memory import left
+from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups, left
 
 MB = 1 << 20
 

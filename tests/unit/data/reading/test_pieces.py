@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data.foreign import describe
-from spark_elastic.data.reading.arrow_reader import ArrowReader
+from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 

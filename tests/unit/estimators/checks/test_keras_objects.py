@@ -17,7 +17,7 @@ from spark_elastic.estimators.checks.keras_objects import activation_of, compile
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.prediction.outputs import Outputs
 from spark_elastic.keras.train.archive import Archive, custom_of
-from spark_elastic.keras.train.order import ordered_labels
+from spark_elastic.keras.train.share import ordered_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -19,17 +19,18 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.memory_store import memory_store
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators import torch_estimator
 from spark_elastic.estimators.checks.validation import Request
-from spark_elastic.estimators.fit import fitting, torch_fit
+from spark_elastic.estimators.fit import fitting
 from spark_elastic.estimators.fit.fit_rows import forgotten_unless_it_goes_on
 from spark_elastic.estimators.fit.fitting import _agreed, _inputs, _ledger, _limits, _opened
 from spark_elastic.estimators.fit.run_record import RunResult
-from spark_elastic.estimators.fit.torch_fit import TORCH
-from spark_elastic.observe import teller
+from spark_elastic.estimators.torch_estimator import TORCH
+from spark_elastic.observe import told_log
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.torch.train.spec import Brought
@@ -100,7 +101,7 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
 
 
 def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teller, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(told_log, "CLOSE_SECONDS", 0.05)
     platform: Any = SimpleNamespace(launch=lambda order, progress: "launched")
     wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
@@ -287,4 +288,4 @@ def test_what_a_callback_watches_must_come_about() -> None:
         label_cols=("y",), brought=Brought(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss"))
     )
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
-        torch_fit.fit(rows, wanted)
+        torch_estimator.fit(rows, wanted)

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
-from spark_elastic.data.memory_store import memory_store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.checks.validation import Request
 from spark_elastic.estimators.elastic_estimator import check_runs
@@ -20,9 +20,9 @@ from spark_elastic.estimators.fit import fit_rows
 from spark_elastic.estimators.fit.fit_rows import TableRows, recorded
 from spark_elastic.estimators.fit.fitting import _so_far
 from spark_elastic.estimators.fit.run_record import RunRecord, RunResult
-from spark_elastic.spark.dataframes.missing import Missing
 from spark_elastic.spark.dataframes.sameness import told_apart
-from spark_elastic.training.identity import WEIGHTS
+from spark_elastic.spark.dataframes.scan import Missing
+from spark_elastic.training.checkpointing import WEIGHTS
 from tests.unit.estimators.requests import request as file_request
 
 ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f", "c0-48-ab")

@@ -13,7 +13,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.objects import brought
-from spark_elastic.estimators.fit.torch_fit import trained
+from spark_elastic.estimators.torch_estimator import trained
 from spark_elastic.torch.train.task import TorchLearner
 from tests.unit.estimators.requests import values
 

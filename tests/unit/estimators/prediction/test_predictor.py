@@ -17,10 +17,9 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.checks.objects import brought
 from spark_elastic.estimators.checks.validation import checked
-from spark_elastic.estimators.persistence import pack
-from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
-from spark_elastic.estimators.prediction.stacking import ROWS_AT_ONCE, stacked
-from spark_elastic.torch.train.columns import Columns
+from spark_elastic.estimators.prediction.predictor import ROWS_AT_ONCE, Predictor, Transformed, stacked
+from spark_elastic.estimators.saving import pack
+from spark_elastic.torch.train.spec import Columns
 from tests.unit.estimators.requests import values
 
 

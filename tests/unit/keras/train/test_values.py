@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.keras.train.values import is_plain, plain, restored
+from spark_elastic.keras.train.state import is_plain, plain, restored
 
 
 def test_what_goes_in_comes_out() -> None:

@@ -18,10 +18,10 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds import request as kinds
+from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.channel import Channel
-from spark_elastic.ops.rounds.operation import Desk, Operation
-from spark_elastic.ops.rounds.request import Request
+from spark_elastic.ops.rounds.execution import Desk, Operation
+from spark_elastic.ops.rounds.negotiation import Request
 
 CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, strategies
 
 from elastic_collectives import CollectiveTimeout, MismatchError
-from spark_elastic.ops.rounds import request as kinds
-from spark_elastic.ops.rounds.negotiation import Negotiation, Round
-from spark_elastic.ops.rounds.request import Request
-from spark_elastic.ops.rounds.vocabulary import Word
+from spark_elastic.ops.rounds import negotiation as kinds
+from spark_elastic.ops.rounds.negotiation import Negotiation, Request, Round, Word
 
 
 def reduction(name: str | None, length: int = 4, op: str = "sum") -> Request:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.driver.assignment import Place, assign, source_of
+from spark_elastic.protocol.driver.membership import Place, assign, source_of
 from spark_elastic.protocol.types import Position
 from tests.unit.protocol.driver_bench import at
 

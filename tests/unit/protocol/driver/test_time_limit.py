@@ -7,7 +7,7 @@ from dataclasses import replace
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Outcome, Publish
-from spark_elastic.protocol.driver.time_limit import GRACE
+from spark_elastic.protocol.driver.forming import GRACE
 from spark_elastic.protocol.types import START, Fence, Limits, is_last
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.checks.admission import admit
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.checks.preflight import admit
+from spark_elastic.spark.driver_address import facts
 
 DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.reading.host_memory import cgroup_limit
-from spark_elastic.spark.checks.memory import Room, judge, parse, room_of
+from spark_elastic.data.reading.decoded_groups import cgroup_limit
+from spark_elastic.spark.checks.settings import Room, judge, parse, room_of
 
 G = 1 << 30
 M = 1 << 20

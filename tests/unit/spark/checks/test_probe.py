@@ -11,10 +11,9 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import PreflightError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.checks.admission import admit
-from spark_elastic.spark.checks.judging import judge_all
+from spark_elastic.spark.checks.preflight import admit, judge_all
 from spark_elastic.spark.checks.probe import Probe
-from spark_elastic.spark.own_facts import facts
+from spark_elastic.spark.driver_address import facts
 
 
 def test_a_probe_knocks_at_the_driver_s_door() -> None:

@@ -12,7 +12,7 @@ from spark_elastic.torch import tensors
 from spark_elastic.torch.gradients import fusion
 from spark_elastic.torch.gradients.buckets import layout
 from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.trainable import specs
+from spark_elastic.torch.gradients.terms import specs
 from spark_elastic.worker.context import Floor
 
 

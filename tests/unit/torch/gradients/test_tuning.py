@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.torch.gradients.buckets import BUCKET_BYTES
-from spark_elastic.torch.gradients.tuning import CANDIDATES, STEPS, Tuner
+from spark_elastic.torch.gradients.exchange import CANDIDATES, STEPS, Tuner
 
 MB = 1 << 20
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from elastic_collectives import Group
-from spark_elastic.torch.train.buffers import BufferExchange
 from spark_elastic.torch.train.snapshot import ForwardSnapshot
+from spark_elastic.torch.train.step import BufferExchange
 from tests.unit.torch.worlds import in_a_world
 
 

@@ -7,7 +7,7 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
-from spark_elastic.torch.train.columns import Columns
+from spark_elastic.torch.train.spec import Columns
 
 
 def test_a_label_that_is_a_feature_too_is_not_what_a_model_writes_to() -> None:

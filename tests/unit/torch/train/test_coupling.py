@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from spark_elastic.torch.train.coupling import world_dependence
+from spark_elastic.torch.train.step import world_dependence
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_map
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.optimizers import TrainerPlan, made
 from spark_elastic.torch.train import lightning
 from spark_elastic.torch.train.lightning import LightningLoss, check_lightning
-from spark_elastic.torch.trainer import TrainerPlan
-from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Share
 
 SHARE = Share(3, np.arange(3), (torch.ones(3, 2),), (torch.zeros(3),), None)
 GROUP: Any = SimpleNamespace(rank=1, size=4)

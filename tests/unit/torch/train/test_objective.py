@@ -14,7 +14,7 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.train.objective import ModelLoss, ModelLosses, TypesTold
-from spark_elastic.training.share import Share
+from spark_elastic.training.spec import Share
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
 PART = Share(4, np.arange(4), (X,), (torch.zeros(4),), None)

@@ -12,8 +12,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.train.hooks import Hooks
-from spark_elastic.torch.train.state import LearnerState
-from spark_elastic.torch.train.state_bytes import readable
+from spark_elastic.torch.train.state import LearnerState, readable
 
 
 class Keeps(Callback):

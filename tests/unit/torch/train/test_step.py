@@ -15,7 +15,7 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.training.apply_section import uninterrupted
+from spark_elastic.training.learner import uninterrupted
 from tests.unit.torch.train.trainees import ROWS, Trainee, X, plain, same
 from tests.unit.torch.worlds import in_a_world
 

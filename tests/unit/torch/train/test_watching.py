@@ -11,7 +11,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule, watched
 from spark_elastic.torch.train.spec import Brought
-from spark_elastic.torch.train.watching import check_watched
+from spark_elastic.torch.train.task import check_watched
 
 
 def far(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

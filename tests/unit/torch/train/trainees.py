@@ -20,8 +20,7 @@ from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.state import LearnerState
 from spark_elastic.torch.train.step import Rules, StepTaker
 from spark_elastic.training.ledger import NullLedger
-from spark_elastic.training.share import Share
-from spark_elastic.training.spec import Clipping
+from spark_elastic.training.spec import Clipping, Share
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

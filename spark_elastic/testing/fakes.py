@@ -1,0 +1,149 @@
+"""A make-believe cluster of processes for tests: every slot plays a host of its own unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+
+from elastic_collectives import Group
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.local.launcher import LocalLauncher
+from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+
+
+class NumberedHosts:
+    """Room for so many slots, whose hosts are numbered after their jobs; further jobs stay pending, as at Spark."""
+
+    def __init__(self, room: int, slots_per_host: int) -> None:
+        self._room = threading.Semaphore(room)
+        self._per_host = slots_per_host
+        self._closed = threading.Event()
+
+    def take(self, job: int) -> str | None:
+        self._room.acquire()
+        if self._closed.is_set():
+            self._room.release()  # for the next one that waits
+            return None
+        return f"host-{job // self._per_host}"
+
+    def give_back(self, host: str) -> None:
+        self._room.release()
+
+    def add(self, slots: int) -> None:
+        self._room.release(slots)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._room.release()
+
+
+class ProcessLauncher(LocalLauncher):
+    """`LocalLauncher` on numbered hosts. room: how many slots this cluster has."""
+
+    def __init__(
+        self,
+        program: object,
+        clock: Clock,
+        preload: tuple[str, ...] = (),
+        slots_per_host: int = 1,
+        room: int = 1000,
+    ) -> None:
+        self._hosts = NumberedHosts(room, slots_per_host)
+        super().__init__(program, self._hosts, clock, preload)
+
+    def add_room(self, slots: int) -> None:
+        """New hosts arrive: pending slot jobs start."""
+        self._hosts.add(slots)
+
+
+# A clock whose time is moved by hand. One thread moves it; any may read.
+
+
+class FakeClock:
+    """`spark_elastic.clock.Clock` for tests: `sleep` moves the time instead of waiting."""
+
+    def __init__(self, start: float = 0.0, wall: float = 1_700_000_000.0) -> None:
+        self._now = start
+        self._wall_offset = wall - start
+
+    def now(self) -> float:
+        return self._now
+
+    def wall(self) -> float:
+        return self._wall_offset + self._now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        if seconds < 0:
+            raise ValueError(f"time does not run backwards: {seconds} s")
+        self._now += seconds
+
+
+# A program without a framework whose result shows every step that was lost, doubled or torn.
+#
+# Its state is one vector; step s adds f(s) to it, shared out over the ranks, so that the final vector is known in
+# closed form whatever the world did in between.
+
+
+WIDTH = 1000  # numbers in the state
+
+
+class CountingProgram:
+    """Takes `steps` steps of `seconds` each; `rows` rows per step are shared out evenly."""
+
+    def __init__(self, steps: int, seconds: float = 0.0, rows: int = 96) -> None:
+        self._steps = steps
+        self._seconds = seconds
+        self._rows = rows
+        self._clock = SystemClock()
+        self._step: int | None = None
+        self._state = np.zeros(WIDTH)
+        self._sizes: list[int] = []
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def position(self) -> Position | None:
+        return None if self._step is None else Position(0, Phase.TRAIN, self._step)
+
+    def sync(self, world: World, group: Group) -> Position:
+        source = world.source
+        staging = np.array([self._step if group.rank == source else 0, *self._state], dtype=np.float64)
+        group.broadcast(staging, 0 if source is None else source)
+        self._step, self._state = int(staging[0]), staging[1:].copy()
+        return Position(0, Phase.TRAIN, self._step)
+
+    def run(self, world: World, group: Group, session: Session) -> Outcome:
+        self._step = self._step or 0
+        self._sizes.append(group.size)
+        while self._step < self._steps:
+            self._clock.sleep(self._seconds)
+            change = self._share(self._step, group.rank, group.size)
+            group.allreduce(change)
+            versions = group.allgather(np.array([session.membership_version()], dtype=np.int64))
+            self._state += change
+            self._step += 1
+            session.tell(Position(0, Phase.TRAIN, self._step))
+            session.report({"step": self._step, "world": group.size})
+            if versions.max() > world.version:
+                return Stopped("the membership changes")
+        return Completed(
+            json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank})
+        )
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def expected(self) -> float:
+        """What "sum" must be at the end."""
+        return float(sum(row + step for step in range(self._steps) for row in range(self._rows)) * WIDTH)
+
+    def _share(self, step: int, rank: int, size: int) -> np.ndarray:
+        first, last = self._rows * rank // size, self._rows * (rank + 1) // size
+        return np.full(WIDTH, float(sum(row + step for row in range(first, last))))

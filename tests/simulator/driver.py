@@ -1,0 +1,298 @@
+"""The simulated rendezvous: the network between hosts and driver, and the driver machine with its invariants.
+
+Messages are delayed, reordered and doubled; those of a host that is cut off are said once it is back. It answers as
+the real server does: from what was published, as long as that answers the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from spark_elastic.errors import JobCancelled
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.types import Checkpoint, Fence, World
+from spark_elastic.state.held_run import HeldRun, Several
+from tests.simulator.fault_plan import Moment
+from tests.simulator.invariants import DriverInvariants, Story, Violation
+
+if TYPE_CHECKING:
+    from tests.simulator.hosts import SimHost, SimSlot, SimWorker
+    from tests.simulator.simulation import Simulation
+
+TICK = 0.05
+PUBLISHING = 0.02  # seconds from the machine's order to the store's list; in the order of the orders
+PROMPT = 0.5  # seconds after an abort in which nobody waits in that world any more
+Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
+
+
+class SimDesk:
+    """Where everything that is said to the driver arrives."""
+
+    def __init__(self, sim: Simulation, driver_step: Step, held: HeldRun, story: Story) -> None:
+        self.sim = sim
+        self.step = driver_step
+        self.run = held
+        self.invariants = DriverInvariants(sim.plan.successor, story)
+        self.story = story
+        self.dead = False  # its process; nothing that is said to it is heard
+        self.end: do.End | None = None
+        self.worlds: list[World] = []
+        self.aborted: dict[Fence, str] = {}
+        self.held: dict[str, tuple[SimWorker, Fence | None]] = {}
+        self.stops: dict[str, do.StopWorker] = {}
+        self.version = 0
+
+    @property
+    def over(self) -> bool:
+        return self.dead or self.end is not None
+
+    def open(self) -> None:
+        self.state, commands = driver_machine.initial(
+            self.sim.plan.limits, self.run.attempt, self.run.checkpoints
+        )
+        self.invariants.check(self.state, None, self.state, commands)
+        self._carry_out(commands)
+        self._tick()
+
+    def _tick(self) -> None:
+        self.post(on.Tick(self.sim.now))
+        if not self.over:
+            self.sim.at(TICK, self._tick)
+
+    def post(self, event: on.DriverEvent) -> None:
+        """The machine's turn."""
+        if self.dead:
+            return
+        if event.now != self.sim.now:
+            event = replace(event, now=self.sim.now)
+        before = self.state
+        self.state, commands = self.step(before, event)
+        self.invariants.check(before, event, self.state, commands)
+        self._carry_out(commands)
+
+    def _carry_out(self, commands: tuple[do.DriverCommand, ...]) -> None:
+        for command in commands:
+            match command:
+                case do.LaunchSlot(_, job):
+                    self.sim.launch(self, job)
+                case do.Publish(_, world):
+                    self._publish(world)
+                case do.Abort(reason, fence):
+                    self.aborted[fence] = reason
+                    self.sim.moment(Moment.REGROUPING)
+                    for worker in self._workers():
+                        self._tell(worker, partial(self._abort, worker, fence, reason))
+                    self.sim.at(PROMPT, partial(self._must_be_free, fence))
+                case do.Announce(_, version):
+                    self.version = version
+                    for worker in self._workers():
+                        self._tell(worker, partial(self._hear_version, worker, version))
+                case do.StopWorker():
+                    self._stop(command)
+                case do.ReleaseSlot(reason, slot):
+                    self._release(slot, reason)
+                case do.PublishCheckpoint(_, kept):
+                    self.sim.at(PUBLISHING, partial(self._publish_checkpoint, kept))
+                case do.End():
+                    self.end = command
+
+    def _workers(self) -> list[SimWorker]:
+        return [worker for worker in self.sim.workers() if worker.slot.desk is self]
+
+    # ---- what slots say
+
+    def registers(self, slot: SimSlot) -> None:
+        self._say(
+            slot.host, lambda: self.post(on.SlotRegistered(0, slot.name, slot.host.name, slot.job)), 0.001
+        )
+
+    def started(self, slot: SimSlot, worker: str) -> None:
+        self._say(slot.host, lambda: self.post(on.WorkerStarted(0, slot.name, worker)))
+
+    def beats(self, slot: SimSlot, worker: str, state: str) -> None:
+        if not slot.host.cut:  # nobody repeats a beat
+            self._say(slot.host, lambda: self.post(on.SlotBeat(self.sim.now, slot.name, worker, state)))
+
+    def exited(self, slot: SimSlot, worker: str, code: int) -> None:
+        self._say(slot.host, lambda: self.post(on.WorkerExited(0, worker, code)))
+
+    # ---- what workers say
+
+    def joins(self, worker: SimWorker, join: do.Join) -> None:
+        event = on.WorkerJoins(
+            0,
+            worker.name,
+            worker.slot.name,
+            join.fence,
+            join.position,
+            join.suspects,
+            join.reason,
+            join.planned,
+        )
+        self._say(worker.slot.host, lambda: self._asked(worker, join.fence, event))
+
+    def done(self, worker: SimWorker, report: do.ReportDone) -> None:
+        event = on.WorkerDone(0, worker.name, report.fence, report.position, report.result)
+        self._say(worker.slot.host, lambda: self._asked(worker, report.fence, event))
+
+    def formed(self, worker: SimWorker, fence: Fence) -> None:
+        self._say(worker.slot.host, lambda: self.post(on.WorkerFormed(self.sim.now, worker.name, fence)))
+
+    def failed(self, worker: SimWorker, report: do.ReportFailure) -> None:
+        event = on.WorkerFailed(
+            0, worker.name, report.fence, report.position, report.fingerprint, report.traceback
+        )
+        self._say(worker.slot.host, lambda: self.post(event), most=0.002)
+
+    def wrote(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
+        event = on.CheckpointWritten(0, worker.name, checkpoint)
+        self._say(worker.slot.host, lambda: self.post(event))
+
+    def _asked(self, worker: SimWorker, fence: Fence | None, event: on.DriverEvent) -> None:
+        if self.dead:
+            return
+        self.held[worker.name] = (worker, fence)
+        if not self._answer(worker.name):
+            self.post(event)
+
+    def _answer(self, name: str) -> bool:
+        """Answer a question that is held, if there is an answer."""
+        worker, fence = self.held[name]
+        stop = self.stops.get(name)
+        world = self.worlds[-1] if self.worlds else None
+        if stop is not None:
+            event: on.WorkerEvent = on.StopHeard(0, stop.reason)
+        elif world is not None and world.member(name) is not None and (fence is None or fence < world.fence):
+            event = on.GotWorld(0, world)
+        else:
+            return False
+        del self.held[name]
+        self._tell(worker, lambda: self._answered(worker, event))
+        return True
+
+    def _answered(self, worker: SimWorker, event: on.WorkerEvent) -> None:
+        worker.happens(replace(event, now=self.sim.now))
+        self.catch_up(worker)
+
+    # ---- connections
+
+    def vanished(self, worker: SimWorker) -> None:
+        """The process is gone: the server sees its connection end, if it had one and the network stands."""
+        if worker.connected and not worker.slot.host.cut and not self.sim.silent:
+            self.sim.at(0.001, lambda: self.post(on.ConnectionLost(0, worker.slot.name, worker.name)))
+
+    def lost(self, slot: SimSlot, failed: bool = False) -> None:
+        if not self.sim.silent:
+            event = on.ConnectionLost(0, slot.name, failed=failed)
+            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
+
+    def cut(self, slot: SimSlot) -> None:
+        self.lost(slot, failed=True)
+        worker = slot.worker
+        if worker is not None and worker.alive and worker.connected and not self.sim.silent:
+            event = on.ConnectionLost(0, slot.name, worker.name, failed=True)
+            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
+
+    def heal(self, slot: SimSlot) -> None:
+        """Both ask again, and hear what they have missed."""
+        worker = slot.worker
+        self._say(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name)))
+        if worker is not None and worker.alive and worker.connected:
+            self._say(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name, worker.name)))
+            if worker.question is not None:
+                worker.later(self.sim.rng.uniform(0, 0.2), lambda: worker.question and worker.question())
+            self.catch_up(worker)
+        order = self.stops.get(worker.name) if worker is not None else None
+        if order is not None:
+            self._stop(order)
+        if slot.name in self.sim.released:
+            self._release(slot.name, self.sim.released[slot.name])
+
+    def catch_up(self, worker: SimWorker) -> None:
+        """The worker's long poll: is its world over, is there a newer version, shall it stop?"""
+        if worker.state.fence in self.aborted:
+            fence = worker.state.fence
+            self._tell(worker, lambda: self._abort(worker, fence, self.aborted[fence]))
+        self._tell(worker, partial(self._hear_version, worker, self.version))
+
+    def _say(self, host: SimHost, act: Callable[[], None], most: float = 0.01) -> None:
+        """host -> driver."""
+        if host.cut:
+            host.pending.append(lambda: self._say(host, act, most))
+            return
+        for _ in range(1 + (self.sim.rng.random() < self.sim.plan.duplicates)):
+            self.sim.at(self.sim.rng.uniform(0.0002, most), act)
+
+    def _tell(self, worker: SimWorker, act: Callable[[], None]) -> None:
+        """driver -> worker; lost where the host is cut off."""
+        delay = self.sim.rng.uniform(0.0002, 0.01)
+        worker.later(delay, lambda: None if worker.slot.host.cut or self.dead else act())
+
+    # ---- what the driver says
+
+    def _publish(self, world: World) -> None:
+        if len(self.worlds) > 500:
+            raise Violation(f"500 worlds and no end\n{self.story.text()}")
+        self.worlds.append(world)
+        if world.resume or world.source is None:
+            training = [w.name for w in self._workers() if self._trains_beside(w, world)]
+            self.sim.run.durability.begins(world, training)
+        for member in world.members:
+            if member.worker in self.held:
+                self._answer(member.worker)
+
+    def _trains_beside(self, worker: SimWorker, world: World) -> bool:
+        """Whether its older world may still take a step: that needs all members, so none may have gone on."""
+        if not worker.trains_before(world.fence) or worker.group is None:
+            return False
+        its = worker.group.world
+        gone_on = {
+            member.worker for later in self.worlds if its.fence < later.fence for member in later.members
+        }
+        return not gone_on & {member.worker for member in its.members}
+
+    def _publish_checkpoint(self, kept: Several) -> None:
+        if self.dead:
+            return
+        try:
+            self.run.carry_out(kept)
+        except JobCancelled as taken:
+            self.post(on.CancelRequested(0, str(taken)))
+            return
+        self.sim.run.durability.acknowledged(self.run.attempt, kept)
+        self.sim.moment(Moment.PUBLISHED)
+
+    def _abort(self, worker: SimWorker, fence: Fence, reason: str) -> None:
+        worker.happens(on.AbortHeard(self.sim.now, fence, reason))
+
+    def _must_be_free(self, fence: Fence) -> None:
+        waiting = self.sim.groups[fence].still_waiting(PROMPT) if fence in self.sim.groups else []
+        if waiting and not self.over:
+            raise Violation(
+                f"{waiting} still wait in world {fence.generation}, aborted {PROMPT} s ago\n{self.story.text()}"
+            )
+
+    def _hear_version(self, worker: SimWorker, version: int) -> None:
+        worker.version = max(worker.version, version)
+
+    def _stop(self, order: do.StopWorker) -> None:
+        self.stops[order.worker] = order
+        worker = self.sim.worker(order.worker)
+        if worker is None or not worker.alive:
+            return
+        self.held.pop(order.worker, None)
+        self._tell(worker, lambda: worker.happens(on.StopHeard(self.sim.now, order.reason)))
+        wait = 0.005 if order.kill else 0.005 + 3.0
+        self.sim.at(wait, lambda: None if worker.slot.host.cut else worker.die(-9))
+
+    def _release(self, name: str, reason: str) -> None:
+        self.sim.released[name] = reason
+        slot = self.sim.slots.get(name)
+        if slot is not None:
+            self.sim.at(0.01, lambda: None if slot.host.cut else slot.end(reason))

@@ -1,0 +1,278 @@
+"""Seeded plans of what goes wrong and when: values that a simulation (or a test on real processes) plays."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from spark_elastic.protocol.types import Limits, Phase, Position
+
+
+class Kind(Enum):
+    KILL_WORKER = "kill the training process"
+    KILL_SLOT = "kill the slot task"
+    KILL_HOST = "kill the host"
+    STOP_WORKER = "SIGSTOP the training process"
+    CUT_HOST = "cut the host off driver and peers"
+    LOSE_SIGHT = "no packet of the host arrives, and Spark calls its executor lost"
+    SLOW_HOST = "slow the host down"
+    ADD_HOST = "a host joins"
+    DRAIN_HOST = "drain the host"
+    DRAIN_WORKER = "drain the worker"
+    RAISE = "user code raises once"
+    POISON = "user code raises at one row, always"
+    HICCUP = "the driver's server loses all connections"
+    SPECULATE = "the cluster starts a second attempt of a slot job"
+    CRASH = "the training process crashes"
+    UNLIST = "discovery does not list the host for a while"
+    KILL_DRIVER = "the driver dies, and another opens the run"
+    TAKE_OVER = "another driver opens the run of one that lives"
+    DAMAGE = "the newest checkpoint is damaged in the store"
+
+
+class Moment(Enum):
+    """What a fault waits for, beside the time."""
+
+    TIME = "time"
+    FORMING = "forming"
+    SYNCING = "syncing"
+    FORWARD = "forward"
+    EXCHANGE = "exchange"  # some have contributed
+    COMPLETE = "complete"  # some have the result, nobody applied it
+    APPLIED = "applied"  # some have applied, others not
+    REGROUPING = "regrouping"
+    CLOSING = "closing"  # some are done
+    WARMING = "warming"  # a newcomer starts
+    WRITING = "writing"  # a checkpoint is half written
+    WRITTEN = "written"  # and whole, but the driver does not know
+    PUBLISHED = "published"  # and counts
+
+
+class Share(Enum):
+    """How many of those that it could hit."""
+
+    ONE = "one"
+    TWO = "two"
+    ALL_BUT_ONE = "all but one"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` strikes `share` of the targets, beginning at number `target`, `after` seconds after the `nth` such
+    moment. duration: of what passes again, in seconds. silent: without a broken connection (power loss)."""
+
+    kind: Kind
+    moment: Moment = Moment.TIME
+    nth: int = 1
+    after: float = 0.0
+    target: int = 0
+    share: Share = Share.ONE
+    duration: float = 1.0
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """A job and its misfortunes. steps: of an epoch; rows: of a step; forward: seconds that its computing takes.
+    replace_after: seconds after which another host comes for a lost one, None for never. retries: the cluster itself
+    starts a failed slot task again. checkpoint_every: steps from one checkpoint to the next, None for no checkpoints.
+    """
+
+    seed: int
+    limits: Limits
+    hosts: int
+    slots_per_host: int
+    epochs: int = 1
+    steps: int = 10
+    rows: int = 96
+    forward: float = 0.03
+    faults: tuple[Fault, ...] = field(default=())
+    replace_after: float | None = 1.0
+    retries: bool = False
+    checkpoint_every: int | None = None
+    duplicates: float = 0.02  # probability that a message comes twice
+
+    def successor(self, position: Position) -> Position:
+        """The position one step on; the end is CLOSE of the last epoch."""
+        if position.phase is Phase.CLOSE:
+            return position
+        if position.step + 1 < self.steps:
+            return Position(position.epoch, Phase.TRAIN, position.step + 1)
+        if position.epoch + 1 < self.epochs:
+            return Position(position.epoch + 1, Phase.TRAIN, 0)
+        return Position(position.epoch, Phase.CLOSE, 0)
+
+    def positions(self) -> list[Position]:
+        """All steps, in order."""
+        return [
+            Position(epoch, Phase.TRAIN, step) for epoch in range(self.epochs) for step in range(self.steps)
+        ]
+
+    def expected(self) -> dict[Position, tuple[int, ...]]:
+        """Rows of every step."""
+        return {position: self.rows_of(position) for position in self.positions()}
+
+    def rows_of(self, position: Position) -> tuple[int, ...]:
+        first = position.step * self.rows
+        return tuple(range(first, first + self.rows))
+
+
+def random_plan(seed: int) -> FaultPlan:
+    """A plan with up to 64 workers and up to a dozen faults."""
+    rng = random.Random(seed)
+    most = rng.choice((1, 2, 2, 3, 3, 4, 4, 6, 8, 8, 12, 16, 24, 64))
+    wanted = rng.randint(max(1, most // 2), most)
+    per_host = rng.choice((1, 1, 2, 4))
+    hosts = max(1, -(-wanted // per_host) + rng.choice((-1, 0, 0, 0, 1)))
+    limits = Limits(
+        num_workers=wanted,
+        min_workers=rng.randint(1, max(1, min(wanted, 1 + wanted // 2, hosts * per_host))),
+        max_workers=most,
+        gather_timeout=2.0,
+        start_timeout=40.0,
+        lease=2.0,
+        reconnect_grace=1.0,
+        regroup_timeout=6.0,
+        failure_budget=1000,
+        max_global_batch=rng.choice((None, None, None, 96)),
+        cooldown_range=rng.choice(((1.0, 60.0), (0.2, 2.0), (6.0, 12.0), (0.5, 30.0))),
+        idle_slot_timeout=rng.choice((60.0, 2.0)),
+        all_results=seed % 2 == 1,
+    )
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 12))
+    plan = FaultPlan(
+        seed=seed,
+        limits=limits,
+        hosts=hosts,
+        slots_per_host=per_host,
+        epochs=rng.choice((1, 1, 2)),
+        steps=rng.randint(4, 8) if most > 16 else rng.randint(5, 20),
+        faults=tuple(_random_fault(rng) for _ in range(count)),
+        replace_after=rng.choice((0.2, 1.0, 3.0, 3.0, None)),
+        retries=rng.random() < 0.3,
+        duplicates=rng.choice((0.0, 0.02, 0.2)),
+    )
+    durable = random.Random(f"durable {seed}")
+    return _with_checkpoints(durable, plan) if durable.random() < DURABLE_SHARE else plan
+
+
+def _with_checkpoints(rng: random.Random, plan: FaultPlan) -> FaultPlan:
+    """Of a durable run, whose drivers die, too."""
+    limits = replace(plan.limits, checkpoints_kept=rng.choice((1, 2, 3)), driver_timeout=DRIVER_TIMEOUT)
+    faults = tuple(_durable_fault(rng) for _ in range(rng.choice((1, 2, 2, 3))))
+    every = rng.choice((1, 2, 3, 5))
+    return replace(plan, limits=limits, faults=(*plan.faults, *faults), checkpoint_every=every)
+
+
+def _durable_fault(rng: random.Random) -> Fault:
+    kind, share = rng.choice(DURABLE_KINDS)
+    return Fault(
+        kind,
+        moment=rng.choice((*DURABLE_MOMENTS, *MOMENTS[1:])),
+        nth=rng.choice((1, 1, 2, 3, 5)),
+        after=rng.choice((0.0, rng.uniform(0.0, 0.1))),
+        target=rng.randrange(64),
+        share=share,
+        duration=rng.choice((0.8, 4.0)),
+        silent=rng.random() < 0.3,
+    )
+
+
+DRIVER_TIMEOUT = 10.0  # R12: seconds after which a worker that does not hear the driver ends itself
+DURABLE_SHARE = 0.3  # of the random plans
+DURABLE_MOMENTS = (Moment.WRITING, Moment.WRITTEN, Moment.PUBLISHED)
+MOMENTS = tuple(moment for moment in Moment if moment not in DURABLE_MOMENTS)
+DURABLE_KINDS = (
+    (Kind.KILL_DRIVER, Share.ONE),
+    (Kind.KILL_DRIVER, Share.ONE),
+    (Kind.TAKE_OVER, Share.ONE),
+    (Kind.DAMAGE, Share.ONE),
+    (Kind.KILL_WORKER, Share.ALL),
+    (Kind.KILL_SLOT, Share.ALL),
+    (Kind.STOP_WORKER, Share.ALL),
+    (Kind.LOSE_SIGHT, Share.ALL),
+)
+KINDS = (
+    (Kind.KILL_WORKER, 6),
+    (Kind.KILL_SLOT, 3),
+    (Kind.KILL_HOST, 3),
+    (Kind.STOP_WORKER, 3),
+    (Kind.CUT_HOST, 3),
+    (Kind.SLOW_HOST, 1),
+    (Kind.ADD_HOST, 3),
+    (Kind.DRAIN_HOST, 2),
+    (Kind.DRAIN_WORKER, 2),
+    (Kind.RAISE, 2),
+    (Kind.POISON, 1),
+    (Kind.HICCUP, 2),
+    (Kind.SPECULATE, 2),
+    (Kind.CRASH, 4),
+    (Kind.UNLIST, 3),
+)
+
+
+def _random_fault(rng: random.Random) -> Fault:
+    kinds, weights = zip(*KINDS, strict=True)
+    moment = rng.choice((Moment.TIME, *MOMENTS))
+    timed = moment is Moment.TIME
+    return Fault(
+        kind=rng.choices(kinds, weights)[0],
+        moment=moment,
+        nth=1 if timed else rng.choice((1, 1, 2, 3, 5)),
+        after=rng.uniform(0.0, 4.0)
+        if timed
+        else rng.choice((0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1))),
+        target=rng.choice((0, 0, 1, rng.randrange(64))),
+        share=rng.choices(tuple(Share), (12, 3, 1, 1))[0],
+        duration=rng.choice((0.02, 0.3, 0.8, 1.5, 4.0, 12.0)),
+        silent=rng.random() < 0.3,
+    )
+
+
+# Storms: plans in which a large cluster loses and gains hosts by the hundred, for `simulate`. Pure values.
+
+
+STEP = 0.8  # seconds that a step computes: the storm blows over few steps
+CALM = 3.0  # seconds from the beginning until the first host is lost
+
+
+def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
+    """A worker in each slot; then a quarter of the hosts is lost within 0.2 s, half of them without a word, and while
+    others take their place more are drained or cut off; in the end all but one die, and others come again."""
+    rng = random.Random(seed)
+    workers = hosts * slots_per_host
+
+    def wave(kind: Kind, share: float, at: float, duration: float = 1.0, silent: bool = False) -> list[Fault]:
+        return [
+            Fault(
+                kind,
+                after=at + rng.uniform(0.0, 0.2),
+                target=rng.randrange(hosts),
+                duration=duration,
+                silent=silent,
+            )
+            for _ in range(round(hosts * share))
+        ]
+
+    faults = (
+        *wave(Kind.KILL_HOST, 0.125, CALM),
+        *wave(Kind.KILL_HOST, 0.125, CALM, silent=True),
+        *wave(Kind.DRAIN_HOST, 0.05, CALM + 1.0),
+        *wave(Kind.CUT_HOST, 0.05, CALM + 1.0, duration=0.8),
+        Fault(Kind.KILL_HOST, after=CALM + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE),
+    )
+    limits = Limits(
+        num_workers=workers,
+        min_workers=1,
+        max_workers=workers,
+        gather_timeout=2.0,
+        start_timeout=40.0,
+        regroup_timeout=6.0,
+        failure_budget=workers,
+    )
+    return FaultPlan(
+        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STEP, faults=faults,
+        replace_after=1.0, duplicates=0.01,
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""The group of one simulated world: forming, sync, exchanges, and how they break.
+
+Death at any point leaves some ranks with a step's result and others without (R1); whoever has it applies it whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.types import Phase, Position, World
+from tests.simulator.fault_plan import Moment
+from tests.simulator.invariants import Violation
+
+if TYPE_CHECKING:
+    from tests.simulator.hosts import SimWorker
+    from tests.simulator.simulation import Simulation
+
+COLLECTIVE_TIMEOUT = 4.0  # seconds that a rank waits for its peers
+# Probability that a peer names who broke; others are freed by the cascade, without a name.
+SEES_DIRECTLY = 0.5
+
+
+LARGE = 100  # members
+
+
+class Doing(Enum):
+    NOTHING = "nothing"
+    FORMING = "forming"
+    SYNCING = "syncing"
+    FORWARD = "forward"
+    EXCHANGE = "exchange"
+    APPLYING = "applying"  # has the result; nothing can interrupt it
+
+
+WAITING = (Doing.FORMING, Doing.SYNCING, Doing.EXCHANGE)
+
+
+class SimGroup:
+    """One rank each of the world's members, as far as they came."""
+
+    def __init__(self, sim: Simulation, world: World) -> None:
+        self.sim = sim
+        self.world = world
+        self.inside: dict[str, SimWorker] = {}
+        self.doing: dict[str, Doing] = {}
+        self._count: Counter[Doing] = Counter()  # of `doing`
+        self._untold: dict[
+            str, SimWorker
+        ] = {}  # have not heard that anybody left; kept for large worlds only
+        self.broken: dict[str, str] = {}  # worker -> why its end of the group is of no more use
+        self.arrived: dict[str, int] = {}  # worker -> membership version that it contributed
+        self.position: Position | None = None  # of the exchange that is under way
+        self.epoch = 0  # counts collectives, so that a timer knows whether its one is over
+
+    # ---- the worker's calls
+
+    def form(self, worker: SimWorker) -> None:
+        self.inside[worker.name] = worker
+        self._untold[worker.name] = worker
+        self._begin(worker, Doing.FORMING)
+        self.sim.moment(Moment.FORMING)
+        if self._all(Doing.FORMING):
+            self._complete(Doing.FORMING, self._formed)
+
+    def sync(self, worker: SimWorker) -> None:
+        if not self._begin(worker, Doing.SYNCING):
+            return
+        self.sim.moment(Moment.SYNCING)
+        if self._all(Doing.SYNCING):
+            assert self.world.source is not None
+            source = self.inside[self.world.members[self.world.source].worker]
+            chain, position = source.chain, self.world.position
+            if self.world.resume:
+                position, chain = self.sim.run.load(self.world)
+            assert position is not None
+            self._complete(Doing.SYNCING, lambda w: self._synced(w, chain, position), slowest=0.05)
+
+    def forward(self, worker: SimWorker) -> None:
+        """Compute; then contribute."""
+        self._does(worker, Doing.FORWARD)
+        self.sim.moment(Moment.FORWARD)
+        worker.later(
+            self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness,
+            lambda: self._contribute(worker),
+        )
+
+    def abort(self, worker: SimWorker, reason: str) -> None:
+        """The worker's end of the group is poisoned; who waits in it is freed."""
+        self.broken.setdefault(worker.name, reason)
+        if self.doing.get(worker.name) in WAITING:
+            self._break(worker, (), reason)
+
+    def close(self, worker: SimWorker) -> None:
+        """Its sockets close: those who still need it break."""
+        if self.inside.pop(worker.name, None) is not None:
+            self._does(worker, None)
+            self.arrived.pop(worker.name, None)
+            self._untold.pop(worker.name, None)
+            self._left(worker)
+
+    def died(self, worker: SimWorker) -> None:
+        self.close(worker)
+
+    def still_waiting(self, for_seconds: float) -> list[str]:
+        """Who waits in this group although it ran and was reachable for so long."""
+        reachable = self.sim.now - for_seconds
+        return [
+            name
+            for name, worker in self.inside.items()
+            if self.doing.get(name) in WAITING and worker.reachable_since < reachable
+        ]
+
+    # ---- collectives
+
+    def _begin(self, worker: SimWorker, what: Doing) -> bool:
+        """Enter a collective; False where the group is broken, which the worker is told."""
+        self._does(worker, what)
+        if worker.name in self.broken:
+            self._break(worker, (), self.broken[worker.name])
+            return False
+        epoch = self.epoch
+        worker.later(COLLECTIVE_TIMEOUT, lambda: self._timed_out(worker, what, epoch))
+        return True
+
+    def _does(self, worker: SimWorker, what: Doing | None) -> None:
+        """None: it is not inside any more."""
+        before = self.doing.pop(worker.name, None)
+        if before is not None:
+            self._count[before] -= 1
+        if what is not None:
+            self.doing[worker.name] = what
+            self._count[what] += 1
+
+    def _all(self, what: Doing) -> bool:
+        return len(self.inside) == self.world.size == self._count[what]
+
+    def _complete(self, what: Doing, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
+        """Everybody is there: each gets the result in its own time, unless its end breaks before."""
+        self.epoch += 1
+        for worker in tuple(self.inside.values()):
+            worker.later(self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish))
+
+    def _deliver(self, worker: SimWorker, what: Doing, finish: Callable[[SimWorker], None]) -> None:
+        if self.doing.get(worker.name) is what and worker.name not in self.broken:
+            self._does(worker, Doing.NOTHING)
+            finish(worker)
+
+    def _timed_out(self, worker: SimWorker, what: Doing, epoch: int) -> None:
+        if self.doing.get(worker.name) is what and self.epoch == epoch:
+            late = tuple(m.rank for m in self.world.members if self.doing.get(m.worker) is not what)
+            self.broken.setdefault(worker.name, "timeout")
+            self._break(worker, late, f"ranks {late} did not come within {COLLECTIVE_TIMEOUT} s")
+
+    def _left(self, gone: SimWorker) -> None:
+        member = self.world.member(gone.name)
+        assert member is not None
+        for worker in self._hearers():
+            named = (member.rank,) if self.sim.rng.random() < SEES_DIRECTLY else ()
+            reason = f"rank {member.rank} closed its connection"
+            worker.later(self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason))
+
+    def _hearers(self) -> tuple[SimWorker, ...]:
+        """Who sees somebody leave: everybody; in a large world everybody once, for the second news changes nothing."""
+        if self.world.size <= LARGE:
+            return tuple(self.inside.values())
+        untold, self._untold = tuple(self._untold.values()), {}
+        return untold
+
+    def _peer_broke(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
+        if worker.name not in self.inside:
+            return
+        self.broken.setdefault(worker.name, reason)
+        if self.doing.get(worker.name) in WAITING:
+            self._break(worker, suspects, reason)
+
+    def _break(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
+        self._does(worker, Doing.NOTHING)
+        worker.keeper.broke()
+        worker.happens(on.GroupBroke(self.sim.now, self.world.fence, suspects, reason))
+
+    # ---- what a rank gets
+
+    def _formed(self, worker: SimWorker) -> None:
+        worker.slot.desk.formed(worker, self.world.fence)
+        worker.later(0.002, lambda: worker.happens(on.Formed(self.sim.now, self.world.fence)))
+
+    def _synced(self, worker: SimWorker, chain: tuple[int, int], position: Position) -> None:
+        """R5: state and position change together."""
+        member = self.world.member(worker.name)
+        assert member is not None
+        if member.rank in self.world.receivers:
+            worker.chain = chain
+        elif worker.chain != chain:
+            raise Violation(f"{worker.name} and rank {self.world.source} differ at {position} (P4)")
+        worker.happens(on.Synced(self.sim.now, self.world.fence, position))
+
+    def _contribute(self, worker: SimWorker) -> None:
+        if worker.name not in self.inside or not self._begin(worker, Doing.EXCHANGE):
+            return
+        position = worker.position
+        if not self.arrived:
+            self.position = position
+        if position != self.position:
+            raise Violation(f"{worker.name} contributes to {position}, others to {self.position}")
+        self.arrived[worker.name] = worker.version
+        self.sim.moment(Moment.EXCHANGE)
+        if len(self.arrived) == self.world.size:
+            newest = max(self.arrived.values())
+            self.arrived = {}
+            self._complete(Doing.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
+
+    def _exchanged(self, worker: SimWorker, newest: int) -> None:
+        """The trailer is back (R6): apply, then stop where a newer version than the world's was in it."""
+        self._does(worker, Doing.APPLYING)
+        self.sim.moment(Moment.COMPLETE)
+        if worker.position.phase is Phase.CLOSE:
+            worker.keeper.sealed(self.world.fence)
+            worker.finish(self.world)
+        else:
+            worker.later(self.sim.jitter(0.002), lambda: self._apply(worker, newest > self.world.version))
+
+    def _apply(self, worker: SimWorker, stop: bool) -> None:
+        if worker.name not in self.inside:
+            return
+        worker.apply(self.world)
+        self.sim.moment(Moment.APPLIED)
+        self._does(worker, Doing.NOTHING)
+        if stop:
+            worker.happens(on.Boundary(self.sim.now, self.world.fence, "the membership changes"))
+        else:
+            worker.train()

@@ -1,0 +1,309 @@
+"""Simulated hosts, slot tasks and training processes. Each process runs the real worker machine.
+
+What they do happens at simulated times; a stopped process freezes what is due until it is continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol import worker_machine
+from spark_elastic.protocol.types import Fence, Position, World, beat_every
+from spark_elastic.protocol.worker_machine import Stage
+from tests.simulator.fault_plan import Moment
+from tests.simulator.invariants import Violation
+
+if TYPE_CHECKING:
+    from tests.simulator.driver import SimDesk
+    from tests.simulator.group import SimGroup
+    from tests.simulator.simulation import Simulation
+
+
+# When a simulated worker writes checkpoints: in the order in which `training.checkpointing` and its writer do.
+
+
+Chain = tuple[int, int]
+
+
+class SimKeeper:
+    """Rank 0 copies its state after a step that is due, writes the copy once the step is sealed (R1), one at a time,
+    and tells the driver."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self._worker = worker
+        self._steps = 0
+        self._copied: tuple[Position, Chain] | None = None
+        self._waiting: tuple[Fence, Position, Chain] | None = None
+        self._writing = False
+
+    def applied(self) -> None:
+        every = self._worker.sim.plan.checkpoint_every
+        if every is None or self._worker.rank != 0:
+            return
+        self._steps += 1
+        if self._steps >= every:
+            self._steps = 0
+            self._copied = self._worker.position, self._worker.chain
+
+    def sealed(self, fence: Fence) -> None:
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            self._waiting = (fence, *copied)
+            self._write()
+
+    def broke(self) -> None:
+        self._copied = None
+
+    def _write(self) -> None:
+        if self._writing or self._waiting is None:
+            return
+        job, self._waiting, self._writing = self._waiting, None, True
+        seconds = self._worker.sim.rng.uniform(0.005, 0.2)
+        self._worker.later(seconds / 2, partial(self._half_written, *job))
+        self._worker.later(seconds, partial(self._written, *job))
+
+    def _half_written(self, fence: Fence, position: Position, chain: Chain) -> None:
+        self._worker.sim.run.write_half(fence, position)
+        self._worker.sim.moment(Moment.WRITING)
+
+    def _written(self, fence: Fence, position: Position, chain: Chain) -> None:
+        checkpoint = self._worker.sim.run.write(fence, position, chain)
+        self._worker.slot.desk.wrote(self._worker, checkpoint)
+        self._writing = False
+        self._worker.sim.moment(Moment.WRITTEN)
+        self._write()
+
+
+PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
+REPEAT = 3.0  # seconds after which an unanswered question is asked again
+EMPTY_CHAIN = (0, 0)
+
+
+@dataclass
+class SimHost:
+    """living: slots. cut: off the driver, else since `healed`. pending: what it will say once it is back."""
+
+    name: str
+    number: int
+    capacity: int
+    living: int = 0
+    alive: bool = True
+    cut: bool = False
+    healed: float = 0.0
+    slowness: float = 1.0
+    slots: list[SimSlot] = field(default_factory=list)
+    pending: list[Callable[[], None]] = field(default_factory=list)
+
+    def room(self) -> int:
+        return self.capacity - self.living if self.alive else 0
+
+
+class SimSlot:
+    """One attempt of a slot task with its training process."""
+
+    def __init__(self, sim: Simulation, desk: SimDesk, name: str, job: int, host: SimHost) -> None:
+        self.sim, self.name, self.job, self.host = sim, name, job, host
+        self.desk = desk
+        self.alive = True
+        self.started = 0
+        self.worker: SimWorker | None = None
+        host.slots.append(self)
+        host.living += 1
+        desk.registers(self)
+        sim.at(0.005, self.start_worker)
+        sim.at(self._beat_every(), self.beat)
+
+    def _beat_every(self) -> float:
+        return beat_every(self.sim.plan.limits.lease, len(self.desk.state.slots))
+
+    def start_worker(self) -> None:
+        if not self.alive or self.desk.over:
+            return
+        self.started += 1
+        self.worker = SimWorker(self.sim, f"{self.name}.{self.started}", self)
+        self.desk.started(self, self.worker.name)
+
+    def beat(self) -> None:
+        if self.alive:
+            worker = self.worker
+            state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
+            self.desk.beats(self, worker.name if worker is not None else "", state)
+            self.sim.at(self._beat_every(), self.beat)
+
+    def exited(self, worker: SimWorker, code: int) -> None:
+        """Its child ended: report it, promote the spare."""
+        if self.alive and worker is self.worker:
+            self.desk.exited(self, worker.name, code)
+            self.sim.at(0.01, self.start_worker)
+
+    def gone(self) -> None:
+        self.alive = False
+        self.host.living -= 1
+        self.sim.offer(self.host)
+
+    def end(self, reason: str, failed: bool = False) -> None:
+        """The slot task is gone, and its child with it. failed: it did not return."""
+        if self.alive:
+            self.gone()
+            if self.worker is not None:
+                self.worker.die(-9, quiet=True)
+            self.sim.attempt_over(self, reason, failed)
+
+
+class SimWorker:
+    """A training process: the real machine, carried out in simulated time.
+
+    chain: its weights, as (steps applied, hash of all of them in order): one step lost, doubled or out of order
+    shows. version: newest membership version that it heard of.
+    """
+
+    def __init__(self, sim: Simulation, name: str, slot: SimSlot) -> None:
+        self.sim, self.name, self.slot = sim, name, slot
+        self.alive, self.stopped, self.connected = True, False, False
+        self.state, _ = worker_machine.initial(name, slot.name)
+        self.chain = EMPTY_CHAIN
+        self.version = 0
+        self.group: SimGroup | None = None
+        self.question: Callable[[], None] | None = None
+        self.keeper = SimKeeper(self)
+        self.raises = ""  # fingerprint of what user code raises next
+        self.woke = sim.now
+        self._frozen: list[Callable[[], None]] = []
+        sim.moment(Moment.WARMING)
+        self.later(sim.rng.uniform(0.02, 0.4), lambda: self.happens(on.Warm(sim.now)))
+
+    @property
+    def position(self) -> Position:
+        assert self.state.position is not None
+        return self.state.position
+
+    @property
+    def rank(self) -> int | None:
+        member = self.group.world.member(self.name) if self.group is not None else None
+        return None if member is None else member.rank
+
+    @property
+    def reachable_since(self) -> float:
+        """Since when it runs and hears the driver."""
+        never = self.stopped or self.slot.host.cut
+        return self.sim.now if never else max(self.woke, self.slot.host.healed)
+
+    def trains_before(self, fence: Fence) -> bool:
+        """Whether it is in a world before that one and does not wait for the next."""
+        busy = self.state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING)
+        return self.alive and busy and self.group is not None and self.group.world.fence < fence
+
+    # ---- time
+
+    def later(self, delay: float, act: Callable[[], None]) -> None:
+        """Do it then, if still alive; once continued, if stopped."""
+        self.sim.at(delay, lambda: self._due(act))
+
+    def _due(self, act: Callable[[], None]) -> None:
+        if self.stopped and self.alive:
+            self._frozen.append(act)
+        elif self.alive:
+            act()
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def proceed(self) -> None:
+        self.stopped = False
+        self.woke = self.sim.now
+        frozen, self._frozen = self._frozen, []
+        for act in frozen:
+            self._due(act)
+
+    def die(self, code: int, quiet: bool = False) -> None:
+        """quiet: nobody is left to report the exit."""
+        if not self.alive:
+            return
+        self.alive = False
+        if self.group is not None:
+            self.group.died(self)
+        self.slot.desk.vanished(self)
+        if not quiet:
+            self.sim.at(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.exited(self, code))
+
+    # ---- the machine
+
+    def happens(self, event: on.WorkerEvent) -> None:
+        """Ask the machine and carry out what it says."""
+        if not self.alive:
+            return
+        self.state, commands = self.sim.worker_step(self.state, event)
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: do.WorkerCommand) -> None:
+        match command:
+            case do.Join():
+                self.ask(lambda: self.slot.desk.joins(self, command))
+            case do.Form():
+                self.question = None
+                if self.group is not None:
+                    raise Violation(f"{self.name} forms a group while its last one is open")
+                self.group = self.sim.group(command.world)
+                self.group.form(self)
+            case do.Sync():
+                if self.group is not None:
+                    self.group.sync(self)
+            case do.Run():
+                self.train()
+            case do.AbortGroup(reason):
+                if self.group is not None:
+                    self.group.abort(self, reason)
+            case do.CloseGroup():
+                if self.group is not None:
+                    self.group.close(self)
+                    self.group = None
+            case do.ReportFailure():
+                self.slot.desk.failed(self, command)
+            case do.ReportDone():
+                self.ask(lambda: self.slot.desk.done(self, command))
+            case do.Exit(_, code):
+                self.sim.at(0.003, lambda: self.die(code))
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """A request that stays open until answered, and is repeated."""
+        self.connected = True
+        self.question = question
+        question()
+        self.later(REPEAT, lambda: self.ask(question) if self.question is question else None)
+
+    # ---- the program
+
+    def train(self) -> None:
+        if self.group is None or not self.alive:
+            return
+        fingerprint = self.raises or self.sim.poisoned(self)
+        if fingerprint:
+            self.raises = ""
+            self.later(
+                0.01,
+                lambda: self.happens(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
+            )
+        else:
+            self.group.forward(self)
+
+    def apply(self, world: World) -> None:
+        """One step, whole."""
+        position = self.position
+        self.keeper.sealed(world.fence)
+        self.sim.applied(self, world, position)
+        self.chain = (self.chain[0] + 1, hash((self.chain[1], position.epoch, position.step)))
+        self.happens(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
+        self.keeper.applied()
+
+    def finish(self, world: World) -> None:
+        result = f"{self.chain[0]}:{self.chain[1]}"
+        self.later(
+            self.sim.jitter(0.02), lambda: self.happens(on.Finished(self.sim.now, world.fence, result))
+        )
+        self.sim.moment(Moment.CLOSING)

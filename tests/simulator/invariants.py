@@ -1,0 +1,309 @@
+"""What must always hold of the driver machine, checked after every step, and of the steps that workers applied.
+
+Judges simulations and tests; pure. Each violation's message ends with the story: the last events and commands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.driver.driver_state import DriverState, Stage
+from spark_elastic.protocol.driver.membership import capacity
+from spark_elastic.protocol.types import Checkpoint, Fence, Position, WorkerId, WorkerStatus, World
+
+STORY = 80  # lines kept
+LARGE = 100  # slots or workers; with so many or fewer the records are looked at after every event
+
+
+class Violation(AssertionError):
+    """A promise of the protocol is broken."""
+
+
+class Story:
+    """The last events and commands, a line each."""
+
+    def __init__(self, most: int = STORY) -> None:
+        self._lines: deque[tuple[str, object]] = deque(maxlen=most)  # put into words once they are read
+
+    def event(self, event: on.DriverEvent) -> None:
+        if not isinstance(event, on.Tick | on.SlotBeat):
+            self._lines.append((f"{event.now:9.3f}", event))
+
+    def command(self, command: do.DriverCommand) -> None:
+        self._lines.append((f"{'':9} ->", command))
+
+    def note(self, now: float, text: str) -> None:
+        self._lines.append((f"{now:9.3f} #", text))
+
+    def text(self) -> str:
+        return "\n".join(
+            f"{head} {value if isinstance(value, str) else _line(value)}" for head, value in self._lines
+        )
+
+
+def _line(value: object) -> str:
+    shown = ((f.name, getattr(value, f.name)) for f in fields(value) if f.name != "now")  # type: ignore[arg-type]
+    return f"{type(value).__name__} " + " ".join(
+        f"{name}={_short(item)}" for name, item in shown if item not in (None, "")
+    )
+
+
+def _short(item: object) -> str:
+    if isinstance(item, World):
+        return f"[{item.fence.generation}: {' '.join(m.worker for m in item.members)}; source {item.source}]"
+    return str(item)
+
+
+class DriverInvariants:
+    """Follows one driver machine. successor: the position after one step, to compare survivors' positions by."""
+
+    def __init__(self, successor: Callable[[Position], Position], story: Story | None = None) -> None:
+        self.story = story or Story()
+        self._successor = successor
+        self._named: set[str] = set()  # workers and slots that an event spoke of
+        self._aborted: set[int] = set()
+        self._jobs: set[int] = set()
+        self._ended = False
+        self._unchecked = 0  # events since the state was looked at
+
+    def check(
+        self,
+        before: DriverState,
+        event: on.DriverEvent | None,
+        after: DriverState,
+        commands: Sequence[do.DriverCommand],
+    ) -> None:
+        """Raises Violation. `event`: None for the machine's first commands.
+
+        A small state's records are looked at after every event; a large one's at each world and now and then.
+        """
+        if event is not None:
+            self.story.event(event)
+            self._learn(event)
+        for command in commands:
+            self.story.command(command)
+            self._require(bool(command.reason), "a command without a reason")
+            self._check_command(command, before, after)
+            if isinstance(command, do.Publish) and event is not None:
+                self._check_newcomers(command.world, before.world, after, event.now)
+        self._unchecked += bool(commands) or not isinstance(event, on.SlotBeat | on.Tick)
+        grave = any(isinstance(command, do.Publish | do.Abort | do.End) for command in commands)
+        size = max(len(after.slots), len(after.workers), len(before.workers))
+        due = 1 if size <= LARGE else size // 4
+        if self._unchecked >= due or (grave and self._unchecked):
+            self._unchecked = 0
+            self._check_state(after)
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise Violation(f"{what}\n{self.story.text()}")
+
+    def _learn(self, event: on.DriverEvent) -> None:
+        for name in ("worker", "slot"):
+            value = getattr(event, name, None)
+            if value is not None:
+                self._named.add(value)
+        if isinstance(event, on.SlotJobEnded):
+            self._jobs.discard(event.job)
+
+    def _check_command(self, command: do.DriverCommand, before: DriverState, after: DriverState) -> None:
+        if self._ended:
+            self._require(isinstance(command, do.StopWorker | do.ReleaseSlot), "a decision after the end")
+        match command:
+            case do.Publish(_, world):
+                self._check_world(world, before, after)
+            case do.Abort(_, fence):
+                current = before.world is not None and fence == before.world.fence
+                self._require(current, "an abort of a world that is not the current one")
+                self._require(fence.generation not in self._aborted, "a world aborted twice")
+                self._aborted.add(fence.generation)
+            case do.Announce(_, version):
+                self._require(version > before.version, "an announced version that does not grow")
+            case do.StopWorker(_, worker):
+                self._require(worker in self._named, "an order to a worker that nobody spoke of")
+            case do.ReleaseSlot(_, slot):
+                self._require(slot in self._named, "an order to a slot that nobody spoke of")
+            case do.LaunchSlot(_, job):
+                self._require(job not in self._jobs, "a job number used twice")
+                self._jobs.add(job)
+                self._require(len(self._jobs) <= after.limits.max_workers, "more slot jobs than max_workers")
+            case do.End():
+                self._ended = True
+
+    def _check_world(self, world: World, before: DriverState, after: DriverState) -> None:
+        members, old = world.members, before.world
+        limits = after.limits
+        self._require(world.fence.attempt == after.attempt, "a world of another attempt")
+        self._require(world.fence.generation > before.generation, "a generation that does not grow")
+        self._require([m.rank for m in members] == list(range(len(members))), "ranks that are not 0..n-1")
+        self._require(len({m.worker for m in members}) == len(members), "a worker twice in a world")
+        self._require(len({m.slot for m in members}) == len(members), "two members of one slot")
+        self._require(limits.min_workers <= len(members) <= capacity(limits), "a world outside its limits")
+        self._require(all(m.worker in after.workers for m in members), "a member that is not alive")
+        self._check_seniority(world, old)
+        self._check_source(world)
+        if old is not None:
+            self._check_old_is_over(old, before)
+
+    def _check_newcomers(self, world: World, old: World | None, after: DriverState, now: float) -> None:
+        listed = None if after.listed is None else dict(after.listed)
+        for m in world.members:
+            if (old is not None and old.member(m.worker) is not None) or m.worker not in after.workers:
+                continue
+            cools = after.blacklist.slot_until(m.slot, m.host, now)
+            self._require(cools is None, f"{m.worker} comes into a world while its slot or host cools down")
+            slot = after.slots[m.slot]
+            known = listed is None or bool({slot.host, slot.node} & set(listed))
+            self._require(known, f"{m.worker} comes into a world from a host that is not listed")
+
+    def _check_seniority(self, world: World, old: World | None) -> None:
+        ranks = {m.worker: m.rank for m in old.members} if old is not None else {}
+        survivors = [m for m in world.members if m.worker in ranks]
+        if survivors:
+            self._require(world.members[0].worker in ranks, "rank 0 is not a survivor")
+            seniority = [ranks[m.worker] for m in survivors]
+            self._require(seniority == sorted(seniority), "survivors lost their order")
+        foreign = [m.worker for m in world.members if m.position is not None and m.worker not in ranks]
+        self._require(not foreign, f"state from outside the preceding world: {foreign}")
+
+    def _check_source(self, world: World) -> None:
+        positions = sorted({m.position for m in world.members if m.position is not None})
+        if not positions:
+            self._require(world.source == (0 if world.resume else None), "a source where nobody has state")
+            return
+        self._require(not world.resume, "a checkpoint although there is state (P3)")
+        self._require(world.source is not None, "no source although there is state")
+        self._require(world.position == positions[-1], "the source is not at the highest position")
+        if len(positions) > 1:
+            near = len(positions) == 2 and self._successor(positions[0]) == positions[1]
+            self._require(near, f"survivors more than one step apart: {positions}")
+
+    def _check_old_is_over(self, old: World, before: DriverState) -> None:
+        if old.fence.generation in self._aborted:
+            return
+        lost = [m.worker for m in old.members if m.worker not in before.workers]
+        self._require(not lost, f"world {old.fence.generation} lost {lost} and was never aborted")
+        inside = [m.worker for m in old.members if not before.workers[m.worker].came]
+        # The last of them came with this very event.
+        self._require(len(inside) <= 1, f"two worlds open: {inside} have not left {old.fence.generation}")
+
+    def _check_state(self, state: DriverState) -> None:
+        """The counters agree with the records, and the records with each other."""
+        members = [w for w in state.workers.values() if w.rank is not None]
+        if state.stage in (Stage.RUNNING, Stage.REGROUPING):
+            self._require(state.absent == sum(not w.came for w in members), "absent is miscounted")
+            self._require(state.unformed == sum(not w.formed for w in members), "unformed is miscounted")
+        self._require(
+            state.draining == sum(bool(w.draining) for w in state.workers.values()), "draining is miscounted"
+        )
+        starting = sum(w.status is WorkerStatus.STARTING for w in state.workers.values())
+        self._require(state.starting == starting, "starting is miscounted")
+        for index, key in ((state.slots_on, "host"), (state.slots_of, "job")):
+            listed = {name: value for value, names in index.items() for name in names}
+            self._require(
+                listed == {slot.slot: getattr(slot, key) for slot in state.slots.values()},
+                f"slots are listed under another {key}",
+            )
+        gone = [w for w in state.workers if w in state.gone_workers]
+        self._require(not gone, f"both living and gone: {gone}")
+        waiting = [w for w in state.waiting if state.workers[w].rank is not None]
+        self._require(not waiting, f"waiting members: {waiting}")
+        homeless = [w.worker for w in state.workers.values() if w.slot not in state.slots]
+        self._require(not homeless, f"workers without a slot: {homeless}")
+
+
+class History:
+    """Which steps were applied, by whom, in which world, from which rows; judged at the end (P1)."""
+
+    def __init__(self) -> None:
+        self._applied: dict[Position, dict[Fence, tuple[int, ...]]] = {}
+
+    def applied(self, fence: Fence, position: Position, rows: tuple[int, ...]) -> None:
+        """A rank applied a step whose exchange summed over `rows`. All ranks of a world must agree on them."""
+        known = self._applied.setdefault(position, {}).setdefault(fence, rows)
+        if known is not rows and known != rows:
+            raise Violation(f"two ranks of world {fence.generation} applied different rows at {position}")
+
+    def final(self) -> dict[Position, tuple[int, ...]]:
+        """Rows by step, of the highest fence that applied it: what the final weights contain."""
+        return {position: by[max(by)] for position, by in self._applied.items()}
+
+    def check(self, expected: dict[Position, tuple[int, ...]]) -> None:
+        """Every step applied, and each with exactly its rows. Raises Violation."""
+        final = self.final()
+        missing = sorted(set(expected) - set(final))
+        if missing:
+            raise Violation(f"{len(missing)} steps were never applied, the first at {missing[0]}")
+        wrong = sorted(p for p, rows in final.items() if sorted(rows) != sorted(expected.get(p, ())))
+        if wrong:
+            raise Violation(
+                f"at {wrong[0]} the rows {final[wrong[0]]} were trained, not {expected.get(wrong[0])}"
+            )
+
+
+# What must always hold of checkpoints, whatever dies: P7 and the rules R10 and R18. Used by the simulation; pure.
+
+
+class Durability:
+    """Follows one run over all its drivers."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._holder = 0
+        self._acknowledged: dict[str, Checkpoint] = {}
+        self._damaged: set[str] = set()
+
+    def opened(self, attempt: int) -> None:
+        """A driver took the run."""
+        self._require(
+            attempt > self._holder, f"attempt {attempt} was taken after attempt {self._holder} (R10)"
+        )
+        self._holder = attempt
+
+    def acknowledged(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
+        """The store has the list of that driver: from here on its newest is durable."""
+        self._require(
+            attempt == self._holder, f"attempt {attempt} published, {self._holder} holds the run (R10)"
+        )
+        self._acknowledged.update({checkpoint.name: checkpoint for checkpoint in kept})
+
+    def damaged(self, name: str) -> None:
+        """Its bytes in the store are not what was written."""
+        self._damaged.add(name)
+
+    def is_damaged(self, name: str) -> bool:
+        return name in self._damaged
+
+    def begins(self, world: World, still_training: Sequence[WorkerId]) -> None:
+        """A world to which nobody brings state. still_training: members of older worlds of the same driver."""
+        self._require(
+            not still_training,
+            f"world {world.fence.generation} begins while {', '.join(still_training)} train on (R18)",
+        )
+        lost = not world.resume and world.fence.attempt == self._holder and self._newest()
+        self._require(not lost, f"training begins from nothing although {lost} was acknowledged (P7)")
+
+    def taken(self, world: World, checkpoint: Checkpoint) -> None:
+        """The world begins from it. What a driver does that lost the run is nobody's loss."""
+        self._require(checkpoint.name not in self._damaged, f"damaged checkpoint {checkpoint.name} was taken")
+        newest = self._newest()
+        of_holder = world.fence.attempt == self._holder
+        older = of_holder and newest is not None and _order(checkpoint) < _order(newest)
+        self._require(not older, f"{checkpoint.name} was taken although {newest} was acknowledged (P7)")
+
+    def _newest(self) -> Checkpoint | None:
+        whole = (each for name, each in self._acknowledged.items() if name not in self._damaged)
+        return max(whole, key=_order, default=None)
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise Violation(f"{what}\n{self._story.text()}")
+
+
+def _order(checkpoint: Checkpoint) -> tuple[object, ...]:
+    """R18: newest is the highest fence, then the furthest step."""
+    return checkpoint.fence, checkpoint.position

@@ -1,0 +1,348 @@
+"""A simulated cluster over simulated time: the real machines of driver and workers under a fault plan.
+
+`simulate(plan)` plays a job to its end and checks the invariants after every step and the history at the end. A
+plan and its seed give the same run each time. One thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from spark_elastic.data.inventory import memory_store
+from spark_elastic.protocol import commands as do
+from spark_elastic.protocol import driver_machine, worker_machine
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World
+from spark_elastic.state.checkpoint import Checkpoints, name_of
+from spark_elastic.state.held_run import HeldRun
+from tests.simulator.driver import SimDesk, Step
+from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment
+from tests.simulator.group import SimGroup
+from tests.simulator.hosts import EMPTY_CHAIN, SimHost, SimSlot, SimWorker
+from tests.simulator.invariants import Durability, History, Story, Violation
+from tests.simulator.strikes import Strikes
+
+if TYPE_CHECKING:
+    from tests.simulator.driver import SimDesk
+
+
+# The durable side of a simulation: a run in a store of its own, the drivers that open it.
+#
+# Store, lists and attempts are the real ones (`spark_elastic.state`), over memory; what takes time takes simulated
+# time.
+
+
+RUN = "simulated"
+PART = "state"
+Chain = tuple[int, int]
+
+
+class SimRun:
+    """make: a driver that holds the run."""
+
+    def __init__(self, sim: Simulation, make: Callable[[HeldRun], SimDesk]) -> None:
+        self.sim = sim
+        self.durability = Durability(sim.story)
+        self.desks: list[SimDesk] = []
+        self._make = make
+        self._store = memory_store()
+        self._checkpoints = Checkpoints(self._store, RUN)
+
+    def open(self) -> None:
+        """A driver takes the run, and goes on from what counts."""
+        held = HeldRun.take(self._store, RUN)
+        self.durability.opened(held.attempt)
+        self.desks.append(self._make(held))
+        self.desks[-1].open()
+
+    def close(self) -> None:
+        """The run is over; whoever lost it is still there, and somebody ends it."""
+        for desk in self.desks[:-1]:
+            if not desk.over:
+                desk.post(on.CancelRequested(0, "the run is over"))
+
+    # ---- what befalls drivers and store
+
+    def kill_driver(self, silent: bool) -> None:
+        """Its slots end with it, or, where nothing tells them, once they have not heard it for long enough; another
+        driver opens the run."""
+        desk, rng = self.desks[-1], self.sim.rng
+        desk.dead = True
+        for slot in self.sim.slots.values():
+            if slot.desk is desk:
+                delay = DRIVER_TIMEOUT if silent else rng.uniform(0.0, 0.5)
+                self.sim.at(delay, partial(slot.end, "its driver is gone", failed=True))
+        self.sim.at(rng.uniform(0.05, 2.0), self.open)
+
+    def take_over(self) -> None:
+        """Another driver opens the run although this one lives; it has hosts of its own."""
+        for _ in range(self.sim.plan.hosts):
+            self.sim.add_host()
+        self.open()
+
+    def damage_newest(self) -> None:
+        """Damage the newest checkpoint that counts, if an older one that counts is whole."""
+        listed = self._checkpoints.published()
+        if len(listed) > 1 and not self.durability.is_damaged(listed[1].name):
+            self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
+            self.durability.damaged(listed[0].name)
+
+    # ---- checkpoints
+
+    def write_half(self, fence: Fence, position: Position) -> None:
+        self._store.write_bytes(self._object(name_of(fence, position)), b"[0,")
+
+    def write(self, fence: Fence, position: Position, chain: Chain) -> Checkpoint:
+        data = json.dumps([position.epoch, position.phase, position.step, *chain]).encode()
+        return self._checkpoints.write(fence, position, {PART: data})
+
+    def load(self, world: World) -> tuple[Position, Chain]:
+        """What the world begins from."""
+        checkpoint, parts = self._checkpoints.read_newest(world.resume)
+        self.durability.taken(world, checkpoint)
+        epoch, phase, step, count, text = json.loads(parts[PART])
+        return Position(epoch, Phase(phase), step), (count, text)
+
+    def _object(self, name: str) -> str:
+        return f"runs/{RUN}/checkpoints/{name}/{PART}"
+
+
+WorkerStep = Callable[[worker_machine.WorkerState, on.WorkerEvent], worker_machine.Answer]
+DEADLINE = 600.0  # simulated seconds in which every plan must end
+AFTERWARDS = 30.0  # simulated seconds in which everybody must be gone after the end
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a plan. seconds: simulated. struck: the faults that found their moment."""
+
+    end: do.End
+    worlds: tuple[World, ...]
+    seconds: float
+    struck: tuple[Fault, ...]
+    story: str
+
+
+def simulate(
+    plan: FaultPlan,
+    driver_step: Step = driver_machine.step,
+    worker_step: WorkerStep = worker_machine.step,
+) -> Report:
+    """Play the plan. driver_step, worker_step: the machines, or wrappers that break a rule.
+
+    Raises:
+        Violation: an invariant or the history is broken, or nothing ends; its message holds seed and story.
+    """
+    sim = Simulation(plan, driver_step, worker_step)
+    try:
+        return sim.play()
+    except Violation as error:
+        raise Violation(f"seed {plan.seed}: {error}\nplan: {plan}") from error
+
+
+class Simulation:
+    """The event queue, the hosts, and what the program did."""
+
+    def __init__(self, plan: FaultPlan, driver_step: Step, worker_step: WorkerStep) -> None:
+        self.plan = plan
+        self.worker_step = worker_step
+        self.rng = random.Random(plan.seed)
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.silent = False  # deaths that happen now break no connection
+        self.hosts: list[SimHost] = []
+        self.slots: dict[str, SimSlot] = {}
+        self.released: dict[str, str] = {}
+        self._jobs: deque[tuple[SimDesk, int]] = deque()  # that wait for room
+        self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
+        self._there: SimSlot | None = None  # one of those that are not gone yet
+        self._of_job: dict[tuple[SimDesk, int], list[SimSlot]] = {}
+        self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
+        self._attempts: dict[int, int] = {}
+        self.groups: dict[Fence, SimGroup] = {}
+        self._history = History()
+        self.story = Story()
+        self.run = SimRun(self, lambda held: SimDesk(self, driver_step, held, self.story))
+        self._strikes = Strikes(self)
+
+    @property
+    def desk(self) -> SimDesk:
+        """The newest driver's."""
+        return self.run.desks[-1]
+
+    def play(self) -> Report:
+        """To the end of the job, and until everybody has gone."""
+        for _ in range(self.plan.hosts):
+            self.add_host()
+        self.run.open()
+        self._strikes.arm()
+        self._play_until(lambda: self.desk.end is not None, DEADLINE, "the job did not end")
+        seconds = self.now
+        self._judge()
+        self.run.close()
+        self._play_until(self._all_gone, self.now + AFTERWARDS, "still there after the end")
+        assert self.desk.end is not None
+        return Report(
+            self.desk.end,
+            tuple(world for desk in self.run.desks for world in desk.worlds),
+            seconds,
+            tuple(self._strikes.struck),
+            self.story.text(),
+        )
+
+    # ---- time
+
+    def at(self, delay: float, act: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + delay, self._count, act))
+
+    def jitter(self, typical: float) -> float:
+        return typical * self.rng.uniform(0.5, 1.5)
+
+    def moment(self, moment: Moment) -> None:
+        self._strikes.notice(moment)
+
+    def _play_until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        while not done():
+            if not self._queue or self._queue[0][0] > deadline:
+                waiting = ", ".join(f"{w.name} {w.state.stage.value}" for w in self.workers() if w.alive)
+                raise Violation(f"{what} by {deadline:g} s (alive: {waiting})\n{self.story.text()}")
+            self.now, _, act = heapq.heappop(self._queue)
+            act()
+
+    def _all_gone(self) -> bool:
+        if self._there is None or not self._there.alive or self._there.host.cut:
+            # They go in the order in which they came, so the last one is looked at longest.
+            there = (slot for slot in reversed(self.slots.values()) if slot.alive and not slot.host.cut)
+            self._there = next(there, None)
+        return self._there is None
+
+    # ---- the cluster
+
+    def add_host(self) -> None:
+        host = SimHost(f"h{len(self.hosts) + 1}", len(self.hosts), self.plan.slots_per_host)
+        self.hosts.append(host)
+        self.offer(host)
+        self.at(0.01, self._schedule)
+
+    def launch(self, desk: SimDesk, job: int) -> None:
+        self.at(0.02, lambda: self._queue_job(desk, job))
+
+    def _queue_job(self, desk: SimDesk, job: int) -> None:
+        self._jobs.append((desk, job))
+        self._schedule()
+
+    def _schedule(self) -> None:
+        while self._jobs:
+            desk, job = self._jobs[0]
+            host = None if desk.over else self._roomiest()
+            if host is None and not desk.over:
+                return
+            self._jobs.popleft()
+            if host is None:
+                continue
+            attempt = self._attempts.get(job, -1) + 1
+            self._attempts[job] = attempt
+            name = f"{job}-{attempt}"
+            slot = self.slots[name] = SimSlot(self, desk, name, job, host)
+            self._of_job.setdefault((desk, job), []).append(slot)
+
+    def offer(self, host: SimHost) -> None:
+        """It may have more room than before."""
+        if host.room() > 0 and not host.cut:
+            heapq.heappush(self._rooms, (-host.room(), host.number, host))
+
+    def _roomiest(self) -> SimHost | None:
+        while self._rooms:
+            room, _, host = self._rooms[0]
+            if room == -host.room() and not host.cut:
+                return host
+            heapq.heappop(self._rooms)
+            self.offer(host)
+        return None
+
+    def second_attempt(self, slot: SimSlot) -> None:
+        """Speculation, or a retry: the cluster runs a slot job once more (R14)."""
+        self._queue_job(slot.desk, slot.job)
+
+    def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
+        """An attempt of a slot job is gone. As Spark has it: one that returned ends the job and its other attempts,
+        one that failed leaves them alone or, with retries, is followed by another."""
+        rivals = [s for s in self._of_job[slot.desk, slot.job] if s.alive]
+        if failed and rivals:
+            return
+        if failed and self.plan.retries:
+            self.at(0.1, lambda: self.second_attempt(slot))
+            return
+        for rival in rivals:
+            rival.gone()
+            if rival.worker is not None:
+                rival.worker.die(-9, quiet=True)
+        ended = on.SlotJobEnded(0, slot.job, reason)
+        self.at(self.rng.uniform(0.02, 0.5), lambda: slot.desk.post(ended))
+        self.at(0.6, self._schedule)
+
+    def workers(self) -> list[SimWorker]:
+        """All training processes that live."""
+        return [s.worker for s in self.slots.values() if s.worker is not None and s.worker.alive]
+
+    def worker(self, name: str) -> SimWorker | None:
+        slot = self.slots.get(name.rpartition(".")[0])
+        worker = slot.worker if slot is not None else None
+        return worker if worker is not None and worker.name == name else None
+
+    def group(self, world: World) -> SimGroup:
+        if world.fence not in self.groups:
+            self.groups[world.fence] = SimGroup(self, world)
+        return self.groups[world.fence]
+
+    # ---- the program
+
+    def poisoned(self, worker: SimWorker) -> str:
+        """What user code raises on this worker's share of its step, "" for nothing."""
+        return self._strikes.poisoned(worker)
+
+    def applied(self, worker: SimWorker, world: World, position: Position) -> None:
+        if position.phase is Phase.TRAIN:
+            self._history.applied(world.fence, position, self._rows(world, position))
+
+    def _rows(self, world: World, position: Position) -> tuple[int, ...]:
+        """The union of the ranks' shares (PROTOCOL, "The data plan, exactly")."""
+        key = world.size, position
+        if key not in self._shares:
+            rows = self.plan.rows_of(position)
+            count, size = len(rows), world.size
+            shares = (rows[count * rank // size : count * (rank + 1) // size] for rank in range(size))
+            self._shares[key] = tuple(row for share in shares for row in share)
+        return self._shares[key]
+
+    def _judge(self) -> None:
+        """P1 and P4 at the end of a job that ended well."""
+        end = self.desk.end
+        assert end is not None
+        if end.outcome is not do.Outcome.SUCCESS:
+            return
+        try:
+            self._history.check(self.plan.expected())
+        except Violation as error:
+            raise Violation(f"{error}\n{self.story.text()}") from error
+        chain = EMPTY_CHAIN
+        for position in self.plan.positions():
+            chain = (chain[0] + 1, hash((chain[1], position.epoch, position.step)))
+        whole = self.plan.limits.all_results
+        wrong = [result for result in end.results if result not in ("null", f"{chain[0]}:{chain[1]}")]
+        if wrong or "null" in (end.results if whole else end.results[:1]):
+            raise Violation(
+                f"the final weights are not those of the plan: {end.results}\n{self.story.text()}"
+            )
+
+
+__all__ = ["Kind", "Report", "Simulation", "simulate"]
