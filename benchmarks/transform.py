@@ -24,10 +24,10 @@ from pyspark.sql.types import DoubleType, FloatType
 
 from benchmarks.parts.report import Row, finish, parser
 from spark_elastic.data.manifest import Column
-from spark_elastic.estimators.history import FitSummary
-from spark_elastic.estimators.prediction.predictor import Predictor
+from spark_elastic.estimators.predictor import Predictor
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchModel
+from spark_elastic.estimators.transformer import FitSummary
 
 WIDTH, BATCH, ONE_BY_ONE = 50, 512, 20  # the last: a part of the rows
 

@@ -1,6 +1,6 @@
 """The command line tool `spark-elastic`: what a store holds, and what of it may go.
 
-Owns the options and how entries are shown; what may go is `data.inventory`'s. Runs in the main thread of its process.
+Owns the options and how entries are shown; what may go is `data.store`'s. Runs in the main thread of its process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.inventory import Entry, clean, entries
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Entry, Store, clean, entries
 from spark_elastic.errors import ElasticError, InvalidInput
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -19,9 +19,8 @@ from pyspark.sql import SparkSession
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
-from spark_elastic.estimators.fit.fit_rows import FileRows, RowSource, TableRows
-from spark_elastic.estimators.horovod_names import REFUSED, translated
-from spark_elastic.estimators.params import EstimatorParams, names
+from spark_elastic.estimators.fit_rows import FileRows, RowSource, TableRows
+from spark_elastic.estimators.params import REFUSED, EstimatorParams, names, translated
 from spark_elastic.estimators.transformer import ElasticModel
 
 if TYPE_CHECKING:

@@ -16,20 +16,19 @@ from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.estimators.checks.keras_objects import (
+from spark_elastic.estimators import fitting
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
+from spark_elastic.estimators.keras_objects import (
     activation_of,
     check_lambdas,
     compiled,
     keras_brought,
 )
-from spark_elastic.estimators.checks.validation import Request, checked
-from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
-from spark_elastic.estimators.fit import fitting
-from spark_elastic.estimators.fit.fit_rows import RowSource
-from spark_elastic.estimators.horovod_names import KERAS_REFUSED, with_horovod_names
-from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.params import KerasParams
+from spark_elastic.estimators.params import KERAS_REFUSED, KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import widths_of
+from spark_elastic.estimators.validation import Request, checked
 from spark_elastic.keras.train.archive import Archive, leaves, own_of
 from spark_elastic.keras.train.task import KerasTrainTask
 

@@ -18,7 +18,7 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.prediction.predictor import Floats, gpu_for, in_parts
+from spark_elastic.estimators.predictor import Floats, gpu_for, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.share import Inputs, ordered_labels

@@ -86,7 +86,7 @@ def upgraded(metadata: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 # Modules of ours that saved models name, and where what was in them is now.
-_MOVED = {"spark_elastic.estimators.predictor": "spark_elastic.estimators.prediction.predictor"}
+_MOVED = {"spark_elastic.estimators.predictor": "spark_elastic.estimators.predictor"}
 
 
 @dataclass(frozen=True)

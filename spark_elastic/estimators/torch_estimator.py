@@ -15,16 +15,15 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column
-from spark_elastic.estimators.checks.objects import activation_of, brought
-from spark_elastic.estimators.checks.validation import Request, checked
+from spark_elastic.estimators import fitting
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
-from spark_elastic.estimators.fit import fitting
-from spark_elastic.estimators.fit.fit_rows import RowSource
-from spark_elastic.estimators.horovod_names import with_horovod_names
-from spark_elastic.estimators.params import TorchParams
-from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
+from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.params import TorchParams, with_horovod_names
+from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.saving import Packed, pack
+from spark_elastic.estimators.torch_objects import activation_of, brought
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader, widths_of
+from spark_elastic.estimators.validation import Request, checked
 from spark_elastic.torch.callbacks import Callback
 from spark_elastic.torch.train.state import values_loads
 from spark_elastic.torch.train.task import TorchTrainTask, check_watched

@@ -6,13 +6,16 @@ beside `data/`), written through Spark, so that any path Spark can write will do
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector
+from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.ml.util import (
     DefaultParamsReader,
     DefaultParamsWriter,
@@ -22,18 +25,65 @@ from pyspark.ml.util import (
 )
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, DataType, DateType, TimestampType
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
-from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.prediction.outputs import Outputs, folding, model_input
-from spark_elastic.estimators.prediction.predictor import Predicts
+from spark_elastic.estimators.predictor import Outputs, Predicts
+from spark_elastic.observe.report import JobReport
+from spark_elastic.spark.dataframes.scan import quoted
+from spark_elastic.spark.dataframes.schema import ColumnType, column_type
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
+
+
+@dataclass(frozen=True)
+class WorldRecord:
+    """A world and when it began, in seconds since training was launched."""
+
+    seconds: float
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class FitSummary:
+    """epochs: one dict per epoch, with at least `epoch`, `loss` and `rows`; seconds: the whole of `fit`.
+
+    digest: checksum of the final weights. data_rows: rows of the training table. report: where the time went, what
+    losses cost, and the rows of each epoch; of the last `fit` of the run alone.
+    """
+
+    run_id: str = ""
+    epochs: tuple[Mapping[str, Any], ...] = ()
+    worlds: tuple[WorldRecord, ...] = ()
+    seconds: float = 0.0
+    data_rows: int = 0
+    digest: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    report: JobReport = field(default_factory=JobReport)
+
+    @property
+    def rows_per_epoch(self) -> list[int]:
+        """Rows trained in each epoch."""
+        return [int(epoch["rows"]) for epoch in self.epochs]
+
+    def to_json(self) -> str:
+        fields = asdict(replace(self, report=JobReport()))
+        return json.dumps({**fields, "report": json.loads(self.report.to_json())})
+
+    @classmethod
+    def from_json(cls, text: str) -> FitSummary:
+        fields = json.loads(text)
+        worlds = tuple(WorldRecord(**world) for world in fields.pop("worlds"))
+        # A model that was saved by an earlier version has none.
+        report = JobReport.from_json(json.dumps(fields.pop("report"))) if "report" in fields else JobReport()
+        return cls(epochs=tuple(fields.pop("epochs")), worlds=worlds, report=report, **fields)
+
 
 log = logging.getLogger("spark_elastic")
 
@@ -114,7 +164,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
-        from spark_elastic.estimators.prediction.predict_udf import predict_udf, shipped
+        from spark_elastic.estimators.predict_udf import predict_udf, shipped
 
         predicted = predict_udf(shipped(dataset.sparkSession, self._predictor), outputs)(*inputs)
         if len(outputs.columns) == 1:
@@ -206,3 +256,79 @@ class ModelReader(MLReader[Any]):
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model
+
+
+# A table's columns as a fitted model takes them: checked by the schema, before any job, against the trained ones.
+#
+# What a schema cannot tell (nulls, lengths, values beyond a dtype) `stacking` finds in the rows. Caller's thread.
+
+
+# Which kinds of numpy's dtypes may stand for which, since each value stays what it is or is refused in the rows.
+_TAKES = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "O": "O"}
+
+
+def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
+    """The column, as it is to be handed to the model's Python worker.
+
+    Raises:
+        InvalidInput: there is no column of that name, or its type is another than in training.
+    """
+    if column.name not in dataset.columns:
+        raise InvalidInput(
+            f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
+        )
+    spark_type = dataset.schema[column.name].dataType
+    given = column_type(dataset.schema, column.name, transformed=True)
+    if not _fits(given, column):
+        trained = f"{column.dtype} of shape {column.shape}" if column.shape else column.dtype
+        raise InvalidInput(
+            f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
+            "what it was in training."
+        )
+    return _plain(quoted(column.name), spark_type, given)
+
+
+def folding(dataset: DataFrame) -> Callable[[str], str]:
+    """Of names: equal for those that the session takes for one."""
+    sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+    return str if sensitive else str.lower
+
+
+def _fits(given: ColumnType, column: Column) -> bool:
+    trained = np.dtype(column.dtype)
+    if trained.kind == "M":
+        alike = given.dtype == column.dtype
+    else:
+        alike = np.dtype(given.dtype).kind in _TAKES.get(trained.kind, "")
+    # How deep arrays were before `input_shapes` is not known.
+    deep = bool(column.shape) if given.dimensions else math.prod(column.shape) == 1
+    return alike and deep
+
+
+def _plain(reference: SparkColumn, spark_type: DataType, given: ColumnType) -> SparkColumn:
+    if given.vector:
+        return vector_to_array(reference)
+    if given.cast is not None:  # decimals
+        return reference.cast(given.cast)
+    return _numbers(reference, spark_type)
+
+
+def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:
+    """Dates and timestamps as in training, in no time zone of a session, at any depth."""
+    depth, element = 0, spark_type
+    while isinstance(element, ArrayType):
+        depth, element = depth + 1, element.elementType
+    change: Callable[[SparkColumn], SparkColumn]
+    if isinstance(element, TimestampType):
+        change = F.unix_micros
+    elif isinstance(element, DateType):
+        change = F.unix_date
+    else:
+        return reference
+    for _ in range(depth):
+        change = _each(change)
+    return change(reference)
+
+
+def _each(change: Callable[[SparkColumn], SparkColumn]) -> Callable[[SparkColumn], SparkColumn]:
+    return lambda array: F.transform(array, change)

@@ -17,11 +17,10 @@ from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.history import FitSummary, WorldRecord
-from spark_elastic.estimators.prediction.predictor import Predictor, Transformed
+from spark_elastic.estimators.predictor import Predictor, Transformed
 from spark_elastic.estimators.saving import pack, upgraded
 from spark_elastic.estimators.torch_estimator import ElasticTorchModel
-from spark_elastic.estimators.transformer import widths_of
+from spark_elastic.estimators.transformer import FitSummary, WorldRecord, widths_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -142,7 +141,7 @@ def test_a_model_of_a_newer_release_is_refused() -> None:
 
 def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:
     program = (
-        "import sys, spark_elastic.estimators.torch_estimator, spark_elastic.estimators.prediction.predict_udf\n"
+        "import sys, spark_elastic.estimators.torch_estimator, spark_elastic.estimators.predict_udf\n"
         "print([m for m in sys.modules if m.startswith(('elastic_collectives', 'spark_elastic.torch'))])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -22,8 +22,8 @@ from pyspark.ml.feature import VectorAssembler
 
 from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
-from spark_elastic.estimators.history import FitSummary
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
+from spark_elastic.estimators.transformer import FitSummary
 from spark_elastic.keras.train.archive import Archive
 from tests.scenarios import Fault
 from tests.spark.fits import LosesOne

@@ -15,8 +15,14 @@ from pyspark.sql import functions as F
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.dataframes.materialize import Split, Writing, materialize, materialize_split
-from spark_elastic.spark.dataframes.sameness import How, difference
+from spark_elastic.spark.dataframes.materialize import (
+    How,
+    Split,
+    Writing,
+    difference,
+    materialize,
+    materialize_split,
+)
 from tests.spark.estimators import Net, estimator, table
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator, _result, checked
-from spark_elastic.data.inventory import memory_store
+from spark_elastic.data.store import memory_store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.launch.audience import Silent, WorldSpan

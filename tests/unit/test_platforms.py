@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.inventory import memory_store
+from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.launch.job import LaunchResult

@@ -23,9 +23,9 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.spark.dataframes.scan import Dropping, Missing, Scan, prepared, quoted
+from spark_elastic.spark.dataframes.scan import Dropping, Missing, Scan, prepared, quoted, rows_of
 from spark_elastic.spark.dataframes.schema import ColumnType, check_marks, column_type, row_bytes
-from spark_elastic.spark.dataframes.sides import probe_sides, spark_url
+from spark_elastic.spark.dataframes.store_access import probe_sides, spark_url
 from spark_elastic.spark.launcher import described
 
 # What a materialised data set was made from, so that the same DataFrame is not written twice.
@@ -306,3 +306,43 @@ def _reusable(store: Store, published: str) -> Manifest | None:
     folders = {name.rpartition("/")[0] for name in manifest.files}
     there = {name for folder in folders for name in store.list(folder)}
     return manifest if there.issuperset(manifest.files) else None
+
+
+@dataclass(frozen=True)
+class How:
+    """How the rows were written: as for `materialize`."""
+
+    writing: Writing
+    split: Split | None
+
+
+def difference(df: DataFrame, columns: Sequence[str], how: How, written: Sequence[Manifest]) -> str | None:
+    """What tells `df` from what was written, as the end of a sentence; None where nothing does.
+
+    columns: as for writing. written: what came of it, one data set or the two sides of a split.
+    """
+    names = list(dict.fromkeys(columns))
+    types = column_types(df, names, how.writing)
+    for name, kind in types.items():
+        before = written[0].column(name).dtype
+        if kind.dtype != before:
+            return f"column {name!r} was {before} and is {kind.dtype}"
+    if origin(df, names, how.writing, how.split) == written[0].fingerprint:
+        return None
+    rows = sum(manifest.rows for manifest in written)
+    return told_apart(rows, written[0].content, _rows(df, types, how))
+
+
+def told_apart(rows: int, content: str, now: str) -> str | None:
+    """rows, content: of what was written; an older release's says nothing of values. now: as `Scan.rows`."""
+    number = int(now.partition("-")[0])
+    if number != rows:
+        return f"it had {rows} rows and has {number}"
+    return "its rows have other values" if rows_of(content) not in (now, None) else None
+
+
+def _rows(df: DataFrame, types: Mapping[str, ColumnType], how: How) -> str:
+    scan = Scan(types)
+    kept = Dropping(types, how.writing.missing).kept(sided(df, types, how.split))
+    scan.watched(kept).write.format("noop").mode("overwrite").save()
+    return scan.rows()

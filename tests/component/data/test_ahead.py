@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spark_elastic.data.reading.ahead import DecodeAhead
+from spark_elastic.data.loader import DecodeAhead
 from spark_elastic.data.reading.decoding import Decoded
 from spark_elastic.errors import StoreError
 from tests.patience import until

@@ -8,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data.foreign import describe
-from spark_elastic.data.inventory import entries
 from spark_elastic.data.reading.readers import open_reader
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, entries
 from spark_elastic.errors import StoreError
 from tests.component.s3.conftest import SECRET
 

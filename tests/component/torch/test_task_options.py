@@ -247,13 +247,12 @@ def test_the_lightning_module_of_the_documentation_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pyspark")
-    from spark_elastic.estimators import torch_estimator
-    from spark_elastic.estimators.checks import objects, validation
+    from spark_elastic.estimators import torch_estimator, torch_objects, validation
 
     asked: list[Any] = []
     fits = torch_estimator.ElasticTorchEstimator
     monkeypatch.setattr(
-        fits, "fit", lambda self, df: asked.append(validation.checked(self._values, objects.brought))
+        fits, "fit", lambda self, df: asked.append(validation.checked(self._values, torch_objects.brought))
     )
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(LightningModule=torch.nn.Module))
     (program,) = blocks("estimators.md", "python")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from spark_elastic.data.inventory import memory_store
+from spark_elastic.data.store import memory_store
 from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.ports import Contact
 from spark_elastic.protocol.events import CancelRequested, SlotJobEnded, SlotsWanted

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.validation import Request
 from spark_elastic.spark.dataframes.scan import Missing
 
 

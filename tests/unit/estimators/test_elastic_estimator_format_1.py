@@ -15,10 +15,10 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import elastic_estimator, saving
-from spark_elastic.estimators.checks.objects import brought
-from spark_elastic.estimators.checks.validation import checked
 from spark_elastic.estimators.elastic_estimator import EstimatorReader
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.estimators.torch_objects import brought
+from spark_elastic.estimators.validation import checked
 
 
 class Reader(EstimatorReader):

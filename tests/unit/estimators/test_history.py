@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from spark_elastic.estimators.history import FitSummary, WorldRecord
+from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.observe.report import JobReport, Kind, WorldChange
 
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.horovod_names import ALIASES, REFUSED, translated
+from spark_elastic.estimators.params import ALIASES, REFUSED, translated
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 HOROVOD = """

@@ -10,7 +10,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.inventory import memory_store
+from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.data.inventory import memory_store
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.observe import log_files
 from spark_elastic.observe.log_files import LogFiles

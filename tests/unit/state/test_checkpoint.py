@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.inventory import memory_store
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import held_run

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.inventory import memory_store
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.checkpoint import CheckpointPolicy

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.inventory import memory_store
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.state.mail import SPEAK_EVERY, Box, Mail
 from spark_elastic.testing.fakes import FakeClock

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spark_elastic.data.inventory import memory_store
+from spark_elastic.data.store import memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.state.mail import LOOK_EVERY, STILL, Pulse, await_stillness
 from spark_elastic.testing.fakes import FakeClock

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.inventory import memory_store
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, memory_store
 from spark_elastic.spark.checks import probe as meeting
 from spark_elastic.spark.checks.probe import Meeting
 from spark_elastic.testing.fakes import FakeClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.prediction.predictor import gpu_for
+from spark_elastic.estimators.predictor import gpu_for
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
-from spark_elastic.estimators.fit.fit_rows import FileRows
-from spark_elastic.estimators.fit.run_record import RunRecord
+from spark_elastic.estimators.fit_rows import FileRows
+from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.spark.dataframes.scan import Missing
 from spark_elastic.state.held_run import HeldRun
 from tests.unit.estimators.requests import request

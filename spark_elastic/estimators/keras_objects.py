@@ -13,8 +13,8 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.objects import DRAWING
-from spark_elastic.estimators.checks.validation import kind
+from spark_elastic.estimators.torch_objects import DRAWING
+from spark_elastic.estimators.validation import kind
 from spark_elastic.keras.train.archive import Archive, things_of
 from spark_elastic.keras.train.objective import Objective
 from spark_elastic.keras.train.share import ordered_features, ordered_labels

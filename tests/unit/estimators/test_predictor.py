@@ -15,10 +15,10 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.objects import brought
-from spark_elastic.estimators.checks.validation import checked
-from spark_elastic.estimators.prediction.predictor import ROWS_AT_ONCE, Predictor, Transformed, stacked
+from spark_elastic.estimators.predictor import ROWS_AT_ONCE, Predictor, Transformed, stacked
 from spark_elastic.estimators.saving import pack
+from spark_elastic.estimators.torch_objects import brought
+from spark_elastic.estimators.validation import checked
 from spark_elastic.torch.train.spec import Columns
 from tests.unit.estimators.requests import values
 
@@ -238,7 +238,7 @@ def test_rows_are_what_training_had(dtype: str, shape: tuple[int, ...], rows: An
 
 
 def test_a_transformed_module_saved_from_a_former_place_loads(monkeypatch: Any) -> None:
-    now, former = "spark_elastic.estimators.prediction.predictor", "spark_elastic.estimators.predictor"
+    now, former = "spark_elastic.estimators.predictor", "spark_elastic.estimators.predictor"
     with monkeypatch.context() as then:
         then.setitem(sys.modules, former, sys.modules[now])
         then.setattr(Transformed, "__module__", former)

@@ -19,17 +19,15 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators import torch_estimator
-from spark_elastic.estimators.checks.validation import Request
-from spark_elastic.estimators.fit import fitting
-from spark_elastic.estimators.fit.fit_rows import forgotten_unless_it_goes_on
-from spark_elastic.estimators.fit.fitting import _agreed, _inputs, _ledger, _limits, _opened
-from spark_elastic.estimators.fit.run_record import RunResult
+from spark_elastic.estimators import fitting, torch_estimator
+from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on
+from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
+from spark_elastic.estimators.validation import Request
 from spark_elastic.observe import told_log
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.held_run import HeldRun

@@ -18,7 +18,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators.validation import Request
 from spark_elastic.training.checkpointing import WEIGHTS
 
 log = logging.getLogger("spark_elastic")

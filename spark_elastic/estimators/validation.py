@@ -17,7 +17,7 @@ from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.reading.readers import check_reader
 from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.prediction.outputs import ACTIVATIONS
+from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import Missing
 from spark_elastic.state import held_run
 from spark_elastic.training.spec import reshaping

@@ -19,10 +19,16 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.checks.validation import Request
-from spark_elastic.estimators.fit.run_record import RunRecord
-from spark_elastic.spark.dataframes.materialize import Split, Writing, materialize, materialize_split
-from spark_elastic.spark.dataframes.sameness import How, difference
+from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.validation import Request
+from spark_elastic.spark.dataframes.materialize import (
+    How,
+    Split,
+    Writing,
+    difference,
+    materialize,
+    materialize_split,
+)
 from spark_elastic.spark.dataframes.scan import Missing
 from spark_elastic.spark.dataframes.schema import check_columns, check_marks
 from spark_elastic.state.checkpoint import Checkpoints

@@ -11,16 +11,16 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.data.inventory import memory_store
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.store import memory_store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.checks.validation import Request
+from spark_elastic.estimators import fit_rows
 from spark_elastic.estimators.elastic_estimator import check_runs
-from spark_elastic.estimators.fit import fit_rows
-from spark_elastic.estimators.fit.fit_rows import TableRows, recorded
-from spark_elastic.estimators.fit.fitting import _so_far
-from spark_elastic.estimators.fit.run_record import RunRecord, RunResult
-from spark_elastic.spark.dataframes.sameness import told_apart
+from spark_elastic.estimators.fit_rows import TableRows, recorded
+from spark_elastic.estimators.fitting import _so_far
+from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.validation import Request
+from spark_elastic.spark.dataframes.materialize import told_apart
 from spark_elastic.spark.dataframes.scan import Missing
 from spark_elastic.training.checkpointing import WEIGHTS
 from tests.unit.estimators.requests import request as file_request

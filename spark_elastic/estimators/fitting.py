@@ -27,10 +27,10 @@ from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.reading.readers import some_row
 from spark_elastic.data.store import Store, scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.checks.validation import Request
-from spark_elastic.estimators.fit.fit_rows import RowSource
-from spark_elastic.estimators.fit.run_record import RunRecord, RunResult
-from spark_elastic.estimators.history import FitSummary, WorldRecord
+from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.transformer import FitSummary, WorldRecord
+from spark_elastic.estimators.validation import Request
 from spark_elastic.launch.audience import WorldSpan
 from spark_elastic.launch.job import LaunchResult, bounds
 from spark_elastic.observe.progress import Progress

@@ -17,9 +17,9 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks import objects
-from spark_elastic.estimators.checks.objects import brought
-from spark_elastic.estimators.checks.validation import Request, checked
+from spark_elastic.estimators import torch_objects
+from spark_elastic.estimators.torch_objects import brought
+from spark_elastic.estimators.validation import Request, checked
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from tests.unit.estimators.requests import net, values
 
@@ -199,7 +199,7 @@ def test_factories_of_fits_in_parallel_draw_the_same_weights() -> None:
         return torch.nn.Sequential(first, torch.nn.Linear(2, 1))
 
     def made() -> list[float]:
-        return torch.cat([p.flatten() for p in objects._model(factory, 7).parameters()]).tolist()
+        return torch.cat([p.flatten() for p in torch_objects._model(factory, 7).parameters()]).tolist()
 
     with ThreadPoolExecutor(3) as pool:
         found = [each.result() for each in [pool.submit(made) for _ in range(3)]]

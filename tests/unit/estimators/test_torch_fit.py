@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.objects import brought
 from spark_elastic.estimators.torch_estimator import trained
+from spark_elastic.estimators.torch_objects import brought
 from spark_elastic.torch.train.task import TorchLearner
 from tests.unit.estimators.requests import values
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.data.store import Store
-from spark_elastic.spark.dataframes.sides import spark_url
+from spark_elastic.spark.dataframes.store_access import spark_url
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from spark_elastic import store_cli
-from spark_elastic.data.inventory import clean, entries
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, clean, entries
 from spark_elastic.errors import InvalidInput, StoreError
 
 LATER = 4e9  # seconds since 1970: long after anything that a test writes

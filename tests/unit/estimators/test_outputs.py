@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.prediction.outputs import Outputs
+from spark_elastic.estimators.predictor import Outputs
 
 
 def outputs(widths: list[int], **names: Any) -> Outputs:

@@ -13,9 +13,9 @@ import pytest
 from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.prediction.outputs import Outputs
+from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.estimators.predictor import Outputs
 from spark_elastic.keras.train.archive import Archive, custom_of
 from spark_elastic.keras.train.share import ordered_labels
 from spark_elastic.tensorflow import SyncBatchNormalization

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.checks.validation import kind
+from spark_elastic.estimators.validation import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.gradients.terms import trainable
 from spark_elastic.torch.optimizers import check_steps_alone, made

@@ -18,8 +18,7 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
-from spark_elastic.estimators.prediction.outputs import Outputs, as_column
-from spark_elastic.estimators.prediction.predictor import Predicts
+from spark_elastic.estimators.predictor import Outputs, Predicts, as_column
 from spark_elastic.spark.carrying import Carrier, carried
 from spark_elastic.spark.driver_address import has_context
 

@@ -12,7 +12,7 @@ pytest.importorskip("pyspark")
 from pyspark.sql.types import DoubleType, StringType, StructType
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit.fit_rows import TableRows
+from spark_elastic.estimators.fit_rows import TableRows
 from tests.unit.estimators.requests import request
 
 

@@ -28,8 +28,8 @@ from pyspark.sql.types import (
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.prediction import outputs
-from spark_elastic.estimators.prediction.outputs import model_input
+from spark_elastic.estimators import transformer
+from spark_elastic.estimators.transformer import model_input
 from spark_elastic.spark.dataframes import scan
 
 
@@ -47,9 +47,9 @@ def _said(monkeypatch: Any) -> None:
         unix_micros=lambda c: Text(f"unix_micros({c})"),
         transform=lambda c, change: Text(f"each({c}, {change(Text('e'))})"),
     )
-    for module in (outputs, scan):
+    for module in (transformer, scan):
         monkeypatch.setattr(module, "F", functions)
-    monkeypatch.setattr(outputs, "vector_to_array", lambda c: Text(f"vector_to_array({c})"))
+    monkeypatch.setattr(transformer, "vector_to_array", lambda c: Text(f"vector_to_array({c})"))
 
 
 def taken(kind: DataType, dtype: str, shape: tuple[int, ...] = (), name: str = "x") -> str:

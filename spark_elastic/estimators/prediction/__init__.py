@@ -1,1 +1,0 @@
-"""What `transform` does: columns as a model takes them, the model in Spark's workers, columns of its outputs."""
