@@ -25,10 +25,10 @@ from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, horovodruns, variables
 from spark_elastic.launch.job import Site, supervise
-from spark_elastic.local.launcher import Hosts, LocalLauncher, Narration, foreign
+from spark_elastic.local.launcher import FileListener, Hosts, LocalLauncher, foreign
 from spark_elastic.local.slot import SlotSettings
-from spark_elastic.observe.progress import LineLimit, Output
-from spark_elastic.observe.told_log import closing_in_time, log_shown
+from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_stream
+from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
 from spark_elastic.running.call import prepare
 from spark_elastic.worker.script import Module
 
@@ -143,7 +143,7 @@ def play(wanted: Wanted) -> None:
         _play(wanted)
         return
     logging.getLogger("spark_elastic").setLevel(log_level(wanted.log_level or "info"))
-    with log_shown(sys.stderr):
+    with log_to_stream(sys.stderr):
         _play(wanted)
 
 
@@ -173,11 +173,11 @@ def _play(wanted: Wanted) -> None:
     launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))
     folder = _folder(wanted.output_filename)
     limits = call.limits(number)
-    limit = LineLimit() if sys.stdout.isatty() else None
-    shown = Output(
+    limit = LineRateLimiter() if sys.stdout.isatty() else None
+    shown = OutputListener(
         sys.stdout, clock, wanted.prefix_output_with_timestamp, wanted.verbose, config.show_logs, limit
     )
-    with closing_in_time(Narration(shown, folder)) as narration:
+    with close_within_deadline(FileListener(shown, folder)) as narration:
         discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
         supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
 

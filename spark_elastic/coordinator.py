@@ -24,10 +24,16 @@ from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn
 from spark_elastic.driver.ports import Contact, Launcher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
-from spark_elastic.launch.audience import Narrator, WorldSpan
 from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.told_log import Passed, Teller, log_again, log_aside, log_passed_on
+from spark_elastic.launch.job_monitor import JobListener, WorldSpan
+from spark_elastic.monitoring.log_forwarding import (
+    AsyncNotifier,
+    LogEntry,
+    emit_forwarded,
+    forward_log,
+    isolate_log_handlers,
+)
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.held_run import HeldRun
@@ -68,7 +74,7 @@ class Coordinator:
         )
         told = _Told(launcher.mail)
         try:
-            with Pulse(self.box.store, self._pulse), log_passed_on(told.logged):
+            with Pulse(self.box.store, self._pulse), forward_log(told.logged):
                 done = supervise(launcher, Together(), site, self.limits, self.config, self.name, told)
             worlds = [dataclasses.astuple(world) for world in done.worlds]
             report = done.report.to_json()
@@ -111,7 +117,7 @@ class _Told:
     def tell(self, text: str) -> None:
         self.mail.post({"tell": text})
 
-    def logged(self, record: Passed) -> None:
+    def logged(self, record: LogEntry) -> None:
         """The driver's own words would stay in this executor's standard error."""
         self.mail.post({"record": record})
 
@@ -141,7 +147,7 @@ class Client:
     """Launches slots for a coordinator, and hears it out. carry: runs its task; returns why that ended."""
 
     def __init__(
-        self, box: Box, name: str, launcher: Launcher, turn: GatherTurn, narrate: Narrator, clock: Clock
+        self, box: Box, name: str, launcher: Launcher, turn: GatherTurn, narrate: JobListener, clock: Clock
     ) -> None:
         self._box = box
         self._name = name
@@ -150,7 +156,9 @@ class Client:
         self._narrate = narrate
         self._clock = clock
         self._mail = Mail(box, self._heard, clock)
-        self._teller = Teller()  # so that a terminal that blocks does not look like a client that is gone
+        self._teller = (
+            AsyncNotifier()
+        )  # so that a terminal that blocks does not look like a client that is gone
         self._begun = False
         self._waits_since = 0.0  # for a core, while no other job of the application trains
         self._end: Letter | None = None
@@ -165,7 +173,7 @@ class Client:
             `launch.supervise`.
         """
         self._attempt = attempt
-        with log_aside(), self._teller:
+        with isolate_log_handlers(), self._teller:
             self._follow(carry, config)
         if self._end is None:
             why = self._gone[0] if self._gone else "it is silent"
@@ -236,7 +244,7 @@ class Client:
             case {"tell": str(text)}:
                 self._teller.tell(partial(self._narrate.tell, text))
             case {"record": [level, name, text, told]}:
-                log_again(level, name, text, told)
+                emit_forwarded(level, name, text, told)
             case {"results": _} | {"failed": _}:
                 self._end = letter
                 self._ended.set()

@@ -21,8 +21,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch.audience import Narrator, Silent
 from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult, Site, supervise
+from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
@@ -82,7 +82,7 @@ class Platform(Protocol):
         """See that hosts can run the job: `spark.checks.preflight`. number: of workers."""
         ...
 
-    def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+    def launch(self, order: Order, narrate: JobListener | None = None) -> LaunchResult:
         """Raises JobFailed, with its subclasses, and JobCancelled."""
         ...
 
@@ -125,7 +125,7 @@ class Classic:
         probing = Probing(payload, store, needs, bind_of(conf, self.config), what, encrypted)
         preflight(sc, probing, self.config.start_timeout)
 
-    def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+    def launch(self, order: Order, narrate: JobListener | None = None) -> LaunchResult:
         from spark_elastic.spark.carrying import broadcast
         from spark_elastic.spark.checks.settings import room_of, warn
         from spark_elastic.spark.driver_address import bind_of
@@ -195,7 +195,7 @@ class Connect:
             log.warning("the coordinator will run in a task: %s", unreached)
             self._post_office = store
 
-    def launch(self, order: Order, narrate: Narrator | None = None) -> LaunchResult:
+    def launch(self, order: Order, narrate: JobListener | None = None) -> LaunchResult:
         from spark_elastic.spark import connect
         from spark_elastic.spark.carrying import carried_program
         from spark_elastic.spark.checks.settings import room_of, warn
@@ -215,14 +215,14 @@ class Connect:
             if self._post_office is None:
                 site = _site(connect.bind_of(self._spark, config), order, settings, turn)
                 return supervise(launcher, turn, site, order.limits, config, order.name, narrate)
-            return self._by_mail(order, launcher, turn, narrate or Silent(), self._post_office)
+            return self._by_mail(order, launcher, turn, narrate or NullListener(), self._post_office)
 
     def _by_mail(
         self,
         order: Order,
         launcher: ConnectLauncher,
         turn: GatherTurn,
-        narrate: Narrator,
+        narrate: JobListener,
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect

@@ -152,7 +152,7 @@ class DriverLoop:
 # Carries out the driver machine's commands on the server and the launcher. Called from the driver loop's thread.
 
 
-class Audience(Protocol):
+class JobMonitor(Protocol):
     """Who is told what becomes of the job's worlds."""
 
     def world(self, world: World) -> None: ...
@@ -170,12 +170,12 @@ class Effects:
     """Maps each command to one call; nothing here decides."""
 
     def __init__(
-        self, server: RendezvousServer, launcher: Launcher, audience: Audience, publisher: Publisher
+        self, server: RendezvousServer, launcher: Launcher, monitor: JobMonitor, publisher: Publisher
     ) -> None:
         self._publisher = publisher
         self._server = server
         self._launcher = launcher
-        self._audience = audience
+        self._audience = monitor
 
     def carry_out(self, command: do.DriverCommand) -> None:
         """Execute without blocking."""

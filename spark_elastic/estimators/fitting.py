@@ -31,11 +31,11 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch.audience import WorldSpan
+from spark_elastic.launch.job_monitor import WorldSpan
 from spark_elastic.launch.job import LaunchResult, bounds
-from spark_elastic.observe.progress import Progress
-from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.told_log import Teller, closing_in_time, log_told
+from spark_elastic.monitoring.progress import ProgressListener
+from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
 from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
@@ -137,18 +137,18 @@ class _Training:
     framework: Framework
     store: Store
     ledger: str | None
-    shown: Progress
+    shown: ProgressListener
 
 
 @contextmanager
-def _watched(request: Request) -> Iterator[Progress]:
-    shown = Progress(
+def _watched(request: Request) -> Iterator[ProgressListener]:
+    shown = ProgressListener(
         request.epochs,
         listener=request.on_progress,
         quiet=request.verbose == 0,
         lines=request.config.show_logs,
     )
-    with closing_in_time(shown), log_told(shown.tell, request.verbose > 1):
+    with close_within_deadline(shown), log_to_listener(shown.tell, request.verbose > 1):
         yield shown
 
 
@@ -300,7 +300,7 @@ def _train(training: _Training, spec: TrainSpec, run: HeldRun) -> LaunchResult:
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = framework.task(spec, request.brought)
     if request.num_workers > 1 and not request.scale_lr:
-        with Teller() as teller:  # a terminal that blocks holds up no job
+        with AsyncNotifier() as teller:  # a terminal that blocks holds up no job
             teller.tell(partial(training.shown.tell, UNSCALED))
     limits = _limits(request, spec.plan.global_batch)
     order = Order(task, limits, run.run_id, framework.preload, run)

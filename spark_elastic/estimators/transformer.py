@@ -32,7 +32,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Outputs, Predicts
-from spark_elastic.observe.report import JobReport
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.spark.dataframes.scan import quoted
 from spark_elastic.spark.dataframes.schema import ColumnType, column_type
 

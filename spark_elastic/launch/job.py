@@ -30,11 +30,11 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
-from spark_elastic.launch.audience import Audience, Narrator, Silent, WorldSpan
-from spark_elastic.observe.log_files import LogFiles
-from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.snapshot import pages
-from spark_elastic.observe.told_log import log_aside
+from spark_elastic.launch.job_monitor import JobListener, JobMonitor, NullListener, WorldSpan
+from spark_elastic.monitoring.log_files import LogFiles
+from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
+from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
@@ -118,33 +118,33 @@ def supervise(
     limits: Limits,
     config: ElasticConfig,
     name: str,
-    narrate: Narrator | None = None,
+    narrate: JobListener | None = None,
 ) -> LaunchResult:
     """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds."""
     clock = SystemClock()
     discovery = steered(discovery, config.host_discovery, config.handle, clock)
-    narrator = narrate or Silent()
+    narrator = narrate or NullListener()
     inbox: Inbox = Inbox()
     pace = partial(beat_every, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     run = site.run
     files = _log_files(run, config, clock)
-    audience = Audience(narrator, clock, clock.now(), stalls, files, site.gathered, site.lacks)
-    journal = Journal(config.journal, audience.turn)
+    monitor = JobMonitor(narrator, clock, clock.now(), stalls, files, site.gathered, site.lacks)
+    journal = Journal(config.journal, monitor.turn)
     key = site.key or secrets.token_bytes(32)
-    recipients = Recipients(stalls.post, audience.lines, site.admit, audience.report, pace)
+    recipients = Recipients(stalls.post, monitor.lines, site.admit, monitor.report, pace)
     bind = Bind(site.bind, config.driver_port, site.advertise, auth.chosen(config, site.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    door = StatusDoor(pages(audience.chronicle, name, clock), clock) if config.status_page else None
+    door = StatusDoor(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, recipients, clock, bind, door)
-    effects = Effects(server, launcher, audience, run.publish if run is not None else _unpublished)
+    effects = Effects(server, launcher, monitor, run.publish if run is not None else _unpublished)
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
     make_room(limits.max_workers)
     # Last in, first out; an interrupt while one closes does not spare the others.
     with ExitStack() as closing:
-        closing.enter_context(log_aside())
-        closing.enter_context(audience.teller)
+        closing.enter_context(isolate_log_handlers())
+        closing.enter_context(monitor.teller)
         if run is not None:
             closing.callback(run.close)
             run.start(lambda reason: inbox.put(CancelRequested(clock.now(), reason)))
@@ -154,7 +154,7 @@ def supervise(
         closing.callback(server.close)
         server.start()
         if door is not None:
-            audience.announces(f"the status page of {name}: {door.url(server.url)}")
+            monitor.announces(f"the status page of {name}: {door.url(server.url)}")
         closing.callback(loop.close)
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
@@ -163,13 +163,13 @@ def supervise(
         discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)
-    report = audience.chronicle.report(clock.now())
+    report = monitor.chronicle.report(clock.now())
     try:
         returned = _results(end, run)
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
-    return LaunchResult(returned, tuple(audience.worlds), tuple(journal.story()), report)
+    return LaunchResult(returned, tuple(monitor.worlds), tuple(journal.story()), report)
 
 
 def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:

@@ -21,7 +21,7 @@ import cloudpickle
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.local.slot import SlotOrder, SlotSettings
-from spark_elastic.observe.progress import Output
+from spark_elastic.monitoring.progress import OutputListener
 from spark_elastic.protocol.events import SlotJobEnded
 from spark_elastic.worker.forking import importable
 
@@ -220,10 +220,10 @@ def _process() -> subprocess.Popen[bytes]:
 # Called from the driver's threads; one lock owns the files.
 
 
-class Narration:
-    """`launch.Narrator`. shown: on the screen. folder: where files go, one folder a rank; None for none."""
+class FileListener:
+    """`launch.JobListener`. shown: on the screen. folder: where files go, one folder a rank; None for none."""
 
-    def __init__(self, shown: Output, folder: Path | None = None) -> None:
+    def __init__(self, shown: OutputListener, folder: Path | None = None) -> None:
         self._shown = shown
         self._folder = folder
         self._files: dict[str, IO[str]] = {}

@@ -24,9 +24,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult, Site, bounds, supervise
-from spark_elastic.observe.progress import LineLimit, Output
-from spark_elastic.observe.report import JobReport
-from spark_elastic.observe.told_log import closing_in_time, log_told
+from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_listener
+from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
@@ -176,18 +176,18 @@ class Call:
         return dataclasses.replace(bounds(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
-    def watched(self) -> Iterator[Output]:
+    def watched(self) -> Iterator[OutputListener]:
         """The narrator of the job that runs inside the block."""
         chosen = self.options
-        narrator = Output(
+        narrator = OutputListener(
             sys.stdout if chosen.stdout is None else chosen.stdout,
             SystemClock(),
             timestamps=chosen.prefix_output_with_timestamp,
             worlds=chosen.verbose > 0,
             lines=chosen.config.show_logs,
-            limit=LineLimit() if chosen.stdout is None else None,
+            limit=LineRateLimiter() if chosen.stdout is None else None,
         )
-        with closing_in_time(narrator), log_told(narrator.tell, chosen.verbose > 1):
+        with close_within_deadline(narrator), log_to_listener(narrator.tell, chosen.verbose > 1):
             yield narrator
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.observe.told_log import Teller
+from spark_elastic.monitoring.log_forwarding import AsyncNotifier
 from spark_elastic.torch.callbacks import Callback, Logs, Training
 
 log = logging.getLogger("spark_elastic")
@@ -97,7 +97,7 @@ class MLflowLogger(_Counting):
         super().__init__(every)
         self.key = uuid.uuid4().hex  # a tag, by which a later rank 0 finds the run
         self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
-        self._teller: Teller | None = None
+        self._teller: AsyncNotifier | None = None
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)  # written, and not sent yet
         self._client: Any = None  # this and the next two belong to the teller's thread
         self._run = ""
@@ -124,9 +124,9 @@ class MLflowLogger(_Counting):
             self._warn(f"no answer within {END_WAIT:g} s of the training's end")
         self._teller = None
 
-    def _telling(self) -> Teller:
+    def _telling(self) -> AsyncNotifier:
         if self._teller is None:
-            self._teller = Teller().__enter__()
+            self._teller = AsyncNotifier().__enter__()
             atexit.register(self._teller.close)  # of a rank 0 that leaves before the training's end
         return self._teller
 

@@ -21,8 +21,8 @@ from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch.audience import Silent
 from spark_elastic.launch.job import LaunchResult
+from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box
 from spark_elastic.testing import CountingProgram, ProcessLauncher
@@ -42,7 +42,7 @@ coordinator.conduct("127.0.0.1") if sys.argv[2] == "0" else coordinator.stand_by
 """
 
 
-class Watcher(Silent):
+class Watcher(NullListener):
     """at: a step, at which `strike` is called once, in another thread. lost: called in each world but the first."""
 
     def __init__(self, at: int, strike: Any, lost: Callable[[], None] = lambda: None) -> None:
@@ -90,7 +90,7 @@ class Task:
         assert self.process is not None
         self.process.kill()
 
-    def follow(self, launcher: ProcessLauncher, narrate: Silent) -> LaunchResult:
+    def follow(self, launcher: ProcessLauncher, narrate: NullListener) -> LaunchResult:
         box = Box(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
         turn = GatherTurn(Application(), "test", Limits(1, 1, 1), SystemClock())
         client = Client(box, "test", launcher, turn, narrate, SystemClock())

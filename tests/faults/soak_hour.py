@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks.parts.report import machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
-from spark_elastic.observe.report import Kind, WorldChange  # noqa: E402
+from spark_elastic.monitoring.report import Kind, WorldChange  # noqa: E402
 from spark_elastic.testing import Blow, ClusterFaults  # noqa: E402
 from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402

@@ -12,8 +12,8 @@ from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator, 
 from spark_elastic.data.store import memory_store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch.audience import Silent, WorldSpan
-from spark_elastic.observe.report import JobReport
+from spark_elastic.launch.job_monitor import NullListener, WorldSpan
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import MOST_IDLE, going_on
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.mail import Box, Mail
@@ -65,7 +65,7 @@ def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
 
     launcher: Any = Launcher()
     client = Client(
-        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), Silent(), clock
+        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), NullListener(), clock
     )
 
     def carry() -> str:
@@ -93,7 +93,7 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
 
     launcher: Any = Launcher()
     client = Client(
-        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), Silent(), clock
+        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), NullListener(), clock
     )
     task = Mail(Box(store, "m", b"key", COORDINATOR, CLIENT), lambda letter: None, clock)
 
@@ -160,7 +160,7 @@ def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
     turn = lone_turn(clock)
     box = Box(memory_store(), "m", b"key", CLIENT, COORDINATOR)
-    client = Client(box, "job", launcher, turn, Silent(), clock)
+    client = Client(box, "job", launcher, turn, NullListener(), clock)
     with turn.lives, turn:
         client._heard({"gathered": True})
         client._heard({"lacks": True})

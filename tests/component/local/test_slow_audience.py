@@ -15,11 +15,11 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.launch.audience import Narrator, Silent
 from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.slot import SlotSettings
-from spark_elastic.observe.progress import Output
+from spark_elastic.monitoring.progress import OutputListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import NumberedHosts
 from tests.component.worker.moments import Held
@@ -45,12 +45,12 @@ def local(program: Held, kind: type[L]) -> L:
     return kind(program, NumberedHosts(2, 1), SystemClock(), settings=SlotSettings.of(CONFIG))
 
 
-def train(cluster: LocalLauncher, narrator: Narrator) -> LaunchResult:
+def train(cluster: LocalLauncher, narrator: JobListener) -> LaunchResult:
     limits = Limits(2, 1, 2, lease=TIMEOUT, driver_timeout=TIMEOUT)
     return supervise(cluster, Together(), Site(), limits, CONFIG, "test", narrator)
 
 
-class Blocking(Silent):
+class Blocking(NullListener):
     """Holds up who calls it until `read`, once with progress and once with a sentence."""
 
     def __init__(self, began: threading.Event, read: threading.Event) -> None:
@@ -69,7 +69,7 @@ class Blocking(Silent):
         self.told.append(text)
 
 
-class Unread(Output):
+class Unread(OutputListener):
     """Says when it has numbers to show."""
 
     began: threading.Event

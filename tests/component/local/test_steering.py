@@ -16,8 +16,8 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
 from spark_elastic.errors import JobCancelled
-from spark_elastic.launch.audience import Silent
 from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.local.launcher import Hosts, LocalLauncher
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import Checkpoints
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 CLOCK = SystemClock()
 
 
-class AtStep(Silent):
+class AtStep(NullListener):
     """A narrator that does something at a step, in a thread of its own. then: called in each world but the first."""
 
     def __init__(self, step: int, act: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.snapshot import pages
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous import auth
@@ -137,7 +137,7 @@ def start_driver(
 def start_driver_with_pages() -> Driver:
     """With a status page, and a first world of one worker."""
     clock = SystemClock()
-    made = start_driver(door=StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock))
+    made = start_driver(door=StatusDoor(pages(JobHistory(clock.now()), "job", clock), clock))
     made.server.publish(world(1, "0-0.1"))
     return made
 

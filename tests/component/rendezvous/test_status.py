@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.snapshot import pages
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.status import pages
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
@@ -28,7 +28,7 @@ ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
 @contextmanager
 def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusDoor]]:
     clock = SystemClock()
-    door = StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock)
+    door = StatusDoor(pages(JobHistory(clock.now()), "job", clock), clock)
     recipients = Recipients(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, clock, bind, door) as server:
         yield server, door

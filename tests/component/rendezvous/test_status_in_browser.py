@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.observe.snapshot import pages
+from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events as on
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.status_door import StatusDoor
-from tests.unit.observe.played_job import STARTED, PlayedJob
+from tests.unit.monitoring.played_job import STARTED, PlayedJob
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./build.sh browser")
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")

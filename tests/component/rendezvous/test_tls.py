@@ -15,8 +15,8 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.snapshot import pages
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
@@ -32,7 +32,7 @@ def certificate() -> auth.Certificate:
 @pytest.fixture
 def door() -> StatusDoor:
     clock = SystemClock()
-    return StatusDoor(pages(Chronicle(clock.now()), "job", clock), clock)
+    return StatusDoor(pages(JobHistory(clock.now()), "job", clock), clock)
 
 
 @pytest.fixture

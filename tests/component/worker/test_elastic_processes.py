@@ -23,8 +23,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch.audience import Silent
 from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
@@ -45,7 +45,7 @@ class NoDiscovery:
         """Nothing."""
 
 
-class Watcher(Silent):
+class Watcher(NullListener):
     """A narrator that keeps the lines."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits,
 from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import Request
-from spark_elastic.observe import told_log
+from spark_elastic.monitoring import log_forwarding
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.torch.train.spec import Brought
@@ -99,7 +99,7 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
 
 
 def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told_log, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(log_forwarding, "CLOSE_SECONDS", 0.05)
     platform: Any = SimpleNamespace(launch=lambda order, progress: "launched")
     wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
-from spark_elastic.observe.report import JobReport, Kind, WorldChange
+from spark_elastic.monitoring.report import JobReport, Kind, WorldChange
 
 
 def test_a_summary_survives_json() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.observe.report import JobReport
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.running import call as running
 from spark_elastic.running.call import prepare, results
 from spark_elastic.worker.program import encode

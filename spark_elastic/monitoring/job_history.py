@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic.observe.report import (
+from spark_elastic.monitoring.report import (
     PHASES,
-    Curve,
-    CurvePoint,
     JobReport,
     Kind,
-    Speed,
+    MetricPoint,
+    MetricSeries,
+    Throughput,
     WorldChange,
     steps_done,
 )
@@ -28,12 +28,12 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.types import Phase, Position, World
 
-MOST_CHANGES = 5000
-MOST_TOLD = 400
+MAX_WORLD_CHANGES = 5000
+MAX_ENTRIES = 400
 
 
 @dataclass(frozen=True)
-class Told:
+class HistoryEntry:
     """A sentence of the story. times: how many of its kind came in a row, of which this is the last."""
 
     at: float
@@ -42,7 +42,7 @@ class Told:
     times: int = 1
 
 
-class Chronicle:
+class JobHistory:
     """started: monotonic seconds of the launch. on_change: takes each change once its world stands, in the caller's
     thread of `turn`."""
 
@@ -52,9 +52,9 @@ class Chronicle:
         self._started = started
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._changes: deque[WorldChange] = deque(maxlen=MOST_CHANGES)
-        self._told: deque[Told] = deque(maxlen=MOST_TOLD)
-        self._curve, self._speed = Curve(), Speed()
+        self._changes: deque[WorldChange] = deque(maxlen=MAX_WORLD_CHANGES)
+        self._told: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
+        self._curve, self._speed = MetricSeries(), Throughput()
         self._numbers: dict[str, Any] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._phase, self._since = "start", 0.0  # of which phase now is, and since when
@@ -100,7 +100,7 @@ class Chronicle:
             self._speed.add(at, numbers)
             speed = self._speed.rows_per_second
             loss = None if loss is None else float(loss)
-            self._curve.add(CurvePoint(at, steps_done(numbers), loss, speed, int(numbers.get("world", 0))))
+            self._curve.add(MetricPoint(at, steps_done(numbers), loss, speed, int(numbers.get("world", 0))))
 
     def report(self, now: float) -> JobReport:
         """The report of the job so far."""
@@ -120,7 +120,7 @@ class Chronicle:
                 useful_hours=(self._useful + self._training_now(at)) / 3600,
             )
 
-    def look(self) -> tuple[DriverState | None, dict[str, Any], Speed, tuple[Told, ...]]:
+    def look(self) -> tuple[DriverState | None, dict[str, Any], Throughput, tuple[HistoryEntry, ...]]:
         """The newest state and numbers of rank 0, its speed, and the story."""
         with self._lock:
             return self._state, self._numbers, self._speed, tuple(self._told)
@@ -218,7 +218,7 @@ class Chronicle:
             and self._told[-1].kind == kind
         ):
             times = self._told.pop().times + 1  # thousands at a start or an end
-        self._told.append(Told(at, kind, text, times))
+        self._told.append(HistoryEntry(at, kind, text, times))
 
 
 def _members(world: World | None) -> set[str]:

@@ -32,7 +32,7 @@ class Closeable(Protocol):
 C = TypeVar("C", bound=Closeable)
 
 
-class Teller:
+class AsyncNotifier:
     """What fails is logged, and harms nobody. A block of it starts it and ends it."""
 
     def __init__(self, most_waiting: int = MOST_WAITING) -> None:
@@ -44,7 +44,7 @@ class Teller:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="spark-elastic-teller", daemon=True)
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> AsyncNotifier:
         self._thread.start()
         return self
 
@@ -108,16 +108,16 @@ class Teller:
 
 
 @contextmanager
-def closing_in_time(narrator: C) -> Iterator[C]:
+def close_within_deadline(narrator: C) -> Iterator[C]:
     """`contextlib.closing` of who tells people: its last words may block, or fail, as all others; the block ends."""
     try:
         yield narrator
     finally:
-        with Teller() as teller:
+        with AsyncNotifier() as teller:
             teller.tell(narrator.close)
 
 
-Passed: TypeAlias = tuple[
+LogEntry: TypeAlias = tuple[
     int, str, str, bool
 ]  # level, logger, text, and whether those who watch are told anyway
 TOLD = {"told": True}  # `extra` of records that those who watch are told anyway
@@ -142,7 +142,7 @@ class _Taker(logging.Handler):
 
 
 @contextmanager
-def log_told(tell: Callable[[str], None], wanted: bool = True) -> Iterator[None]:
+def log_to_listener(tell: Callable[[str], None], wanted: bool = True) -> Iterator[None]:
     """Inside the block `tell` gets what "spark_elastic" and the loggers below it say, from INFO on; whoever logs does
     not wait for it.
 
@@ -157,7 +157,7 @@ def log_told(tell: Callable[[str], None], wanted: bool = True) -> Iterator[None]
             text = f"{record.levelname.lower()}: {record.getMessage()}"
             teller.tell(lambda: _say(tell, text, record))
 
-    with Teller() as teller, _taken(take):
+    with AsyncNotifier() as teller, _taken(take):
         yield
 
 
@@ -169,11 +169,11 @@ def _say(tell: Callable[[str], None], text: str, record: logging.LogRecord) -> N
 
 
 @contextmanager
-def log_shown(stream: IO[str]) -> Iterator[None]:
+def log_to_stream(stream: IO[str]) -> Iterator[None]:
     """Inside the block all loggers' records are lines of `stream`; whoever logs does not wait for it."""
     shown, root = logging.StreamHandler(stream), logging.getLogger()
     shown.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-    with Teller() as teller:
+    with AsyncNotifier() as teller:
         taker = _Taker(lambda record: teller.tell(lambda: shown.handle(record)))
         root.addHandler(taker)
         try:
@@ -183,8 +183,8 @@ def log_shown(stream: IO[str]) -> Iterator[None]:
 
 
 @contextmanager
-def log_passed_on(post: Callable[[Passed], None]) -> Iterator[None]:
-    """Inside the block `post` gets all of it, as what `log_again` takes on the other side."""
+def forward_log(post: Callable[[LogEntry], None]) -> Iterator[None]:
+    """Inside the block `post` gets all of it, as what `emit_forwarded` takes on the other side."""
 
     def take(record: logging.LogRecord) -> None:
         told = getattr(record, "told", False)
@@ -194,16 +194,16 @@ def log_passed_on(post: Callable[[Passed], None]) -> Iterator[None]:
         yield
 
 
-def log_again(level: int, name: str, text: str, told: bool) -> None:
+def emit_forwarded(level: int, name: str, text: str, told: bool) -> None:
     """Log here what was logged elsewhere."""
     logging.getLogger(name).log(level, "%s", text, extra=TOLD if told else None)
 
 
 @contextmanager
-def log_aside() -> Iterator[None]:
+def isolate_log_handlers() -> Iterator[None]:
     """Inside the block a handler that blocks or fails holds up neither the driver nor its server: whatever a job's
     threads log is handed to handlers by a thread of its own."""
-    with Teller() as teller:
+    with AsyncNotifier() as teller:
         aside = _Aside(teller)
         known = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] in OF_JOBS]
         loggers = [logging.getLogger(name) for name in known]
@@ -219,7 +219,7 @@ def log_aside() -> Iterator[None]:
 class _Aside(logging.Filter):
     """A logger's last filter: lets no record through, and has it handled elsewhere."""
 
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, teller: AsyncNotifier) -> None:
         super().__init__()
         self._teller = teller
 

@@ -16,9 +16,9 @@ from importlib.resources import files
 from typing import Any
 
 from spark_elastic.clock import Clock
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.progress import PLACE
-from spark_elastic.observe.report import JobReport
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.progress import PLACE
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.driver.driver_state import DriverState, SlotRecord
 from spark_elastic.rendezvous.status_door import Page
 
@@ -28,7 +28,7 @@ MOST_STUCK = 16
 MOST_TEXT = 4000  # characters of a sentence or a stack
 
 
-def snapshot(chronicle: Chronicle, name: str, now: float) -> dict[str, Any]:
+def snapshot(chronicle: JobHistory, name: str, now: float) -> dict[str, Any]:
     """JSON-able. now: of the clock that the events carry; times in the value are seconds since the launch."""
     state, numbers, speed, told = chronicle.look()
     report = chronicle.report(now)
@@ -246,9 +246,9 @@ def _quoted(text: str) -> str:
 # Every page is made when it is asked for, in the server's thread.
 
 
-def pages(chronicle: Chronicle, name: str, clock: Clock) -> dict[str, Page]:
+def pages(chronicle: JobHistory, name: str, clock: Clock) -> dict[str, Page]:
     """The pages by their path, relative to the status page."""
-    html = files("spark_elastic.observe").joinpath("status_page.html").read_bytes()
+    html = files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
 
     def seen() -> dict[str, object]:
         return snapshot(chronicle, name, clock.now())

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from spark_elastic.observe.told_log import (
+from spark_elastic.monitoring.log_forwarding import (
     OF_JOBS,
     TOLD,
-    Passed,
-    log_again,
-    log_aside,
-    log_passed_on,
-    log_shown,
-    log_told,
+    LogEntry,
+    emit_forwarded,
+    forward_log,
+    isolate_log_handlers,
+    log_to_listener,
+    log_to_stream,
 )
 
 
@@ -27,7 +27,7 @@ def test_the_log_is_told_inside_the_block_alone() -> None:
     told: list[str] = []
     logger, root = logging.getLogger("spark_elastic"), logging.getLogger()
     before = list(logger.handlers), logger.level, list(root.handlers), root.level
-    with log_told(told.append):
+    with log_to_listener(told.append):
         logging.getLogger("spark_elastic.driver").info("a %s", "decision")
         logging.getLogger("spark_elastic.driver").debug("a detail")
         logger.warning("a worry")
@@ -36,7 +36,7 @@ def test_the_log_is_told_inside_the_block_alone() -> None:
     logger.warning("after")
     assert told == ["info: a decision", "warning: a worry"]
     assert (list(logger.handlers), logger.level, list(root.handlers), root.level) == before
-    with log_told(told.append, wanted=False):
+    with log_to_listener(told.append, wanted=False):
         logger.warning("not wanted")
     assert len(told) == 2
 
@@ -49,7 +49,7 @@ def test_whoever_logs_does_not_wait_for_a_stream_that_blocks() -> None:
         read.wait(20)
         told.append(text)
 
-    with log_told(blocks):
+    with log_to_listener(blocks):
         logging.getLogger("spark_elastic").warning("a worry")
         assert told == []
         read.set()
@@ -59,7 +59,7 @@ def test_whoever_logs_does_not_wait_for_a_stream_that_blocks() -> None:
 def test_one_job_s_end_leaves_the_log_to_the_other() -> None:
     logger = logging.getLogger("spark_elastic")
     before, told = logger.level, list[str]()
-    first, second = log_told(lambda text: None), log_told(told.append)
+    first, second = log_to_listener(lambda text: None), log_to_listener(told.append)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -72,7 +72,7 @@ def test_one_job_s_end_leaves_the_log_to_the_other() -> None:
 def test_the_log_is_shown_inside_the_block_alone() -> None:
     stream, root = io.StringIO(), logging.getLogger()
     before = list(root.handlers)
-    with log_shown(stream):
+    with log_to_stream(stream):
         logging.getLogger("spark_elastic").warning("a %s", "worry")
         logging.getLogger("another").error("an error")
     logging.getLogger("spark_elastic").warning("after")
@@ -84,14 +84,14 @@ def test_a_stream_that_fails_is_not_the_job_s_worry(capsys: pytest.CaptureFixtur
     def closed(text: str) -> None:
         raise ValueError("I/O operation on closed file")
 
-    with log_told(closed):
+    with log_to_listener(closed):
         logging.getLogger("spark_elastic").warning("a worry")
     assert "closed file" in capsys.readouterr().err
 
 
 def test_what_a_driver_elsewhere_logs_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
-    passed: list[Passed] = []
-    with log_passed_on(passed.append):
+    passed: list[LogEntry] = []
+    with forward_log(passed.append):
         logging.getLogger("spark_elastic.driver").warning("rank %d keeps others waiting", 1)
         logging.getLogger("spark_elastic").info("told anyway", extra=TOLD)
         try:
@@ -101,9 +101,9 @@ def test_what_a_driver_elsewhere_logs_is_logged_again(caplog: pytest.LogCaptureF
     assert logging.getLogger("spark_elastic").level == logging.NOTSET
     caplog.clear()
     told: list[str] = []
-    with log_told(told.append):
+    with log_to_listener(told.append):
         for record in passed:
-            log_again(*record)
+            emit_forwarded(*record)
     again = [(record.levelno, record.name) for record in caplog.records]
     assert again == [
         (logging.WARNING, "spark_elastic.driver"),
@@ -147,7 +147,7 @@ def test_a_handler_that_blocks_does_not_hold_up_who_logs(name: str) -> None:
         seen.append(text)
 
     with handled(blocks):
-        with log_aside():
+        with isolate_log_handlers():
             own.warning("a %s", "worry")
             own.warning("another")
             assert seen == []
@@ -162,7 +162,7 @@ def test_a_handler_that_raises_does_not_fail_who_logs(capsys: pytest.CaptureFixt
     def fails(text: str) -> None:
         raise ConnectionError("no collector of logs")
 
-    with handled(fails), log_aside():
+    with handled(fails), isolate_log_handlers():
         logging.getLogger("spark_elastic.driver").warning("a worry")
     assert capsys.readouterr().err.count("--- Logging error ---") == 1
 
@@ -170,7 +170,7 @@ def test_a_handler_that_raises_does_not_fail_who_logs(capsys: pytest.CaptureFixt
 def test_of_two_jobs_in_a_process_the_end_of_one_leaves_the_other_s_log() -> None:
     seen: list[str] = []
     with handled(seen.append):
-        first, second = log_aside(), log_aside()
+        first, second = isolate_log_handlers(), isolate_log_handlers()
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
@@ -181,7 +181,7 @@ def test_of_two_jobs_in_a_process_the_end_of_one_leaves_the_other_s_log() -> Non
 
 def test_a_fork_of_the_driver_has_its_log_handled_there() -> None:
     reader, writer = os.pipe()
-    with handled(lambda text: os.write(writer, text.encode())), log_aside():
+    with handled(lambda text: os.write(writer, text.encode())), isolate_log_handlers():
         if (child := os.fork()) == 0:
             logging.getLogger("spark_elastic").warning("from the child")
             os._exit(0)

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.log_files import LogFiles
-from spark_elastic.observe.report import WorldChange
-from spark_elastic.observe.told_log import TOLD, Teller
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.log_files import LogFiles
+from spark_elastic.monitoring.log_forwarding import TOLD, AsyncNotifier
+from spark_elastic.monitoring.report import WorldChange
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.driver_state import DriverState
 from spark_elastic.protocol.events import DriverEvent
@@ -25,7 +25,7 @@ from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
 # Who tells people how a job goes: the interface, and the one that says nothing.
 
 
-class Narrator(Protocol):
+class JobListener(Protocol):
     """Tells people how the job goes. Called from several threads, which may be held up by it."""
 
     def log(self, rank: int | None, line: str) -> None: ...
@@ -39,7 +39,7 @@ class Narrator(Protocol):
         ...
 
 
-class Silent:
+class NullListener:
     """A narrator that says nothing."""
 
     def log(self, rank: int | None, line: str) -> None:
@@ -68,27 +68,27 @@ class WorldSpan:
 
 
 @dataclass
-class Audience:
+class JobMonitor:
     """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails, or blocks, harms no
     job: neither the driver's loop nor the server's wait for it. gathered: called at each world. lacks: whenever the job
     begins to lack slots for its next world, or has enough again."""
 
-    narrator: Narrator
+    narrator: JobListener
     clock: Clock
     started: float
     stalls: StallWatch
     files: LogFiles | None = None
     gathered: Callable[[], None] = lambda: None
     lacks: Callable[[bool], None] = lambda slots: None
-    teller: Teller = field(default_factory=Teller)
-    chronicle: Chronicle = field(init=False)
+    teller: AsyncNotifier = field(default_factory=AsyncNotifier)
+    chronicle: JobHistory = field(init=False)
     worlds: list[WorldSpan] = field(default_factory=list)
     ranks: dict[str, int] = field(default_factory=dict)
     failing: bool = False  # the narrator, at its last line
     short: bool = False  # what `lacks` was told last
 
     def __post_init__(self) -> None:
-        self.chronicle = Chronicle(self.started, self.changed)
+        self.chronicle = JobHistory(self.started, self.changed)
 
     def turn(self, event: DriverEvent, commands: Sequence[DriverCommand], after: DriverState | None) -> None:
         """A turn of the driver machine; arguments as for the journal."""

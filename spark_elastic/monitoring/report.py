@@ -1,6 +1,6 @@
 """The report of a job: where its time went, what losses cost, and which rows were trained. Pure values.
 
-Made by `Chronicle.report`; a fitted model keeps it as JSON. Knows neither the driver nor a framework.
+Made by `JobHistory.report`; a fitted model keeps it as JSON. Knows neither the driver nor a framework.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPEED_OVER = 5.0  # seconds
 
 
 @dataclass(frozen=True)
-class CurvePoint:
+class MetricPoint:
     """step: applied steps of the whole run. rows_per_second: of the whole world, 0 while unknown. loss: None where
     the program reports none."""
 
@@ -41,16 +41,16 @@ class CurvePoint:
     world: int
 
 
-class Curve:
+class MetricSeries:
     """At most `most` points; when there are more, each two neighbours become one."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most
         self._stride = 1  # reports that make one point
-        self._pending: list[CurvePoint] = []
-        self._points: list[CurvePoint] = []
+        self._pending: list[MetricPoint] = []
+        self._points: list[MetricPoint] = []
 
-    def add(self, point: CurvePoint) -> None:
+    def add(self, point: MetricPoint) -> None:
         self._pending.append(point)
         if len(self._pending) < self._stride:
             return
@@ -62,20 +62,20 @@ class Curve:
             self._stride *= 2
 
     @property
-    def points(self) -> tuple[CurvePoint, ...]:
+    def points(self) -> tuple[MetricPoint, ...]:
         return (*self._points, *self._pending[-1:])
 
 
-def _merged(points: list[CurvePoint]) -> CurvePoint:
+def _merged(points: list[MetricPoint]) -> MetricPoint:
     """Means of loss and speed; the rest is the last one's."""
     last = points[-1]
     losses = [point.loss for point in points if point.loss is not None]
     loss = sum(losses) / len(losses) if losses else None
     speed = sum(point.rows_per_second for point in points) / len(points)
-    return CurvePoint(last.at, last.step, loss, speed, last.world)
+    return MetricPoint(last.at, last.step, loss, speed, last.world)
 
 
-class Speed:
+class Throughput:
     """Rows and steps a second over the last seconds, from reports with `epoch`, `step`, `steps` and `rows`."""
 
     def __init__(self, over: float = SPEED_OVER) -> None:
@@ -208,7 +208,7 @@ class JobReport:
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     changes: tuple[WorldChange, ...] = ()
-    curve: tuple[CurvePoint, ...] = ()
+    curve: tuple[MetricPoint, ...] = ()
     checkpoints: int = 0
     checkpoint_seconds: float = 0.0
     reserved_hours: float = 0.0
@@ -265,7 +265,7 @@ class JobReport:
         changes = [
             WorldChange(**{**change, "kind": Kind(change["kind"])}) for change in values.pop("changes")
         ]
-        curve = tuple(CurvePoint(**point) for point in values.pop("curve"))
+        curve = tuple(MetricPoint(**point) for point in values.pop("curve"))
         epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
         return cls(changes=tuple(changes), curve=curve, epochs=epochs, **values)
 

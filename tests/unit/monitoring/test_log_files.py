@@ -6,8 +6,8 @@ import pytest
 
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
-from spark_elastic.observe import log_files
-from spark_elastic.observe.log_files import LogFiles
+from spark_elastic.monitoring import log_files
+from spark_elastic.monitoring.log_files import LogFiles
 from spark_elastic.testing.fakes import FakeClock
 
 

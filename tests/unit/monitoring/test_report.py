@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from spark_elastic.observe.report import CurvePoint, EpochRows, JobReport, Kind, WorldChange
+from spark_elastic.monitoring.report import EpochRows, JobReport, Kind, MetricPoint, WorldChange
 from tests.sources import ROOT
 
 
@@ -18,7 +18,7 @@ REPORT = JobReport(
     seconds=100.0,
     phases={"start": 5.0, "training": 91.0, "recovery": 4.0, "planned": 0.0, "closing": 0.0},
     changes=(WorldChange(1, 0.0, Kind.START, 0, 3, 3, 0, "first", 5.0), loss(1.0, 1), loss(None), loss(3.0)),
-    curve=(CurvePoint(6.0, 1, 0.5, 100.0, 3), CurvePoint(7.0, 2, None, 90.0, 2)),
+    curve=(MetricPoint(6.0, 1, 0.5, 100.0, 3), MetricPoint(7.0, 2, None, 90.0, 2)),
     checkpoints=2,
     checkpoint_seconds=1.0,
 )

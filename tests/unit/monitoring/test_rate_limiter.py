@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spark_elastic.observe.progress import LineLimit
+from spark_elastic.monitoring.progress import LineRateLimiter
 
 
 def test_lines_beyond_the_allowance_are_counted() -> None:
-    limit = LineLimit(rate=1.0, burst=3.0)
+    limit = LineRateLimiter(rate=1.0, burst=3.0)
     shown = [limit.pass_on(0.0, "0", str(n)) for n in range(10)]
     assert shown == [("0",), ("1",), ("2",)] + [()] * 7
     assert limit.pass_on(0.0, "1", "other") == ("other",)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.report import JobReport, WorldChange
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.report import JobReport, WorldChange
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish
@@ -20,7 +20,7 @@ class PlayedJob:
 
     def __init__(self, workers: int, all_results: bool = False) -> None:
         self.told: list[WorldChange] = []
-        self.chronicle = Chronicle(STARTED, self.told.append)
+        self.chronicle = JobHistory(STARTED, self.told.append)
         self.state, _ = driver_machine.initial(Limits(workers, 1, workers, all_results=all_results), 1)
         self.now = 0.0
         self.world: World | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.observe.report import Curve, CurvePoint, Speed
+from spark_elastic.monitoring.report import MetricPoint, MetricSeries, Throughput
 
 
 def test_a_curve_is_thinned_and_keeps_its_ends_and_means() -> None:
-    curve = Curve(most=8)
+    curve = MetricSeries(most=8)
     for number in range(1000):
-        curve.add(CurvePoint(float(number), number, float(number % 2), 10.0, 3))
+        curve.add(MetricPoint(float(number), number, float(number % 2), 10.0, 3))
     points = curve.points
     assert len(points) <= 9
     assert points[-1].at == 999.0
@@ -20,7 +20,7 @@ def test_a_curve_is_thinned_and_keeps_its_ends_and_means() -> None:
 
 
 def test_a_short_curve_is_kept_as_it_is() -> None:
-    curve, points = Curve(most=8), [CurvePoint(float(n), n, None, 0.0, 1) for n in range(8)]
+    curve, points = MetricSeries(most=8), [MetricPoint(float(n), n, None, 0.0, 1) for n in range(8)]
     for point in points:
         curve.add(point)
     assert curve.points == tuple(points)
@@ -31,7 +31,7 @@ def numbers(epoch: int, step: int) -> dict[str, int]:
 
 
 def test_speed_and_time_left_span_epochs() -> None:
-    speed = Speed()
+    speed = Throughput()
     assert speed.seconds_left is None
     speed.add(0.0, numbers(0, 90))
     speed.add(2.0, numbers(1, 10))
@@ -41,7 +41,7 @@ def test_speed_and_time_left_span_epochs() -> None:
 
 
 def test_speed_forgets_what_is_long_ago_and_what_was_taken_back() -> None:
-    speed = Speed(over=5.0)
+    speed = Throughput(over=5.0)
     for second in range(20):
         speed.add(float(second), numbers(0, second if second < 10 else 10 + 3 * (second - 10)))
     assert speed.steps_per_second == 3.0
@@ -57,7 +57,7 @@ def test_speed_forgets_what_is_long_ago_and_what_was_taken_back() -> None:
 def test_a_run_without_reports_stands_still_by_what_is_usual_for_it(
     every: float, still: float, stands: bool
 ) -> None:
-    speed = Speed(over=5.0)
+    speed = Throughput(over=5.0)
     assert speed.stands_still(0.0)
     for number in range(10):
         speed.add(number * every, numbers(0, number))

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.observe.report import Speed
+from spark_elastic.monitoring.report import Throughput
 
 # Keeps one worker that prints much from drowning all others: so many lines a second each, with a count of the rest.
 #
@@ -34,7 +34,7 @@ class _Allowance:
     left_out: int = 0
 
 
-class LineLimit:
+class LineRateLimiter:
     """A number of lines that each name may print, refilled as time goes on."""
 
     def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
@@ -63,7 +63,7 @@ PLAIN_EVERY = 2.0  # seconds between two plain lines
 Numbers = Mapping[str, Any]
 
 
-class Progress:
+class ProgressListener:
     """Shows epoch, step, loss and world size. `numbers` come from rank 0: epoch, step, steps, loss, rows, world.
 
     epochs: of the whole run. stream: default standard error. live: a line that is rewritten in place; default where
@@ -92,8 +92,8 @@ class Progress:
         self._lock = threading.RLock()
         self._bar: Any = None
         self._last: tuple[float, int] | None = None  # of the last plain line: when, and which epoch
-        self._speed = Speed()
-        self._limit = LineLimit()
+        self._speed = Throughput()
+        self._limit = LineRateLimiter()
 
     def log(self, rank: int | None, line: str) -> None:
         """A line that a worker printed."""
@@ -175,7 +175,7 @@ class Progress:
 PLACE = ("epoch", "epochs", "step", "steps", "rows", "loss", "world", "checkpoint_seconds")
 
 
-def figures(numbers: Numbers, speed: Speed) -> str:
+def figures(numbers: Numbers, speed: Throughput) -> str:
     """Loss, whatever else the program reports as a float, speed, world and time left, as far as they are known."""
     loss, world, left = numbers.get("loss"), numbers.get("world"), speed.seconds_left
     others = (f"{k} {v:.4g}" for k, v in numbers.items() if k not in PLACE and isinstance(v, float))
@@ -202,7 +202,7 @@ log = logging.getLogger("spark_elastic")
 COUNTED = {"step", "world"}  # of each job
 
 
-class Output:
+class OutputListener:
     """Lines prefixed with their rank, and with the time of day where wanted; one lock owns the stream."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Output:
         timestamps: bool,
         worlds: bool,
         lines: bool,
-        limit: LineLimit | None = None,
+        limit: LineRateLimiter | None = None,
     ) -> None:
         """worlds: tell of each new world. lines: show what workers print. limit: of their lines, None for all."""
         self._stream = stream
@@ -265,7 +265,7 @@ class Output:
         numbers, self._pending = self._pending, None
         if numbers is not None:
             step = f"step {numbers['step']} " if "step" in numbers else ""
-            self._write(f"{step}{figures(numbers, Speed())}")
+            self._write(f"{step}{figures(numbers, Throughput())}")
 
     def _write(self, text: str) -> None:
         if self._timestamps:

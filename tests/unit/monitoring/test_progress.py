@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.observe.progress import PLAIN_EVERY, Progress
+from spark_elastic.monitoring.progress import PLAIN_EVERY, ProgressListener
 from spark_elastic.testing import FakeClock
 
 
@@ -22,7 +22,7 @@ def numbers(step: int, epoch: int = 0) -> Mapping[str, Any]:
 
 def test_plain_lines_come_now_and_then_and_at_each_epochs_end() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    progress = Progress(2, stream=stream, clock=clock)
+    progress = ProgressListener(2, stream=stream, clock=clock)
     for step in range(1, 11):
         clock.sleep(PLAIN_EVERY / 4)
         progress.progress(numbers(step))
@@ -33,7 +33,7 @@ def test_plain_lines_come_now_and_then_and_at_each_epochs_end() -> None:
 
 def test_a_new_epoch_is_shown_at_once() -> None:
     stream = io.StringIO()
-    progress = Progress(2, stream=stream, clock=FakeClock())
+    progress = ProgressListener(2, stream=stream, clock=FakeClock())
     progress.progress(numbers(4))
     progress.progress(numbers(1, epoch=1))
     assert [line.split(" loss")[0] for line in stream.getvalue().splitlines()] == [
@@ -44,7 +44,7 @@ def test_a_new_epoch_is_shown_at_once() -> None:
 
 def test_worlds_and_workers_lines_are_told_with_their_origin() -> None:
     stream = io.StringIO()
-    progress = Progress(1, stream=stream)
+    progress = ProgressListener(1, stream=stream)
     progress.tell("world of 2: slot 1-0 was lost")
     progress.log(1, "hello")
     progress.log(None, "not yet ranked")
@@ -58,7 +58,7 @@ def test_a_plain_install_has_the_live_line() -> None:
 
 def test_the_live_line_is_one_line_and_lines_go_above_it() -> None:
     stream = io.StringIO()
-    progress = Progress(2, stream=stream, live=True)
+    progress = ProgressListener(2, stream=stream, live=True)
     for step in range(1, 4):
         progress.progress(numbers(step, epoch=1))
     progress.log(0, "hello")
@@ -73,7 +73,7 @@ def test_the_live_line_is_one_line_and_lines_go_above_it() -> None:
 
 def test_quiet_says_nothing_and_the_listener_still_hears() -> None:
     stream, heard = io.StringIO(), []
-    progress = Progress(1, stream=stream, quiet=True, listener=heard.append)
+    progress = ProgressListener(1, stream=stream, quiet=True, listener=heard.append)
     progress.progress(numbers(1))
     progress.tell("world of 1: start")
     progress.log(0, "hello")
@@ -83,21 +83,21 @@ def test_quiet_says_nothing_and_the_listener_still_hears() -> None:
 
 def test_numbers_without_a_step_are_for_the_listener_alone() -> None:
     stream, heard = io.StringIO(), []
-    Progress(1, stream=stream, listener=heard.append).progress({"phase": "validate"})
+    ProgressListener(1, stream=stream, listener=heard.append).progress({"phase": "validate"})
     assert (stream.getvalue(), heard) == ("", [{"phase": "validate"}])
 
 
 def test_a_file_gets_plain_lines_and_standard_error_is_the_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Progress(1).tell("world of 1: start")
+    ProgressListener(1).tell("world of 1: start")
     assert capsys.readouterr().err == "world of 1: start\n"
     assert not sys.stderr.isatty()
 
 
 def test_speed_metrics_and_time_left_are_told_once_known() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    progress = Progress(2, stream=stream, clock=clock)
+    progress = ProgressListener(2, stream=stream, clock=clock)
     progress.progress({**numbers(2), "rows": 64})
     clock.sleep(PLAIN_EVERY)
     progress.progress({**numbers(6), "rows": 64, "auc": 0.75})
@@ -109,7 +109,7 @@ def test_speed_metrics_and_time_left_are_told_once_known() -> None:
 
 def test_a_worker_that_prints_too_much_is_cut_short_and_counted() -> None:
     stream = io.StringIO()
-    progress = Progress(1, stream=stream, clock=FakeClock())
+    progress = ProgressListener(1, stream=stream, clock=FakeClock())
     for number in range(1000):
         progress.log(2, str(number))
     progress.close()

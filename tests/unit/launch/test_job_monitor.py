@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.launch.audience import Audience, Silent
+from spark_elastic.launch.job_monitor import JobMonitor, NullListener
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.driver_state import Stage
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
@@ -15,7 +15,7 @@ from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
-class Listener(Silent):
+class Listener(NullListener):
     def __init__(self) -> None:
         self.heard: list[str] = []
 
@@ -26,8 +26,8 @@ class Listener(Silent):
 def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     clock, listener = FakeClock(), Listener()
     stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
-    audience = Audience(listener, clock, 0.0, stalls)
-    audience.lines(LogLines("1-0", "1-0.1", None, ("hello", f"{OWN_WORDS}memory will not do", "bye")))
+    monitor = JobMonitor(listener, clock, 0.0, stalls)
+    monitor.lines(LogLines("1-0", "1-0.1", None, ("hello", f"{OWN_WORDS}memory will not do", "bye")))
     assert listener.heard == ["hello", "bye"]
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -47,13 +47,13 @@ def test_a_narrator_that_fails_at_each_line_is_told_of_once_until_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock, listener = FakeClock(), FullDisk()
-    audience = Audience(listener, clock, 0.0, StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0))
-    audience.ranks = {"1-0.1": 0}
+    monitor = JobMonitor(listener, clock, 0.0, StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0))
+    monitor.ranks = {"1-0.1": 0}
     for room in (1, 2):
         listener.room = room
-        audience.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
-        audience.report(Report("1-0.1", "1-0", {"loss": 1.0}))  # which goes to others, too
-        audience.lines(LogLines("1-0", "1-0.1", None, ("lost",)))
+        monitor.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
+        monitor.report(Report("1-0.1", "1-0", {"loss": 1.0}))  # which goes to others, too
+        monitor.lines(LogLines("1-0", "1-0.1", None, ("lost",)))
         assert len(caplog.records) == room
     assert listener.heard == ["shown", "shown"]
 
@@ -61,11 +61,11 @@ def test_a_narrator_that_fails_at_each_line_is_told_of_once_until_it_goes_on(
 def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
     stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
-    audience = Audience(Silent(), clock, 0.0, stalls, lacks=heard.append)
+    monitor = JobMonitor(NullListener(), clock, 0.0, stalls, lacks=heard.append)
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
 
     def play(event: on.DriverEvent) -> None:
-        audience.turn(event, bench.on(event), bench.state)
+        monitor.turn(event, bench.on(event), bench.state)
 
     play(on.Tick(0))
     for job in (1, 2, 3):

@@ -8,19 +8,19 @@ from typing import IO
 
 import pytest
 
-from spark_elastic.local.launcher import Narration
-from spark_elastic.observe.progress import LineLimit, Output
+from spark_elastic.local.launcher import FileListener
+from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
 from spark_elastic.testing.fakes import FakeClock
 
 
-def output(stream: IO[str], lines: bool = True, limit: LineLimit | None = None) -> Output:
-    return Output(stream, FakeClock(), timestamps=False, worlds=True, lines=lines, limit=limit)
+def output(stream: IO[str], lines: bool = True, limit: LineRateLimiter | None = None) -> OutputListener:
+    return OutputListener(stream, FakeClock(), timestamps=False, worlds=True, lines=lines, limit=limit)
 
 
 @pytest.mark.parametrize("limited", [True, False])
 def test_a_worker_that_prints_much_is_cut_short_where_it_is_to_be(limited: bool, tmp_path: Path) -> None:
     stream = io.StringIO()
-    narration = Narration(output(stream, limit=LineLimit(burst=3.0) if limited else None), tmp_path)
+    narration = FileListener(output(stream, limit=LineRateLimiter(burst=3.0) if limited else None), tmp_path)
     for number in range(5):
         narration.log(1, f"line {number}")
     narration.log(0, "another")
@@ -63,7 +63,7 @@ def test_what_a_streams_encoding_lacks_is_told_by_its_number() -> None:
 
 def test_without_logs_the_files_are_still_written(tmp_path: Path) -> None:
     stream = io.StringIO()
-    narration = Narration(output(stream, lines=False), tmp_path)
+    narration = FileListener(output(stream, lines=False), tmp_path)
     narration.log(None, "a line")
     narration.close()
     assert stream.getvalue() == ""
@@ -72,7 +72,7 @@ def test_without_logs_the_files_are_still_written(tmp_path: Path) -> None:
 
 def test_what_a_loop_reports_is_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    shown = Output(stream, clock, timestamps=False, worlds=True, lines=True)
+    shown = OutputListener(stream, clock, timestamps=False, worlds=True, lines=True)
     shown.progress({"step": 1, "world": 2})
     for step in (2, 3, 4):
         shown.progress({"step": step, "world": 2, "loss": 0.5, "auc": 0.75})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.observe.chronicle import MOST_TOLD
-from spark_elastic.observe.report import Kind
+from spark_elastic.monitoring.job_history import MAX_ENTRIES
+from spark_elastic.monitoring.report import Kind
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
 from spark_elastic.protocol.types import Fence, Phase, Position
-from tests.unit.observe.played_job import STARTED, PlayedJob
+from tests.unit.monitoring.played_job import STARTED, PlayedJob
 
 
 def lossy() -> PlayedJob:
@@ -138,6 +138,6 @@ def test_the_story_is_bounded_and_joins_what_repeats() -> None:
         job.chronicle.turn(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
     (told,) = job.chronicle.look()[3]
     assert (told.kind, told.times) == ("launch slot", 1000)
-    for _ in range(2 * MOST_TOLD):
+    for _ in range(2 * MAX_ENTRIES):
         job.on(on.WorkerStalled(0, "x", Fence(1, 1), "stuck"))
-    assert len(job.chronicle.look()[3]) == MOST_TOLD
+    assert len(job.chronicle.look()[3]) == MAX_ENTRIES

@@ -13,14 +13,14 @@ from typing import IO
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.observe import told_log as module
-from spark_elastic.observe.progress import LineLimit, Output, Progress
-from spark_elastic.observe.told_log import Teller, closing_in_time
+from spark_elastic.monitoring import log_forwarding as module
+from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline
+from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener, ProgressListener
 
 
 def test_sentences_come_in_order_and_the_end_tells_the_rest() -> None:
     told: list[int] = []
-    with Teller() as teller:
+    with AsyncNotifier() as teller:
         for number in range(100):
             teller.tell(partial(told.append, number))
     assert told == list(range(100))
@@ -29,7 +29,7 @@ def test_sentences_come_in_order_and_the_end_tells_the_rest() -> None:
 def test_of_progress_the_newest_alone_waits() -> None:
     told: list[object] = []
     taken, free = threading.Event(), threading.Event()
-    with Teller(most_waiting=2) as teller:
+    with AsyncNotifier(most_waiting=2) as teller:
         teller.tell(lambda: (taken.set(), free.wait(20)))
         assert taken.wait(20)
         teller.tell(partial(told.append, "first"))
@@ -43,7 +43,7 @@ def test_of_progress_the_newest_alone_waits() -> None:
 def test_what_was_dropped_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
     taken, free = threading.Event(), threading.Event()
-    with Teller(most_waiting=1) as teller:
+    with AsyncNotifier(most_waiting=1) as teller:
         teller.tell(lambda: (taken.set(), free.wait(20)))
         assert taken.wait(20)
         for text in ("a", "b", "c"):
@@ -57,7 +57,7 @@ def test_what_was_dropped_is_counted(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_listener_that_fails_is_logged_and_hears_on(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
-    with Teller() as teller:
+    with AsyncNotifier() as teller:
         teller.tell(lambda: 1 / 0)
         teller.progress(lambda: 1 / 0)
         teller.progress(partial(told.append, "on"))
@@ -72,7 +72,7 @@ def test_the_end_waits_for_nobody_who_blocks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     free = threading.Event()
     before = time.monotonic()
-    with Teller() as teller:
+    with AsyncNotifier() as teller:
         teller.tell(lambda: free.wait(20))
     assert time.monotonic() - before < 10
     free.set()
@@ -95,23 +95,27 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def output(stream: IO[str]) -> Output:
-    return Output(stream, SystemClock(), timestamps=False, worlds=True, lines=True, limit=LineLimit())
+def output(stream: IO[str]) -> OutputListener:
+    return OutputListener(
+        stream, SystemClock(), timestamps=False, worlds=True, lines=True, limit=LineRateLimiter()
+    )
 
 
-def progress(stream: IO[str]) -> Progress:
-    return Progress(1, stream=stream, live=False)
+def progress(stream: IO[str]) -> ProgressListener:
+    return ProgressListener(1, stream=stream, live=False)
 
 
 @pytest.mark.parametrize("narrator", [output, progress])
 @pytest.mark.parametrize("in_the_middle", [True, False], ids=["a line is held up", "the last words are"])
 def test_a_terminal_that_nobody_reads_holds_up_no_end(
-    narrator: Callable[[IO[str]], Output | Progress], in_the_middle: bool, monkeypatch: pytest.MonkeyPatch
+    narrator: Callable[[IO[str]], OutputListener | ProgressListener],
+    in_the_middle: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     terminal = Terminal()
     before = time.monotonic()
-    with closing_in_time(narrator(terminal)) as shown:
+    with close_within_deadline(narrator(terminal)) as shown:
         for number in range(600):  # more than are shown of a worker at once
             shown.log(0, str(number))
         terminal.goes_on.clear()
@@ -128,6 +132,6 @@ def test_last_words_that_fail_are_not_the_jobs_end(caplog: pytest.LogCaptureFixt
         def close(self) -> None:
             raise ValueError("I/O operation on closed file")
 
-    with closing_in_time(Closed()):
+    with close_within_deadline(Closed()):
         pass
     assert "closed file" in caplog.text

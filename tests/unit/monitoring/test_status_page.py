@@ -8,9 +8,9 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from spark_elastic.observe.chronicle import Chronicle
-from spark_elastic.observe.report import WorldChange
-from spark_elastic.observe.snapshot import MOST_SLOTS, MOST_TEXT, exposition, pages, snapshot, text
+from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.report import WorldChange
+from spark_elastic.monitoring.status import MOST_SLOTS, MOST_TEXT, exposition, pages, snapshot, text
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish
@@ -22,9 +22,9 @@ def ignore(change: WorldChange) -> None:
     """Nobody listens."""
 
 
-def job(workers: int) -> Chronicle:
+def job(workers: int) -> JobHistory:
     """A job whose first world stands, and whose rank 1 is stuck."""
-    chronicle = Chronicle(0.0, ignore)
+    chronicle = JobHistory(0.0, ignore)
     state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
     world = None
 
@@ -80,7 +80,7 @@ def test_a_large_job_makes_a_bounded_snapshot() -> None:
 
 
 def test_a_job_that_has_not_begun_has_a_snapshot_too() -> None:
-    seen = snapshot(Chronicle(0.0, ignore), "job", 1.0)
+    seen = snapshot(JobHistory(0.0, ignore), "job", 1.0)
     assert (seen["stage"], seen["slots"]) == ("starting", [])
     assert b"spark_elastic_world_size" in exposition(seen)
 
@@ -108,7 +108,7 @@ def test_metrics_are_in_the_exposition_format() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    page = pages(Chronicle(0.0, ignore), "job", FakeClock())[""]
+    page = pages(JobHistory(0.0, ignore), "job", FakeClock())[""]
     html = page.make().decode()
     found: list[tuple[str, str | None]] = []
 
