@@ -31,11 +31,11 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch.job_monitor import WorldSpan
 from spark_elastic.launch.job import LaunchResult, bounds
+from spark_elastic.launch.job_monitor import WorldSpan
+from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
 from spark_elastic.monitoring.progress import ProgressListener
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
 from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
