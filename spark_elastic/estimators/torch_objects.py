@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.validation import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.gradients.terms import trainable
-from spark_elastic.torch.optimizers import check_steps_alone, made
+from spark_elastic.torch.gradients.terms import find_trainable
+from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import named
 from spark_elastic.torch.train.spec import Brought
@@ -176,7 +176,7 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
     check_travels(model)
     if is_lightning(model):
         check_lightning(model)
-    trainable(model.named_parameters())
+    find_trainable(model.named_parameters())
     _check_dense(model)
     readable(model.state_dict(), "the model")
     return model
@@ -243,7 +243,7 @@ def _optimizer(
                 "such as lambda params: SGD(params, lr=0.1)."
             )
         _same_parameters(optimizer, model)
-        return optimizer, made(*copy.deepcopy((model, optimizer)), learning_rate)
+        return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
     if not (optimizer is None and is_lightning(model)) and (
         isinstance(optimizer, type) or not callable(optimizer)
     ):
@@ -253,7 +253,7 @@ def _optimizer(
             f"lambda params: SGD(params, lr=0.1); got {name}."
         )
     trial = copy.deepcopy(model)
-    tried = made(trial, optimizer, learning_rate)
+    tried = build_optimizer(trial, optimizer, learning_rate)
     _same_parameters(tried[0], trial)
     return optimizer, tried
 

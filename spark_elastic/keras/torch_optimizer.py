@@ -80,7 +80,7 @@ class _Exchange:
         self._how = how
         self._scale_local = scale_local
 
-    def shared(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+    def exchange(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
         of_dtype: dict[torch.dtype, list[int]] = {}
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):

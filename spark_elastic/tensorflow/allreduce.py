@@ -21,12 +21,12 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import How, ReduceOp
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
-from spark_elastic.tensorflow.arrays import Tensor, call, copies, name_of, unconverted
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
 from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.sparse import reduced_slices
+from spark_elastic.tensorflow.sparse import allreduce_slices
 
 
-@unconverted
+@no_autograph
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     tensor: Tensor,
     average: bool | None = None,
@@ -47,11 +47,11 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     """
     how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
     if isinstance(tensor, tf.IndexedSlices):
-        return reduced_slices(tensor, name, how)
-    return reduced([tensor], name, how)[0]
+        return allreduce_slices(tensor, name, how)
+    return allreduce_tensors([tensor], name, how)[0]
 
 
-@unconverted
+@no_autograph
 def grouped_allreduce(  # noqa: PLR0913
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -73,30 +73,30 @@ def grouped_allreduce(  # noqa: PLR0913
         return [
             allreduce(t, None, "", "", compression, how.op, *how.scale, None, process_set) for t in tensors
         ]
-    return reduced(tensors, name, how)
+    return allreduce_tensors(tensors, name, how)
 
 
-@unconverted
-def reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+@no_autograph
+def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
     """As one operation, differentiable: the gradient is reduced in the same way."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            return reduced(upstream, None, how)
+            return allreduce_tensors(upstream, None, how)
 
-        return _reduced(given, name, how), gradient
+        return _allreduce(given, name, how), gradient
 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _reduced(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+def _allreduce(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
     wire, squeezed = on_the_wire(tensors, how)
     dtypes = [tensor.dtype for tensor, _ in squeezed]
     names = tuple(name_of(dtype) for dtype in dtypes)
 
     def body(arrays: list[Array]) -> list[Array]:
-        results, _ = copies(arrays)
+        results, _ = copy_arrays(arrays)
         request = Request(
             kinds.ALLREDUCE,
             kinds.named(kinds.ALLREDUCE, name),

@@ -72,18 +72,18 @@ class Memory:
     def piece(self, nbytes: int) -> Bytes:
         """So many bytes, of any content; zeros when they are given out for the first time."""
         if nbytes < KEPT_FROM:
-            return _aligned(nbytes)
+            return _allocate_aligned(nbytes)
         free = self._free.setdefault(nbytes, [])
         try:
             whole = free.pop()
         except IndexError:
-            whole = _aligned(nbytes)
+            whole = _allocate_aligned(nbytes)
         lease = _Lease(whole)
         weakref.finalize(lease, free.append, whole).atexit = False
         return np.asarray(lease)
 
 
-def copies(arrays: Sequence[Array]) -> tuple[list[Array], Bytes]:
+def copy_arrays(arrays: Sequence[Array]) -> tuple[list[Array], Bytes]:
     """(copies of them, the one piece of memory that they lie in, each aligned)"""
     ends = [0]
     for array in arrays:
@@ -97,7 +97,7 @@ def copies(arrays: Sequence[Array]) -> tuple[list[Array], Bytes]:
     return made, memory
 
 
-def _aligned(nbytes: int) -> Bytes:
+def _allocate_aligned(nbytes: int) -> Bytes:
     whole = np.zeros(nbytes + ALIGN, np.uint8)
     begin = -whole.ctypes.data % ALIGN
     return whole[begin : begin + nbytes]
@@ -116,28 +116,28 @@ class _Remembered:
 
 def remember(error: BaseException) -> None:
     """The first one of a world is the cause of the others."""
-    remembered = _remembered()
+    remembered = _get_remembered()
     if remembered.error is None:
         remembered.error = error
 
 
-def _remembered() -> _Remembered:
+def _get_remembered() -> _Remembered:
     """The error remembered in the current world: what an earlier world raised is no cause in the next."""
     here = current()
     floor: Floor = floor_of_process() if here is None else here.floor
     return floor.shared("tensorflow failure", _Remembered)
 
 
-def _raising(call_flat: Callable[..., Any]) -> Callable[..., Any]:
+def _raise_remembered(call_flat: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call_flat)
     def call(function: Any, *args: Any) -> Any:
         if not tf.executing_eagerly():  # it becomes part of another graph
             return call_flat(function, *args)
-        _remembered().error = None
+        _get_remembered().error = None
         try:
             return call_flat(function, *args)
         except tf.errors.OpError as error:
-            remembered = _remembered()
+            remembered = _get_remembered()
             cause, remembered.error = remembered.error, None
             if cause is None:
                 raise
@@ -148,7 +148,7 @@ def _raising(call_flat: Callable[..., Any]) -> Callable[..., Any]:
 
 # Every graph that runs eagerly comes by here, whoever asked for it: a tf.function, `model.fit`, a ConcreteFunction, a
 # tape's gradient. TensorFlow offers no place of its own to raise another error.
-AtomicFunction.call_flat = _raising(AtomicFunction.call_flat)
+AtomicFunction.call_flat = _raise_remembered(AtomicFunction.call_flat)
 
 
 # Python that runs where tensors are: at once in eager mode, as one `tf.numpy_function` inside of a graph.
@@ -162,13 +162,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 LAST = "_spark_elastic_last"  # on a graph: its newest call
 
 
-def unconverted(function: F) -> F:
+def no_autograph(function: F) -> F:
     """Autograph, which rewrites what a tf.function calls, leaves it and what it calls as they are."""
     left: F = tf.autograph.experimental.do_not_convert(function)
     return left
 
 
-@unconverted
+@no_autograph
 def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
     """The results of `body`, of these dtypes and static shapes. It must neither write into the arrays that it
     is given nor return them: TensorFlow may write into what it gets.
@@ -189,14 +189,14 @@ def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: S
         )
     former = getattr(graph, LAST, None)
     with tf.control_dependencies([] if former is None else [former]):
-        made = tf.numpy_function(_guarded(body, dtypes), list(tensors), list(dtypes))
+        made = tf.numpy_function(_remember_errors(body, dtypes), list(tensors), list(dtypes))
     setattr(graph, LAST, made[0].op)
     for result, shape in zip(made, shapes, strict=True):
         result.set_shape(shape)
     return list(made)
 
 
-def _guarded(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Array]]:
+def _remember_errors(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Array]]:
     def guarded(*arrays: Array) -> list[Array]:
         try:
             results = body(list(arrays))
@@ -205,4 +205,4 @@ def _guarded(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Array]]:
             raise
         return [for_tensor(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
-    return unconverted(guarded)
+    return no_autograph(guarded)

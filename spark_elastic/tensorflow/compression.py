@@ -19,7 +19,7 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return _narrowed(tensor, tf.float16)
+        return _narrow(tensor, tf.float16)
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
@@ -33,7 +33,7 @@ class BF16Compressor(FP16Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return _narrowed(tensor, tf.bfloat16)
+        return _narrow(tensor, tf.bfloat16)
 
 
 class Compression:
@@ -44,6 +44,6 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def _narrowed(tensor: Tensor, dtype: Any) -> tuple[Tensor, Any]:
+def _narrow(tensor: Tensor, dtype: Any) -> tuple[Tensor, Any]:
     wide = tensor.dtype.is_floating and tensor.dtype.size > 2
     return (tf.cast(tensor, dtype), tensor.dtype) if wide else (tensor, None)

@@ -20,12 +20,12 @@ from spark_elastic.ops.reduction import Average, How
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
-from spark_elastic.tensorflow.allreduce import reduced
-from spark_elastic.tensorflow.arrays import Tensor, call, copies, name_of, unconverted
+from spark_elastic.tensorflow.allreduce import allreduce_tensors
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
 from spark_elastic.tensorflow.topology_ops import rank_in
 
 
-@unconverted
+@no_autograph
 def allgather(
     tensor: Tensor,
     name: str | None = None,
@@ -36,7 +36,7 @@ def allgather(
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
-@unconverted
+@no_autograph
 def grouped_allgather(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -51,19 +51,19 @@ def grouped_allgather(
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
             rows = tf.stack([tf.shape(tensor)[0] for tensor in given])
-            counts = _gathered([rows[None]], None, process_set)[0]
+            counts = _allgather([rows[None]], None, process_set)[0]
             mine = rank_in(process_set)
-            averages = reduced(upstream, None, How(Average, process_set=process_set))
+            averages = allreduce_tensors(upstream, None, How(Average, process_set=process_set))
             firsts = tf.reduce_sum(counts[:mine], axis=0)
             return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
 
-        return _gathered(given, name, process_set), gradient
+        return _allgather(given, name, process_set), gradient
 
     as_tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     return list(differentiable(*(t[None] if t.shape.rank == 0 else t for t in as_tensors)))
 
 
-def _gathered(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
     names = tuple(name_of(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
@@ -80,7 +80,7 @@ def _gathered(tensors: Sequence[Tensor], name: str | None, process_set: ProcessS
     return call(body, tensors, [tensor.dtype for tensor in tensors], shapes)
 
 
-@unconverted
+@no_autograph
 def broadcast(
     tensor: Tensor,
     root_rank: int,
@@ -93,7 +93,7 @@ def broadcast(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(given: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
-            average = reduced([upstream], None, How(Average, process_set=process_set))[0]
+            average = allreduce_tensors([upstream], None, How(Average, process_set=process_set))[0]
             is_root = tf.equal(rank_in(process_set), root_in(process_set, root_rank))
             return tf.where(is_root, average, tf.zeros_like(average))
 
@@ -109,7 +109,7 @@ def broadcast_all(
     names = tuple(name_of(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> list[Array]:
-        results, _ = copies(arrays)
+        results, _ = copy_arrays(arrays)
         request = Request(
             kinds.BROADCAST,
             kinds.named(kinds.BROADCAST, name),
@@ -124,7 +124,7 @@ def broadcast_all(
     return call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
 
 
-@unconverted
+@no_autograph
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -140,7 +140,7 @@ def broadcast_(
     return list(variables)
 
 
-@unconverted
+@no_autograph
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int,

@@ -25,13 +25,13 @@ from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import on_the_wire
-from spark_elastic.tensorflow.arrays import Tensor, call, copies, name_of
-from spark_elastic.tensorflow.sparse import reduced_slices
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of
+from spark_elastic.tensorflow.sparse import allreduce_slices
 from spark_elastic.tensorflow.topology_ops import size_op
 
 
 @dataclass(frozen=True)
-class Terms:
+class ExchangeOptions:
     """How gradients are exchanged.
 
     groups: a number of groups to make, or lists of variables. local: variables whose gradients are this rank's own;
@@ -49,7 +49,9 @@ class Terms:
             raise InvalidInput(f"groups must be lists of variables, or a number; got {self.groups}.")
 
 
-def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms) -> list[Tensor]:
+def exchange_gradients(
+    gradients: Sequence[Tensor], sources: Sequence[Any], terms: ExchangeOptions
+) -> list[Tensor]:
     """The gradients that all ranks share, in the same places."""
     results = list(gradients)
     if terms.sparse_as_dense or terms.how.op is Adasum:
@@ -63,10 +65,10 @@ def exchanged(gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms)
     for i in shared:
         if isinstance(results[i], tf.IndexedSlices):
             # Its rows differ in number, so its shape is no name for it.
-            results[i] = reduced_slices(results[i], f"gradient.{i}", terms.how, alone=True)
+            results[i] = allreduce_slices(results[i], f"gradient.{i}", terms.how, alone=True)
     whole = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
     for group in _groups(whole, results, sources, terms):
-        for i, result in zip(group, _exchanged([results[i] for i in group], terms.how), strict=True):
+        for i, result in zip(group, _exchange_group([results[i] for i in group], terms.how), strict=True):
             results[i] = result
     return results
 
@@ -77,7 +79,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 def _groups(
-    places: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], terms: Terms
+    places: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], terms: ExchangeOptions
 ) -> list[list[int]]:
     """What travels together: of one dtype, the later layers first, as their gradients are there first."""
     group_of: dict[Any, int] = {}
@@ -93,7 +95,7 @@ def _groups(
     return list(made.values())[::-1]
 
 
-def _exchanged(gradients: list[Tensor], how: How) -> list[Tensor]:
+def _exchange_group(gradients: list[Tensor], how: How) -> list[Tensor]:
     wire, squeezed = on_the_wire(gradients, how)
     given = [tensor for tensor, _ in squeezed]
     dtype = name_of(given[0].dtype)
@@ -105,7 +107,7 @@ def _exchanged(gradients: list[Tensor], how: How) -> list[Tensor]:
 def _body(dtype: str, name: str, wire: str | None, how: How) -> Callable[[list[Array]], list[Array]]:
     def body(arrays: list[Array]) -> list[Array]:
         # Copied even for nobody: TensorFlow may write into what a call returns.
-        results, memory = copies(arrays)
+        results, memory = copy_arrays(arrays)
         if trains_alone(how.process_set):
             return results
         if how.op is Adasum:  # which combines each by itself

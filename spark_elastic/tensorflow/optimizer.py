@@ -15,9 +15,9 @@ from spark_elastic.ops.reduction import Average, How, ReduceOp
 from spark_elastic.ops.world import PassCount
 from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, exchange_of, wrapped
 from spark_elastic.state.variables import weights_of
-from spark_elastic.tensorflow.arrays import Tensor, call, copies, unconverted
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
 from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.gradients import Terms, dense, exchanged
+from spark_elastic.tensorflow.gradients import ExchangeOptions, dense, exchange_gradients
 
 # Gradients of several backward passes, summed in this process until there are as many as make a step.
 #
@@ -50,7 +50,7 @@ class Passes:
 
     def _added(self, arrays: list[Array]) -> list[Array]:
         if self._passes.begin():
-            self._sums, _ = copies(arrays)
+            self._sums, _ = copy_arrays(arrays)
         else:
             for whole, part in zip(self._sums, arrays, strict=True):
                 whole += part
@@ -100,8 +100,10 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         )
     how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
 
-    def made() -> tuple[Terms, Passes]:
-        terms = Terms(how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients)
+    def made() -> tuple[ExchangeOptions, Passes]:
+        terms = ExchangeOptions(
+            how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients
+        )
         return terms, Passes(backward_passes_per_step, average_aggregated_gradients)
 
     distributed: Plain = wrapped(optimizer, _Distributed, made, tf.keras.utils)
@@ -126,7 +128,7 @@ class _Distributed(WrappedOptimizer):
         """The gradient of that variable is not exchanged."""
         exchange_of(self)[0].local.append(var)
 
-    @unconverted
+    @no_autograph
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange, and apply.
 
@@ -139,14 +141,14 @@ class _Distributed(WrappedOptimizer):
         variables = list(this._trainable_variables if trainable_variables is None else trainable_variables)
         given = list(grads)
         if passes.count == 1:
-            own.apply(exchanged(given, variables, terms), trainable_variables)
+            own.apply(exchange_gradients(given, variables, terms), trainable_variables)
             return
         if not this.built:  # not inside of the branch below
             this.build(variables)
         complete, summed = passes.add([dense(gradient) for gradient in given], terms.how.process_set)
 
         def step() -> Any:
-            own.apply(exchanged(summed, variables, terms), trainable_variables)
+            own.apply(exchange_gradients(summed, variables, terms), trainable_variables)
             return tf.constant(True)
 
         tf.cond(complete, step, lambda: tf.constant(False))
@@ -184,7 +186,9 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
             f"DistributedGradientTape wraps a tf.GradientTape once; got a {type(gradtape).__name__}."
         )
     how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
-    terms = Terms(how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients)
+    terms = ExchangeOptions(
+        how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients
+    )
     kind = type(type(gradtape).__name__, (_DistributedTape, type(gradtape)), {})
     distributed: Any = object.__new__(kind)
     distributed.__dict__ = gradtape.__dict__
@@ -203,13 +207,13 @@ def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any 
 class _DistributedTape:
     """What is added to the tape's own class."""
 
-    _terms: Terms
+    _terms: ExchangeOptions
 
     def register_local_source(self, source: Any) -> None:
         """The gradient of that variable is not exchanged."""
         self._terms.local.append(source)
 
-    @unconverted
+    @no_autograph
     def gradient(
         self,
         target: Any,
@@ -226,5 +230,5 @@ class _DistributedTape:
         own = super().gradient(target, sources, output_gradients, **how)  # type: ignore[misc]
         # IndexedSlices are one gradient, not three tensors.
         flat = tf.nest.flatten(own, expand_composites=False)
-        shared = exchanged(flat, tf.nest.flatten(sources), self._terms)
+        shared = exchange_gradients(flat, tf.nest.flatten(sources), self._terms)
         return tf.nest.pack_sequence_as(own, shared, expand_composites=False)

@@ -20,13 +20,13 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, How, ReduceOp
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
-from spark_elastic.tensorflow.arrays import Tensor, call, name_of, unconverted
+from spark_elastic.tensorflow.arrays import Tensor, call, name_of, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gathering import grouped_allgather
 from spark_elastic.tensorflow.topology_ops import size_op
 
 
-@unconverted
+@no_autograph
 def alltoall(
     tensor: Tensor,
     splits: Any = None,
@@ -45,10 +45,10 @@ def alltoall(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(rows: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
-        received, came = _exchanged(rows, splits, name, process_set)
+        received, came = _alltoall(rows, splits, name, process_set)
 
         def gradient(upstream: Tensor, _: Tensor) -> Tensor:
-            return _exchanged(upstream, came, None, process_set)[0]
+            return _alltoall(upstream, came, None, process_set)[0]
 
         return (received, came), gradient
 
@@ -56,7 +56,7 @@ def alltoall(
     return received if splits is None else (received, came)
 
 
-def _exchanged(
+def _alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
     dtype = name_of(tensor.dtype)
@@ -78,7 +78,7 @@ def _exchanged(
     return received, came
 
 
-@unconverted
+@no_autograph
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -94,7 +94,7 @@ def reducescatter(
     return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
 
 
-@unconverted
+@no_autograph
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -111,20 +111,20 @@ def grouped_reducescatter(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            return _wholes(upstream, how)
+            return _gather_gradients(upstream, how)
 
-        return _scattered(given, name, how), gradient
+        return _reducescatter(given, name, how), gradient
 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _wholes(upstream: Sequence[Tensor], how: How) -> list[Tensor]:
+def _gather_gradients(upstream: Sequence[Tensor], how: How) -> list[Tensor]:
     factor = how.scatter_factor(lambda: tf.cast(size_op(how.process_set), tf.float64))
     wholes = grouped_allgather(upstream, process_set=how.process_set)
     return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
 
-def _scattered(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
     squeezed = [how.compression.compress(tensor) for tensor in tensors]
     given = [tensor for tensor, _ in squeezed]
     names = tuple(name_of(tensor.dtype) for tensor in given)

@@ -18,7 +18,7 @@ from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.tensorflow.arrays import call, name_of
 
 
-def reduced_slices(slices: Any, name: str | None, how: How, alone: bool = False) -> Any:
+def allreduce_slices(slices: Any, name: str | None, how: How, alone: bool = False) -> Any:
     """IndexedSlices with the rows of all ranks, each listed once; they travel as they are, whatever the compression.
 
     alone: ranks that are not in the set keep their own.

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import How, Sum
-from spark_elastic.tensorflow.allreduce import reduced
+from spark_elastic.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.tensorflow.arrays import Tensor
 
 
@@ -34,16 +34,16 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         wide = tf.cast(inputs, tf.float64)
         weight = tf.ones_like(wide) if mask is None else tf.ones_like(wide) * _spread(mask, wide)
         rows, total = tf.reduce_sum(weight, axes), tf.reduce_sum(wide * weight, axes)
-        rows, total = tf.unstack(self._summed(tf.stack([rows, total])))
+        rows, total = tf.unstack(self._sum_over_ranks(tf.stack([rows, total])))
         rows = tf.maximum(rows, 1.0)
         mean = total / rows
         shape = [1 if axis in axes else wide.shape[axis] for axis in range(wide.shape.rank)]
         squares = tf.reduce_sum(tf.square(wide - tf.reshape(mean, shape)) * weight, axes)
-        variance = self._summed(squares) / rows
+        variance = self._sum_over_ranks(squares) / rows
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
-    def _summed(self, tensor: Tensor) -> Tensor:
-        return reduced([tensor], None, How(Sum, process_set=self._process_set))[0]
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return allreduce_tensors([tensor], None, How(Sum, process_set=self._process_set))[0]
 
 
 def _spread(mask: Tensor, like: Tensor) -> Tensor:

@@ -10,16 +10,16 @@ import tensorflow as tf
 from elastic_collectives.group import Array
 from spark_elastic.ops import topology
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, set_of
-from spark_elastic.tensorflow.arrays import Tensor, call, unconverted
+from spark_elastic.tensorflow.arrays import Tensor, call, no_autograph
 
 
-@unconverted
+@no_autograph
 def size_op(process_set: ProcessSet | int = global_process_set, name: str | None = None) -> Tensor:
     """How many ranks the set has. All functions here return scalar int32 tensors."""
     return _number(_as_set(process_set).size)
 
 
-@unconverted
+@no_autograph
 def rank_op(name: str | None = None) -> Tensor:
     """The rank of this process in the world."""
     return _number(topology.rank)
@@ -30,19 +30,19 @@ def rank_in(process_set: ProcessSet) -> Tensor:
     return _number(process_set.rank)
 
 
-@unconverted
+@no_autograph
 def local_size_op(name: str | None = None) -> Tensor:
     """How many workers of the world are on this host."""
     return _number(topology.local_size)
 
 
-@unconverted
+@no_autograph
 def local_rank_op(name: str | None = None) -> Tensor:
     """The rank of this process among the workers on this host."""
     return _number(topology.local_rank)
 
 
-@unconverted
+@no_autograph
 def process_set_included_op(process_set: ProcessSet | int = 0, name: str | None = None) -> Tensor:
     """1 if this process is in the set, else 0."""
     return _number(_as_set(process_set).included)

@@ -19,7 +19,15 @@ from spark_elastic.ops.reduction import How, ReduceOp
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
-from spark_elastic.torch.tensors import Handle, array_of, host_copy, name_of, on_host, put_back, untraced
+from spark_elastic.torch.tensors import (
+    Handle,
+    array_of,
+    copy_back,
+    copy_to_host,
+    disable_compile,
+    name_of,
+    to_host,
+)
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
@@ -136,15 +144,15 @@ def grouped_allreduce_async_(
     return start(tensors, name, how, in_place=True)
 
 
-@untraced
+@disable_compile
 def start(
     tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool, awaited: bool = False
 ) -> Handle:
     """The handle brings a list of tensors. awaited: it is waited for at once."""
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
-    working = [on_host(tensor) if in_place else host_copy(tensor) for tensor in tensors]
-    wire, back = _compressed(working, how)
+    working = [to_host(tensor) if in_place else copy_to_host(tensor) for tensor in tensors]
+    wire, back = _compress(working, how)
     request = Request(
         kinds.ALLREDUCE,
         kinds.named(kinds.ALLREDUCE, name),
@@ -161,13 +169,13 @@ def start(
     def finish(_: object) -> list[torch.Tensor]:
         results = back(working)
         if in_place:
-            return [put_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
+            return [copy_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
         return [result.to(tensor.device) for tensor, result in zip(tensors, results, strict=True)]
 
     return Handle(operation, finish)
 
 
-def _compressed(
+def _compress(
     working: list[torch.Tensor], how: How
 ) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
     """(the engine's wire format, what undoes the compression); `working` is what is to be exchanged from here on."""

@@ -104,9 +104,9 @@ class _Watching(Callback):
     def watches(self) -> str | None:
         return self.monitor
 
-    def improved(self, logs: Logs) -> bool:
+    def update_best(self, logs: Logs) -> bool:
         """Raises InvalidInput, with what there is, where the number is not logged."""
-        value = float(watched(logs, self.monitor))
+        value = float(get_monitored(logs, self.monitor))
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
             if not gain > self.min_delta:
@@ -132,7 +132,7 @@ class EarlyStopping(_Watching):
         self.waited = 0
 
     def on_epoch_end(self, training: Training, logs: Logs) -> None:
-        self.waited = 0 if self.improved(logs) else self.waited + 1
+        self.waited = 0 if self.update_best(logs) else self.waited + 1
         if self.waited >= self.patience:
             training.stop(f"{self.monitor} has not improved for {self.waited} epochs")
 
@@ -145,7 +145,7 @@ class BestWeights(_Watching):
         self.weights: dict[str, torch.Tensor] = {}
 
     def on_epoch_end(self, training: Training, logs: Logs) -> None:
-        if self.improved(logs):
+        if self.update_best(logs):
             self.weights = dict(copy.deepcopy(training.model.state_dict()))
 
     def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
@@ -190,7 +190,7 @@ class LearningRateSchedule(Callback):
         if self._plateaus and self._every == "step":
             raise InvalidInput("ReduceLROnPlateau looks at a number of each epoch: use every='epoch'.")
 
-    def applied(self) -> None:
+    def advance_step(self) -> None:
         """A step was applied: part of it."""
         if self._every == "step":
             self._scheduler.step()
@@ -199,7 +199,7 @@ class LearningRateSchedule(Callback):
         if self._every != "epoch":
             return
         if self.watches is not None:
-            self._scheduler.step(watched(logs, self.watches))
+            self._scheduler.step(get_monitored(logs, self.watches))
         else:
             self._scheduler.step()
 
@@ -211,7 +211,7 @@ class LearningRateSchedule(Callback):
         self._scheduler.load_state_dict(state)
 
 
-def watched(logs: Logs, name: str) -> Any:
+def get_monitored(logs: Logs, name: str) -> Any:
     """A number of an epoch's logs."""
     if name not in logs:
         there = ", ".join(sorted(logs))

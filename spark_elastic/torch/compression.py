@@ -18,7 +18,7 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _narrowed(tensor, torch.float16)
+        return _narrow(tensor, torch.float16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -32,7 +32,7 @@ class BF16Compressor(FP16Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _narrowed(tensor, torch.bfloat16)
+        return _narrow(tensor, torch.bfloat16)
 
 
 class Compression:
@@ -43,6 +43,6 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
     wide = tensor.is_floating_point() and tensor.element_size() > 2
     return (tensor.to(dtype), tensor.dtype) if wide else (tensor, None)

@@ -18,16 +18,16 @@ from spark_elastic.ops.reduction import Average, ReduceOp, Sum
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request, named
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
-from spark_elastic.torch.gradients.rounds import rounds_of_process
+from spark_elastic.torch.gradients.rounds import get_optimizers_in_use
 from spark_elastic.torch.tensors import (
     Handle,
     array_of,
-    host_copy,
+    copy_back,
+    copy_to_host,
+    disable_compile,
     name_of,
-    on_host,
-    put_back,
     tensor_of,
-    untraced,
+    to_host,
 )
 
 
@@ -60,14 +60,14 @@ def grouped_allgather_async(
     return _gather(tensors, name, process_set)
 
 
-@untraced
+@disable_compile
 def _gather(
     tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
 ) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     # Peers read the caller's memory until the handle is done, as with all operations.
-    hosts = [on_host(tensor) for tensor in tensors]
+    hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
     request = Request(
         kinds.ALLGATHER,
@@ -99,7 +99,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `broadcast`; not differentiable."""
-    copy = host_copy(tensor)
+    copy = copy_to_host(tensor)
     handle = broadcast_all([copy], root_rank, name, process_set)
     return Handle(handle.operation, lambda outputs: handle()[0].to(tensor.device))
 
@@ -125,7 +125,7 @@ def broadcast_async_(
     return Handle(handle.operation, lambda outputs: handle()[0])
 
 
-@untraced
+@disable_compile
 def broadcast_all(
     tensors: Sequence[torch.Tensor],
     root_rank: int,
@@ -135,7 +135,7 @@ def broadcast_all(
 ) -> Handle:
     """Several tensors, in place, as one operation. awaited: it is waited for at once."""
     root = root_in(process_set, root_rank)
-    working = [on_host(tensor) for tensor in tensors]
+    working = [to_host(tensor) for tensor in tensors]
     request = Request(
         kinds.BROADCAST,
         kinds.named(kinds.BROADCAST, name),
@@ -145,7 +145,7 @@ def broadcast_all(
     )
     operation = channel_of(process_set).submit(request, [array_of(each) for each in working], awaited=awaited)
     return Handle(
-        operation, lambda _: [put_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
+        operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
     )
 
 
@@ -231,7 +231,7 @@ def join(device: int = -1) -> int:
         InvalidInput: several such optimizers are in use, or gradients were not exchanged.
         CollectiveError: the world changed.
     """
-    rounds = list(rounds_of_process())
+    rounds = list(get_optimizers_in_use())
     if len(rounds) > 1:
         raise InvalidInput(
             f"join() cannot tell which of {len(rounds)} optimizers the others step: close() all but one."

@@ -66,11 +66,11 @@ class TensorBoardLogger(_Counting):
         self._writer: Any = None
 
     def on_fit_begin(self, training: Training) -> None:
-        _needed("torch.utils.tensorboard", "tensorboard", self)
+        _import_or_refuse("torch.utils.tensorboard", "tensorboard", self)
 
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         if self._writer is None:
-            module = _needed("torch.utils.tensorboard", "tensorboard", self)
+            module = _import_or_refuse("torch.utils.tensorboard", "tensorboard", self)
             # What a rank 0 that was lost had written of later steps does not count.
             self._writer = module.SummaryWriter(self._log_dir, purge_step=self.steps)
         for name, value in values.items():
@@ -104,10 +104,10 @@ class MLflowLogger(_Counting):
         self._failed = False
 
     def on_fit_begin(self, training: Training) -> None:
-        _needed("mlflow", "mlflow-skinny", self)
+        _import_or_refuse("mlflow", "mlflow-skinny", self)
 
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
-        entities = _needed("mlflow.entities", "mlflow-skinny", self)
+        entities = _import_or_refuse("mlflow.entities", "mlflow-skinny", self)
         now = int(SystemClock().wall() * 1000)
         self._waiting.extend(
             entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()
@@ -151,7 +151,7 @@ class MLflowLogger(_Counting):
 
     def _open(self) -> None:
         """The run, or a new one where there is none yet."""
-        mlflow = _needed("mlflow", "mlflow-skinny", self)
+        mlflow = _import_or_refuse("mlflow", "mlflow-skinny", self)
         self._client = mlflow.MlflowClient(self._tracking_uri)
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
@@ -172,7 +172,7 @@ def numbers(logs: Logs) -> dict[str, float]:
     }
 
 
-def _needed(module: str, package: str, callback: Callback) -> Any:
+def _import_or_refuse(module: str, package: str, callback: Callback) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

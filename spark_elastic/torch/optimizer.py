@@ -22,15 +22,15 @@ from spark_elastic.ops.reduction import Adasum, Average, Compressor, How, NoneCo
 from spark_elastic.ops.world import checked_passes
 from spark_elastic.torch.gradients.buckets import even_groups, layout_hash
 from spark_elastic.torch.gradients.rounds import (
-    Rounds,
-    end_exchange,
-    group_for,
-    ranks_of_the_world,
-    rounds_of_process,
+    GradientSync,
+    exchange_trailer,
+    get_optimizers_in_use,
+    get_training_group,
+    world_ranks_in_errors,
 )
-from spark_elastic.torch.gradients.terms import as_set, specs, trainable
+from spark_elastic.torch.gradients.terms import build_specs, find_trainable, options_from_env
 from spark_elastic.torch.optimizers import multiply_rates
-from spark_elastic.torch.tensors import untraced
+from spark_elastic.torch.tensors import disable_compile
 from spark_elastic.training.trailer import Verdict
 from spark_elastic.worker.context import current
 from spark_elastic.worker.seat import engine_of_process
@@ -38,7 +38,7 @@ from spark_elastic.worker.seat import engine_of_process
 # An optimizer's parameters under the names that the user gave them. Looks only.
 
 
-def named_parameters_of(
+def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """The optimizer's parameters with their names, in the order of the names given."""
@@ -73,7 +73,7 @@ def named_parameters_of(
 # What every `DistributedOptimizer` refuses, by whatever it exchanges.
 
 
-class Wrapped(torch.optim.Optimizer):
+class DistributedBase(torch.optim.Optimizer):
     """The first of the classes that are added to the optimizer's own. Never instantiated by itself."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,48 +93,48 @@ class Wrapped(torch.optim.Optimizer):
 # only.
 
 
-class Deltas:
+class AdasumSync:
     """What each step changed, combined over the ranks."""
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
-        names, self._parameters, _ = trainable(named)
-        self._layout = layout_hash(specs(names, self._parameters), ())
+        names, self._parameters, _ = find_trainable(named)
+        self._layout = layout_hash(build_specs(names, self._parameters), ())
         self._process_set = process_set
         self._steps: tuple[Group | None, int] = (None, 0)  # in that group
-        rounds_of_process().add(self)
+        get_optimizers_in_use().add(self)
 
     def close(self) -> None:
         """The optimizer is not in use any more."""
-        rounds_of_process().discard(self)
+        get_optimizers_in_use().discard(self)
 
     def steps(self) -> int:
         """See `Joinable`."""
-        group = group_for(self._process_set)
+        group = get_training_group(self._process_set)
         return self._steps[1] if group is not None and self._steps[0] is group else 0
 
     def run_without_data(self) -> bool:
         """See `Joinable`. Nothing added leaves the others' combined step as it is; here it is not applied."""
-        group = group_for(self._process_set)
+        group = get_training_group(self._process_set)
         if group is None or group.size == 1:
             return False
-        with torch.no_grad(), ranks_of_the_world(group):
+        with torch.no_grad(), world_ranks_in_errors(group):
             for parameter in self._parameters:
-                _combined(group, torch.zeros_like(parameter))
-            return self._told(group, rows=0).rows > 0
+                _allreduce_adasum(group, torch.zeros_like(parameter))
+            return self._exchange_trailer(group, rows=0).rows > 0
 
-    def around(self, apply: Callable[[], Any]) -> Any:
+    def combine_step(self, apply: Callable[[], Any]) -> Any:
         """`apply` changes the parameters; then they hold what they were plus the combined change.
 
         Raises:
             CollectiveError: the exchange broke; parameters are as they were, the optimizer's state is a step ahead.
         """
-        group = group_for(self._process_set)
+        group = get_training_group(self._process_set)
         before = [parameter.detach().clone() for parameter in self._parameters]
         value = apply()
         if group is None:
             return value
         try:
-            with torch.no_grad(), ranks_of_the_world(group):
+            with torch.no_grad(), world_ranks_in_errors(group):
                 self._combine(group, before)
         except CollectiveError:
             with torch.no_grad():
@@ -143,33 +143,33 @@ class Deltas:
             raise
         return value
 
-    @untraced
+    @disable_compile
     def _combine(self, group: Group, before: list[torch.Tensor]) -> None:
         engine = engine_of_process()
         if engine is not None:
             engine.drain()
         for parameter, was in zip(self._parameters, before, strict=True):
-            change = _combined(group, parameter - was)
+            change = _allreduce_adasum(group, parameter - was)
             parameter.copy_(was + change.to(was.device))
-        self._told(group, rows=1)
+        self._exchange_trailer(group, rows=1)
         self._steps = group, 1 + (self._steps[1] if self._steps[0] is group else 0)
 
-    def _told(self, group: Group, rows: int) -> Verdict:
+    def _exchange_trailer(self, group: Group, rows: int) -> Verdict:
         everything = np.ones(len(self._parameters), np.bool_)
-        return end_exchange(group, self._layout, everything, ~everything, 0, rows)
+        return exchange_trailer(group, self._layout, everything, ~everything, 0, rows)
 
 
-def _combined(group: Group, change: torch.Tensor) -> torch.Tensor:
+def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
     host = change.cpu().contiguous()
     flat = host.view(torch.uint16) if host.dtype == torch.bfloat16 else host
     group.allreduce(flat.numpy(), op="adasum", dtype=str(host.dtype).removeprefix("torch."))
     return host
 
 
-class ByDeltas(Wrapped):
+class AdasumOptimizer(DistributedBase):
     """What is added to the optimizer's own class. Never instantiated by itself."""
 
-    _deltas: Deltas
+    _deltas: AdasumSync
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients and combine with the other ranks' steps. closure: computes gradients.
@@ -179,7 +179,7 @@ class ByDeltas(Wrapped):
         """
         self._opt_called = True  # what a scheduler made before the wrapping looks for
         plain = super().step
-        return self._deltas.around(plain if closure is None else lambda: plain(closure))
+        return self._deltas.combine_step(plain if closure is None else lambda: plain(closure))
 
     step.hooked = True  # type: ignore[attr-defined] # torch then leaves the profiling hooks to the own class's step
 
@@ -231,42 +231,42 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Raises:
         InvalidInput: an argument is wrong.
     """
-    if isinstance(optimizer, torch.optim.LBFGS | Wrapped):
+    if isinstance(optimizer, torch.optim.LBFGS | DistributedBase):
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )
     how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
     passes = checked_passes(backward_passes_per_step)
-    named = named_parameters_of(optimizer, named_parameters)
-    terms = as_set(
-        groups=_groups(named, groups if groups is not None else num_groups),
+    named = name_parameters(optimizer, named_parameters)
+    terms = options_from_env(
+        groups=_find_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,
         wire=how.compression.wire,
-        compressor=_own(how.compression),
+        compressor=_find_custom_compressor(how.compression),
         sparse="dense" if sparse_as_dense else "kept",
     )
     if op is Adasum and (terms.wire is not None or terms.compressor is not None or terms.groups):
         raise InvalidInput("op=Adasum combines each parameter by itself: leave compression and groups out.")
-    added: type = ByDeltas if op is Adasum else _Distributed
+    added: type = AdasumOptimizer if op is Adasum else _Distributed
     distributed: Any = object.__new__(type(type(optimizer).__name__, (added, type(optimizer)), {}))
     distributed.__dict__ = optimizer.__dict__  # one state: what holds the plain optimizer sees the same
     if op is Adasum:
-        distributed._deltas = Deltas(named, process_set)
+        distributed._deltas = AdasumSync(named, process_set)
     else:
-        distributed._rounds = Rounds(named, terms, passes, process_set)
+        distributed._rounds = GradientSync(named, terms, passes, process_set)
     here = current()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
     elif here is not None and here.group is not None and here.group.size > 1 and here.group.rank == 0:
-        _tell_unscaled()
-    _rehang_step(distributed)
+        _warn_unscaled_rate()
+    _rebind_step(distributed)
     wrapped: Plain = distributed
     return wrapped
 
 
 @lru_cache(maxsize=1)
-def _tell_unscaled() -> None:
+def _warn_unscaled_rate() -> None:
     """Once in a process."""
     log.warning(
         "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
@@ -274,13 +274,15 @@ def _tell_unscaled() -> None:
     )
 
 
-def _own(kind: type[Compressor]) -> type[Compressor] | None:
+def _find_custom_compressor(kind: type[Compressor]) -> type[Compressor] | None:
     """The compressor, if it is one that the engine does not know."""
     plain = (kind.compress, kind.decompress) == (NoneCompressor.compress, NoneCompressor.decompress)
     return None if plain or kind.wire is not None else kind
 
 
-def _groups(named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups) -> tuple[tuple[int, ...], ...]:
+def _find_groups(
+    named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups
+) -> tuple[tuple[int, ...], ...]:
     """Numbers among the parameters that train."""
     numbers = {id(p): i for i, p in enumerate(p for _, p in named if p.requires_grad)}
     if isinstance(wanted, int):
@@ -295,13 +297,13 @@ def _groups(named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups) -
     return tuple(tuple(sorted(numbers[id(p)] for p in group)) for group in wanted if group)
 
 
-class _Distributed(Wrapped):
+class _Distributed(DistributedBase):
     """What is added to the optimizer's own class. Never instantiated by itself."""
 
-    _rounds: Rounds
+    _rounds: GradientSync
     _skips: bool = False
 
-    @untraced
+    @disable_compile
     def synchronize(self) -> None:
         """Wait until the gradients hold the average or sum over all ranks; for clipping before `step`.
 
@@ -327,7 +329,7 @@ class _Distributed(Wrapped):
         """
         self._opt_called = True  # what a scheduler made before the wrapping looks for
         if closure is not None:
-            return super().step(lambda: self._exchanged(closure))
+            return super().step(lambda: self._compute_and_exchange(closure))
         self._exchange_once()
         return super().step()
 
@@ -339,7 +341,7 @@ class _Distributed(Wrapped):
         leaves no other trace."""
         exchange = self._rounds.exchange
         if exchange.is_open and exchange.group is not None and exchange.group.size > 1:
-            raise exchange.changed()
+            raise exchange.reject_changed_gradients()
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -352,18 +354,18 @@ class _Distributed(Wrapped):
                     parameter.grad = None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        self._rounds.set_passes(passes)
+        self._rounds.set_backward_passes(passes)
 
     def close(self) -> None:
         """End the engine thread and let go of the gradients; for processes that outlive their training."""
         self._rounds.close()
 
-    def _exchanged(self, closure: Callable[[], Any]) -> Any:
+    def _compute_and_exchange(self, closure: Callable[[], Any]) -> Any:
         value = closure()
         self._exchange_once()
         return value
 
-    @untraced
+    @disable_compile
     def _exchange_once(self) -> None:
         rounds = self._rounds
         if self._skips and rounds.exchange.is_open:
@@ -377,10 +379,12 @@ class _Distributed(Wrapped):
 
 def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
     """Whether gradients have come for a `DistributedOptimizer` since its newest step."""
-    return isinstance(optimizer, _Distributed) and (optimizer._rounds.waits or optimizer._rounds.done)
+    return isinstance(optimizer, _Distributed) and (
+        optimizer._rounds.has_unsynced_gradients or optimizer._rounds.done
+    )
 
 
-def _rehang_step(optimizer: Any) -> None:
+def _rebind_step(optimizer: Any) -> None:
     """A scheduler made before the wrapping hung the plain class's `step` on the optimizer itself."""
     if "step" in optimizer.__dict__:
 

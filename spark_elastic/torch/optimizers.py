@@ -66,7 +66,7 @@ TRIAL = TrainerPlan(max_epochs=10, num_training_batches=1000)
 
 
 @contextmanager
-def told(model: torch.nn.Module, trainer: TrainerPlan, **others: Any) -> Iterator[None]:
+def attach_trainer(model: torch.nn.Module, trainer: TrainerPlan, **others: Any) -> Iterator[None]:
     """Instance attributes for a while: the module's own `trainer` and `log` would ask for a Trainer that runs it."""
     given: Any = {"_trainer": trainer, **others}
     own: Any = vars(model)
@@ -80,7 +80,7 @@ def told(model: torch.nn.Module, trainer: TrainerPlan, **others: Any) -> Iterato
         own.update(before)
 
 
-def made(
+def build_optimizer(
     model: torch.nn.Module,
     given: Any,
     learning_rate: float | None,
@@ -96,8 +96,8 @@ def made(
     """
     schedules: tuple[Callback, ...] = ()
     if given is None:
-        with told(model, trainer):
-            given, schedules = _configured(model)
+        with attach_trainer(model, trainer):
+            given, schedules = _call_configure_optimizers(model)
     elif not isinstance(given, torch.optim.Optimizer):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):
@@ -140,7 +140,7 @@ def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
                 group[name] = group[name] * times
 
 
-def _configured(model: Any) -> tuple[Any, tuple[Callback, ...]]:
+def _call_configure_optimizers(model: Any) -> tuple[Any, tuple[Callback, ...]]:
     """What a LightningModule's `configure_optimizers` returns, in each of its forms."""
     found = model.configure_optimizers()
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list):
@@ -170,13 +170,13 @@ def _schedule(given: Any) -> LearningRateSchedule:
             "epoch or step, so leave frequency out and give the scheduler a step_size, or a gamma, to match."
         )
     return LearningRateSchedule(
-        lambda optimizer: _based(scheduler, optimizer),
+        lambda optimizer: _rebase_schedule(scheduler, optimizer),
         settings.get("interval", "epoch"),
         settings.get("monitor"),
     )
 
 
-def _based(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+def _rebase_schedule(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     """The scheduler, or those that it is made of, starting from the rates that the optimizer has by now."""
     firsts = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):

@@ -19,7 +19,7 @@ from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
-from spark_elastic.torch.tensors import Handle, array_of, name_of, on_host, tensor_of, untraced
+from spark_elastic.torch.tensors import Handle, array_of, disable_compile, name_of, tensor_of, to_host
 
 
 def alltoall(
@@ -48,14 +48,14 @@ def alltoall_async(
     return Handle(handle.operation, lambda outputs: handle()[0] if splits is None else handle())
 
 
-@untraced
+@disable_compile
 def _alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None,
     name: str | None,
     process_set: ProcessSet,
 ) -> Handle:
-    working = on_host(tensor)
+    working = to_host(tensor)
     if working.dim() == 0:
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     sent = None if splits is None else [int(rows) for rows in splits]
@@ -128,9 +128,9 @@ def grouped_reducescatter_async(
     return _start(tensors, name, How.asked_to_scatter(len(tensors), op, scale, process_set))
 
 
-@untraced
+@disable_compile
 def _start(tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Handle:
-    squeezed = [how.compression.compress(on_host(tensor)) for tensor in tensors]
+    squeezed = [how.compression.compress(to_host(tensor)) for tensor in tensors]
     working = [tensor for tensor, _ in squeezed]
     request = Request(
         kinds.REDUCESCATTER,

@@ -18,7 +18,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Sum
 from spark_elastic.torch.allreduce import allreduce
 from spark_elastic.torch.gathering import allgather
-from spark_elastic.torch.tensors import untraced
+from spark_elastic.torch.tensors import disable_compile
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -107,7 +107,7 @@ class _Normalise(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None
 
 
-_normalise = untraced(_Normalise.apply)
+_normalise = disable_compile(_Normalise.apply)
 
 
 def _moments(x: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Tensor, torch.Tensor]:

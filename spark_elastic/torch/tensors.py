@@ -26,14 +26,14 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where it is contiguous on the CPU, a copy like that of any other."""
     _check(tensor)
     dense = tensor.detach()
-    return dense if dense.device.type == "cpu" and dense.is_contiguous() else host_copy(tensor)
+    return dense if dense.device.type == "cpu" and dense.is_contiguous() else copy_to_host(tensor)
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, on the CPU, shared with nobody."""
     _check(tensor)
     if tensor.layout is not torch.strided:
@@ -41,7 +41,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach()
     on_gpu = dense.device.type == "cuda"
     if on_gpu:
-        tell_of_gpus()
+        warn_about_gpus()
     return torch.empty(dense.shape, dtype=dense.dtype, pin_memory=on_gpu).copy_(dense)
 
 
@@ -50,7 +50,7 @@ def _check(tensor: object) -> None:
         raise InvalidInput(f"this takes tensors; got a {type(tensor).__name__}: use torch.as_tensor(...).")
 
 
-def tell_of_gpus() -> None:
+def warn_about_gpus() -> None:
     """Once in a process: how tensors of GPUs are exchanged."""
     sentence = (
         "tensors of GPUs are exchanged through the host, also among GPUs of one host: there is no NCCL."
@@ -78,7 +78,7 @@ def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
     return made.to(like.device)
 
 
-def put_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` into `tensor`, unless it is the same memory."""
     if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
         with torch.no_grad():
@@ -92,7 +92,7 @@ def put_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def untraced(function: F) -> F:
+def disable_compile(function: F) -> F:
     """A compiled caller calls it, between two of its graphs. Decorating imports no compiler, which takes seconds."""
     disabled: list[Callable[..., Any]] = []
 
@@ -121,7 +121,7 @@ class Handle:
     def poll(self) -> bool:
         return self.operation.poll()
 
-    @untraced
+    @disable_compile
     def __call__(self) -> Any:
         outputs = self.operation.wait()
         if not self._finished:

@@ -62,16 +62,16 @@ def layout(
     """
     grouped = {index for group in groups for index in group}
     free = [i for i in reversed(range(len(specs))) if i not in grouped and i not in skip]
-    buckets = _packed(specs, free, bucket_bytes)
+    buckets = _pack(specs, free, bucket_bytes)
     for group in groups:
         members = sorted((i for i in group if i not in skip), key=lambda i: (specs[i].kind, -i))
-        buckets += _packed(specs, members, None)
+        buckets += _pack(specs, members, None)
     if groups:
         buckets.sort(key=lambda bucket: -min(part.index for part in bucket.slices))  # as they become complete
     return tuple(buckets)
 
 
-def _packed(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | None) -> list[Bucket]:
+def _pack(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | None) -> list[Bucket]:
     buckets: list[Bucket] = []
     slices: list[Slice] = []
     end = 0

@@ -26,8 +26,8 @@ from spark_elastic.ops.reduction import Compressor
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Spec
 from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.terms import Terms
-from spark_elastic.torch.tensors import array_of, name_of, on_host
+from spark_elastic.torch.gradients.terms import ExchangeOptions
+from spark_elastic.torch.tensors import array_of, name_of, to_host
 from spark_elastic.worker.context import EngineThread
 
 # Whether all ranks train the same parameters on the same terms, and what the first difference is.
@@ -35,7 +35,7 @@ from spark_elastic.worker.context import EngineThread
 # Before any gradient travels (R7). Runs in the engine's thread; knows no tensors.
 
 
-def agree(group: Group, layout: int, specs: Sequence[Spec], terms: Terms) -> None:
+def check_agreement(group: Group, layout: int, specs: Sequence[Spec], terms: ExchangeOptions) -> None:
     """A collective of all ranks. layout: a hash of everything that must be equal.
 
     Raises:
@@ -44,7 +44,7 @@ def agree(group: Group, layout: int, specs: Sequence[Spec], terms: Terms) -> Non
     hashes = group.allgather(np.array(layout, np.uint64)).tolist()
     off = [rank for rank, cut in enumerate(hashes) if cut != hashes[0]]
     if off:
-        own = json.dumps(described(specs, terms)).encode()
+        own = json.dumps(describe(specs, terms)).encode()
         texts = [json.loads(text) for text in group.allgather_bytes(own)]
         raise MismatchError(
             off,
@@ -53,9 +53,9 @@ def agree(group: Group, layout: int, specs: Sequence[Spec], terms: Terms) -> Non
         )
 
 
-def described(specs: Sequence[Spec], terms: Terms) -> list[str]:
+def describe(specs: Sequence[Spec], terms: ExchangeOptions) -> list[str]:
     """The terms, and each parameter in the order of the optimizer."""
-    own = f"gradients are {terms.spoken}, in {len(terms.groups)} groups"
+    own = f"gradients are {terms.description}, in {len(terms.groups)} groups"
     return [own, *(f"{spec.name!r} is {spec.dtype} of shape {spec.shape}" for spec in specs)]
 
 
@@ -79,7 +79,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def inspected(
+def stall_check(
     group: Group, names: Callable[[], Sequence[str]], warn_after: float, wait_at_most: float | None
 ) -> Iterator[None]:
     """Around a collective of `group`, in the thread that calls it.
@@ -119,7 +119,7 @@ def _listed(names: Sequence[str]) -> str:
 # engine's thread, and for the last one in the training thread.
 
 
-def allreduce_as(
+def allreduce_compressed(
     compressor: type[Compressor], group: Group, tensors: Iterable[torch.Tensor], scale: tuple[float, float]
 ) -> None:
     """Sum each tensor, in place, by way of what the compressor makes of it; scale: factors before and after the sum.
@@ -129,7 +129,7 @@ def allreduce_as(
     """
     for tensor in tensors:
         compressed, ctx = compressor.compress(tensor)
-        sent = on_host(compressed)
+        sent = to_host(compressed)
         group.allreduce(array_of(sent), dtype=name_of(sent.dtype), scale=scale)
         result = compressor.decompress(sent, ctx)
         if result.shape != tensor.shape:
@@ -145,7 +145,7 @@ def allreduce_as(
 # Sums are made of all ranks' values in rank order, alike on all of them. Engine's thread; owns nothing.
 
 
-def checked(name: str, gradient: torch.Tensor) -> torch.Tensor:
+def coalesce_rows(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """`gradient` with its rows listed once.
 
     Raises:
@@ -161,7 +161,7 @@ def checked(name: str, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.detach().coalesce()
 
 
-def summed(group: Group, own: torch.Tensor, factor: float) -> torch.Tensor:
+def allreduce_rows(group: Group, own: torch.Tensor, factor: float) -> torch.Tensor:
     """The sum of all ranks' gradients, times `factor`; the rows that any of them has, each once."""
     rows = np.concatenate(group.allgatherv(own.indices()[0].cpu().numpy()))
     values = np.concatenate(group.allgatherv(_array(own.values())))
@@ -187,7 +187,7 @@ class Dispatch:
         self,
         fusion: Fusion,
         names: Sequence[str],
-        terms: Terms,
+        terms: ExchangeOptions,
         engine: EngineThread,
         timeline: Timeline | None,
     ) -> None:
@@ -207,8 +207,8 @@ class Dispatch:
         """Before a group's first gradients: all ranks must train the same parameters on the same terms."""
 
         def compare() -> None:
-            with self._inspected(range(len(self._names))):
-                agree(self._group, layout_hash, specs, self._terms)
+            with self._stall_check(range(len(self._names))):
+                check_agreement(self._group, layout_hash, specs, self._terms)
 
         self._submit(compare)
 
@@ -224,11 +224,11 @@ class Dispatch:
         def reduce() -> None:
             fusion.ready(number)
             begin = self._clock.now()
-            with self._inspected([part.index for part in fusion.buckets[number].slices]):
+            with self._stall_check([part.index for part in fusion.buckets[number].slices]):
                 if own is None:
                     group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
                 else:
-                    allreduce_as(own, group, fusion.gradients(number), scale)
+                    allreduce_compressed(own, group, fusion.gradients(number), scale)
             if self._timeline is not None:
                 self._timeline.gradients(
                     f"gradients {number}", array.nbytes, complete, begin, self._clock.now()
@@ -250,8 +250,8 @@ class Dispatch:
         factor = float(np.prod(self._terms.factors(self._group.size)))
 
         def gather() -> None:
-            with self._inspected([index]):
-                self.rows[index] = summed(self._group, gradient, factor)
+            with self._stall_check([index]):
+                self.rows[index] = allreduce_rows(self._group, gradient, factor)
 
         self._submit(gather)
 
@@ -265,9 +265,9 @@ class Dispatch:
         if self._newest is not None:
             self._newest.exception()
 
-    def _inspected(self, indices: Sequence[int]) -> AbstractContextManager[None]:
+    def _stall_check(self, indices: Sequence[int]) -> AbstractContextManager[None]:
         terms = self._terms
-        return inspected(
+        return stall_check(
             self._group, lambda: [self._names[i] for i in indices], terms.warn_after, terms.wait_at_most
         )
 

@@ -28,7 +28,7 @@ from spark_elastic.torch.gradients import dispatch as sparse
 from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Bucket, layout, layout_hash
 from spark_elastic.torch.gradients.dispatch import Dispatch
 from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.terms import PLAIN, Terms, specs, trainable
+from spark_elastic.torch.gradients.terms import DEFAULT_OPTIONS, ExchangeOptions, build_specs, find_trainable
 from spark_elastic.worker.context import EngineThread
 
 # Finds the quickest bucket size: sizes are tried in a world's first steps and timed by rank 0's clock.
@@ -69,7 +69,7 @@ class Tuner:
 # an object that is referenced from there would never be freed.
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weak_method(method: Callable[..., None]) -> Callable[..., None]:
     """Calls that method as long as its object lives; nothing from then on."""
     owner, function = ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
@@ -88,7 +88,7 @@ def hook_gradients(
 
     Returns what ends that; so does the end of the method's object.
     """
-    tell = weakly(arrived)
+    tell = weak_method(arrived)
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: tell(number))  # type: ignore[no-untyped-call]
         for number, parameter in enumerate(parameters)
@@ -108,7 +108,7 @@ class GradientExchange:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        terms: Terms = PLAIN,
+        terms: ExchangeOptions = DEFAULT_OPTIONS,
         opener: Callable[[], None] | None = None,
         engine: Callable[[], EngineThread | None] = lambda: None,
         timeline: Callable[[], Timeline | None] = lambda: None,
@@ -118,8 +118,8 @@ class GradientExchange:
         before backward. engine: the thread that serves the group at a step's opening; None: one of its own.
         timeline: what the exchanges of a step are written to. overlaps: whether buckets go out while backward runs, not
         in `finish` alone."""
-        self._names, self._parameters, self._frozen = trainable(named_parameters)
-        self._specs = specs(self._names, self._parameters)
+        self._names, self._parameters, self._frozen = find_trainable(named_parameters)
+        self._specs = build_specs(self._names, self._parameters)
         self._terms = terms
         self._bucket_bytes = terms.bucket_bytes  # of the next step
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
@@ -131,7 +131,7 @@ class GradientExchange:
         self._fusion: Fusion | None = None  # None: alone, and gradients stay where autograd puts them
         self._group: Group | None = None
         self._agreed: Group | None = None
-        self._lay(None)
+        self._lay_out_buckets(None)
         self._opener = opener
         self._overlaps = overlaps
         self._arrivals = [0] * len(self._parameters)
@@ -145,7 +145,7 @@ class GradientExchange:
         self._timeline_now = timeline
         self._dispatch: Dispatch | None = None  # of the newest step; None: it trains alone
         self._arriving = threading.RLock()
-        self._unhook = hook_gradients(self._parameters, self._arrived)
+        self._unhook = hook_gradients(self._parameters, self._on_gradient)
 
     def __enter__(self) -> GradientExchange:
         return self
@@ -165,7 +165,7 @@ class GradientExchange:
         return np.array(self._arrivals) > 0
 
     @property
-    def found_sparse(self) -> npt.NDArray[np.bool_]:
+    def sparse_parameters(self) -> npt.NDArray[np.bool_]:
         """Which gradients came sparse in this step, in the order of `parameters`."""
         return self._found_sparse.copy()
 
@@ -175,7 +175,7 @@ class GradientExchange:
         return self._tuner.wish if self._terms.tuned else self._bucket_bytes
 
     @property
-    def any_arrived(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether any gradient of the newest step is still there."""
         return any(
             times and p.grad is not None for times, p in zip(self._arrivals, self._parameters, strict=True)
@@ -187,7 +187,7 @@ class GradientExchange:
         return self._open
 
     @property
-    def under_way(self) -> bool:
+    def is_partly_sent(self) -> bool:
         """Whether a step is open and some of its buckets have gone out."""
         return self._open and self._launched > 0
 
@@ -215,7 +215,7 @@ class GradientExchange:
             self._sparse, self._bucket_bytes = frozenset(), self._terms.bucket_bytes
             total = sum(spec.numel * spec.itemsize for spec in self._specs) if self._terms.tuned else 0
             self._tuner = Tuner(total)
-        self._lay(group)
+        self._lay_out_buckets(group)
         self._group, self._passes, self._launched, self._open = group, passes, 0, True
         self._arrivals = [0] * len(self._parameters)
         self._began = self._clock.now()
@@ -234,7 +234,7 @@ class GradientExchange:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def agree(self, found_sparse: npt.NDArray[np.bool_], bucket_bytes: int) -> None:
+    def apply_agreement(self, found_sparse: npt.NDArray[np.bool_], bucket_bytes: int) -> None:
         """Take over what the trailer of a step agreed on: sparse gradients, and the next steps' bucket size."""
         if self._terms.sparse == "kept":
             for index in np.flatnonzero(found_sparse).tolist():
@@ -252,12 +252,12 @@ class GradientExchange:
             CollectiveError: the group broke; the gradients are void.
             InvalidInput: gradients were changed since they arrived; the group is of no more use.
         """
-        self._check_untouched()
+        self._check_unchanged()
         for index, arrivals in enumerate(self._arrivals):
             if not arrivals:
-                self._adopt(index)
+                self._move_to_bucket(index)
         while self._launched < len(self._waiting):
-            self._launch()
+            self._send_next_bucket()
         if self._dispatch is not None and self._fusion is not None:
             self._dispatch.reduce_last()
             self._send_sparse(self._dispatch)
@@ -276,12 +276,12 @@ class GradientExchange:
     def abandon(self) -> None:
         """Give up the open step, if any: nothing of it is under way when this returns. Its group is of no more use
         once buckets have gone out, since the peers wait for the rest."""
-        if self.under_way and self._group is not None:
+        if self.is_partly_sent and self._group is not None:
             self._group.abort("a step was given up in the middle of its exchange")
         self.drain()
         self._open = False
 
-    def changed(self, name: str = "") -> InvalidInput:
+    def reject_changed_gradients(self, name: str = "") -> InvalidInput:
         """Give up the open step, since gradients were changed after backward. Returns the error to raise.
 
         name: of a parameter near the change.
@@ -312,63 +312,63 @@ class GradientExchange:
         self.clear()
         self._fusion = self._laid = self._dispatch = None
 
-    def _lay(self, group: Group | None) -> None:
+    def _lay_out_buckets(self, group: Group | None) -> None:
         """Lay out the buckets as agreed on, in the memory of `group`; nothing to do if they lie so already."""
         home = group if group is not None and group.size > 1 else None
         agreed = home, self._bucket_bytes, self._sparse
         if self._laid == agreed:
             return
         buckets = layout(self._specs, self._bucket_bytes, self._terms.groups, self._sparse)
-        self.layout_hash = layout_hash(self._specs, buckets, self._terms.spoken)
+        self.layout_hash = layout_hash(self._specs, buckets, self._terms.description)
         former, self._laid = self._fusion, agreed
         self._fusion = None if home is None else Fusion(self._parameters, buckets, home)
         if former is not None:
             former.hand_over(self._parameters, self._fusion)
 
-    def _arrived(self, index: int) -> None:
+    def _on_gradient(self, index: int) -> None:
         """Hook: autograd has added this parameter's gradient. Runs in the backward thread of its device."""
         with self._arriving:
             if self._opener is not None:
                 self._opener()
             if self._open:
-                self._count(index)
+                self._count_gradient(index)
 
-    def _count(self, index: int) -> None:
+    def _count_gradient(self, index: int) -> None:
         if self._arrivals[index] == self._passes:
             raise InvalidInput(
                 f"the gradient of parameter {self._names[index]!r} came more than {self._passes} times in one step: "
                 "call step() after that many backward passes, and use checkpointing with use_reentrant=False."
             )
-        self._adopt(index)
+        self._move_to_bucket(index)
         self._arrivals[index] += 1
         if self._fusion is not None and index not in self._sparse:
             number = self._fusion.bucket_of[index]
             self._waiting[number] -= 1
             self._versions[number] = self._fusion.version(number)
             if not self._waiting[number]:
-                self._launch_complete()
+                self._send_complete_buckets()
 
-    def _launch_complete(self) -> None:
+    def _send_complete_buckets(self) -> None:
         while self._launched < len(self._waiting) and self._waiting[self._launched] == 0 and self._overlaps():
-            self._launch()
+            self._send_next_bucket()
 
-    def _check_untouched(self) -> None:
+    def _check_unchanged(self) -> None:
         """Buckets are summed while backward runs, so a later change would count on this rank only, or not at all."""
         if self._fusion is None:
             return
         for number, version in enumerate(self._versions):
             if version is not None and version != self._fusion.version(number):
-                raise self.changed(self._names[self._fusion.buckets[number].slices[0].index])
+                raise self.reject_changed_gradients(self._names[self._fusion.buckets[number].slices[0].index])
         for index, (parameter, view) in enumerate(zip(self._parameters, self._fusion.views, strict=True)):
             if parameter.grad is not view and view is not None and self._arrivals[index]:
-                raise self.changed(self._names[index])
+                raise self.reject_changed_gradients(self._names[index])
 
-    def _adopt(self, index: int) -> None:
+    def _move_to_bucket(self, index: int) -> None:
         """Make the parameter's gradient, wherever autograd or the user put it, the view of its bucket."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
-            gradient = self._seen_sparse(index, gradient)
+            gradient = self._prepare_sparse(index, gradient)
         view = None if self._fusion is None else self._fusion.views[index]
         if view is None:
             parameter.grad = gradient
@@ -379,25 +379,25 @@ class GradientExchange:
                 view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
 
-    def _seen_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _prepare_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """What is exchanged for a sparse gradient: its checked self, or its dense form."""
         if self._terms.sparse == "refused":
             raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
         if self._terms.sparse == "kept":
             self._found_sparse[index] = True
-            gradient = sparse.checked(self._names[index], gradient)
+            gradient = sparse.coalesce_rows(self._names[index], gradient)
             if self._fusion is None or index in self._sparse:
                 return gradient
         return gradient.detach().to_dense()
 
-    def _launch(self) -> None:
+    def _send_next_bucket(self) -> None:
         number, dispatch = self._launched, self._dispatch
         self._launched += 1
         assert dispatch is not None  # or there would be no bucket
-        self._greet(dispatch)
+        self._compare_once(dispatch)
         dispatch.send(number)
 
-    def _greet(self, dispatch: Dispatch) -> None:
+    def _compare_once(self, dispatch: Dispatch) -> None:
         """Before anything else goes to a new group: compare parameters and terms."""
         if self._group is not self._agreed:
             dispatch.compare(self.layout_hash, self._specs)
@@ -406,7 +406,7 @@ class GradientExchange:
     def _send_sparse(self, dispatch: Dispatch) -> None:
         """Dispatch the gradients that lie in no bucket, in the order of the parameters."""
         for index in sorted(self._sparse):
-            self._greet(dispatch)
+            self._compare_once(dispatch)
             parameter = self._parameters[index]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dispatch.gather(index, sparse.checked(self._names[index], gradient))
+            dispatch.gather(index, sparse.coalesce_rows(self._names[index], gradient))

@@ -16,7 +16,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.torch.gradients.buckets import Bucket
-from spark_elastic.torch.tensors import tell_of_gpus
+from spark_elastic.torch.tensors import warn_about_gpus
 
 
 class Fusion:
@@ -36,7 +36,7 @@ class Fusion:
         ends = np.cumsum([0, *(b.numel * getattr(torch, b.dtype).itemsize for b in buckets)]).tolist()
         self._memory = group.buffer(ends[-1])
         for number, bucket in enumerate(buckets):
-            self._flat.append(self._placed(number, bucket, ends[number : number + 2], parameters))
+            self._flat.append(self._allocate(number, bucket, ends[number : number + 2], parameters))
             for part in bucket.slices:
                 view = self._flat[number][part.offset : part.offset + part.numel]
                 self.views[part.index] = view.view(self._shapes[part.index])
@@ -89,14 +89,14 @@ class Fusion:
         staging = self._staging.get(number)
         return self._flat[number] if staging is None else staging.host
 
-    def _placed(
+    def _allocate(
         self, number: int, bucket: Bucket, span: list[int], parameters: Sequence[torch.nn.Parameter]
     ) -> torch.Tensor:
         dtype = getattr(torch, bucket.dtype)
         device = parameters[bucket.slices[0].index].device
         if device.type == "cpu":
             return torch.from_numpy(self._memory[span[0] : span[1]]).view(dtype)
-        tell_of_gpus()
+        warn_about_gpus()
         flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         self._staging[number] = _Staging(flat)
         return flat

@@ -21,8 +21,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
-from spark_elastic.torch.gradients.exchange import GradientExchange, weakly
-from spark_elastic.torch.gradients.terms import Terms
+from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
+from spark_elastic.torch.gradients.terms import ExchangeOptions
 from spark_elastic.training.trailer import Trailer, Verdict, exchange
 from spark_elastic.worker.context import current, floor_of_process
 from spark_elastic.worker.seat import engine_of_process, group_of, group_of_process
@@ -50,58 +50,58 @@ class Joinable(Protocol):
         ...
 
 
-class Rounds:
+class GradientSync:
     """The exchanges of one optimizer. `done`: the present gradients have been exchanged."""
 
     def __init__(
         self,
         named: list[tuple[str, torch.nn.Parameter]],
-        terms: Terms,
+        terms: ExchangeOptions,
         passes: int,
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._passes = passes
         self._process_set = process_set
         self.exchange = GradientExchange(
-            named, terms, weakly(self._open), engine_of_process, timeline, _is_lone
+            named, terms, weak_method(self._open), engine_of_process, timeline, _is_only_optimizer
         )
         self.done = False
         # In which the newest step was opened; in its process set there may be nobody but this rank.
         self._world: Group | None = None
         self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
-        rounds_of_process().add(self)
+        get_optimizers_in_use().add(self)
 
     def _open(self) -> None:
         """Open a step in the current world, if none is open. Called before a gradient counts."""
-        if self.exchange.is_open and not self.stale():
+        if self.exchange.is_open and not self.is_stale():
             return
-        if self.stale() and self.exchange.any_arrived:
+        if self.is_stale() and self.exchange.has_gradients:
             raise InvalidInput(
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
         self._world = group_of_process()
-        self.exchange.open(group_for(self._process_set), self._passes)
+        self.exchange.open(get_training_group(self._process_set), self._passes)
         self.done = False
 
-    def set_passes(self, passes: int) -> None:
+    def set_backward_passes(self, passes: int) -> None:
         if passes < 1 or self.exchange.is_open:
             raise InvalidInput(
                 "backward_passes_per_step must be at least 1, and can be set between steps only."
             )
         self._passes = passes
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether the open step belongs to a world that is over."""
         return self.exchange.is_open and self._world is not group_of_process()
 
     @property
-    def waits(self) -> bool:
+    def has_unsynced_gradients(self) -> bool:
         """Whether gradients have come that no step has exchanged."""
-        return self.exchange.is_open and self.exchange.any_arrived
+        return self.exchange.is_open and self.exchange.has_gradients
 
     def clear(self) -> None:
         """Drop all gradients."""
-        if self.exchange.is_open and not self.stale():
+        if self.exchange.is_open and not self.is_stale():
             raise InvalidInput(
                 "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first."
             )
@@ -117,12 +117,12 @@ class Rounds:
         """
         swap = self.exchange
         try:
-            if self.stale():
+            if self.is_stale():
                 raise CollectiveError((), "the world changed between backward() and step()")
             self._open()
             self._check_order()
             there = np.array([parameter.grad is not None for parameter in swap.parameters])
-            with ranks_of_the_world(swap.group):
+            with world_ranks_in_errors(swap.group):
                 swap.finish()
                 present = self._trailer(swap.group, there) if swap.group is not None else there
         except CollectiveError:
@@ -135,12 +135,12 @@ class Rounds:
     def _check_order(self) -> None:
         """An optimizer that was alone when its backward ran has sent what was complete, which need not be the same on
         all ranks: nobody may come between that and the rest of it."""
-        for other in rounds_of_process():
+        for other in get_optimizers_in_use():
             if (
                 other is not self
-                and isinstance(other, Rounds)
-                and other.exchange.under_way
-                and not other.stale()
+                and isinstance(other, GradientSync)
+                and other.exchange.is_partly_sent
+                and not other.is_stale()
             ):
                 raise InvalidInput(
                     "another DistributedOptimizer's gradients are on their way: call its step() first, or make all "
@@ -149,8 +149,8 @@ class Rounds:
 
     def steps(self) -> int:
         """See `Joinable`."""
-        group = group_for(self._process_set)
-        if group is not None and group is self.exchange.group and self.waits:
+        group = get_training_group(self._process_set)
+        if group is not None and group is self.exchange.group and self.has_unsynced_gradients:
             raise InvalidInput("join() was called between backward() and step(): call step() first.")
         return 0 if group is None else self._steps_in(group)
 
@@ -159,45 +159,49 @@ class Rounds:
 
     def close(self) -> None:
         """The optimizer is not in use any more."""
-        rounds_of_process().discard(self)
+        get_optimizers_in_use().discard(self)
         self.exchange.close()
 
     def run_without_data(self) -> bool:
         """See `Joinable`."""
-        group = group_for(self._process_set)
+        group = get_training_group(self._process_set)
         if group is None or group.size == 1:
             return False
         self.exchange.begin(group, 0)
         try:
-            with ranks_of_the_world(group):
+            with world_ranks_in_errors(group):
                 self.exchange.finish()
-                verdict = self._told(group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0)
+                verdict = self._exchange_trailer(
+                    group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0
+                )
         finally:
             self.exchange.clear()
         return verdict.rows > 0
 
     def _trailer(self, group: Group, there: Marks) -> Marks:
-        return self._told(group, there, rows=1).present
+        return self._exchange_trailer(group, there, rows=1).present
 
-    def _told(self, group: Group, there: Marks, rows: int) -> Verdict:
+    def _exchange_trailer(self, group: Group, there: Marks, rows: int) -> Verdict:
         swap = self.exchange
-        verdict = end_exchange(group, swap.layout_hash, there, swap.found_sparse, swap.bucket_bytes, rows)
-        swap.agree(verdict.found_sparse, verdict.bucket_bytes)
+        verdict = exchange_trailer(
+            group, swap.layout_hash, there, swap.sparse_parameters, swap.bucket_bytes, rows
+        )
+        swap.apply_agreement(verdict.found_sparse, verdict.bucket_bytes)
         return verdict
 
 
-def rounds_of_process() -> WeakSet[Joinable]:
+def get_optimizers_in_use() -> WeakSet[Joinable]:
     """The exchanges of all optimizers that this process uses."""
     return floor_of_process().shared("optimizers", WeakSet)
 
 
-def _is_lone() -> bool:
+def _is_only_optimizer() -> bool:
     """Whether one optimizer is in use, so that its buckets may go out during backward. With several, ranks may
     differ in which has a bucket complete first, but not in the order of their steps. An idle one only costs time."""
-    return len(rounds_of_process()) == 1
+    return len(get_optimizers_in_use()) == 1
 
 
-def group_for(process_set: ProcessSet) -> Group | None:
+def get_training_group(process_set: ProcessSet) -> Group | None:
     """The group that trains together now; None: this process trains alone.
 
     Raises:
@@ -215,7 +219,7 @@ def group_for(process_set: ProcessSet) -> Group | None:
 
 
 @contextmanager
-def ranks_of_the_world(group: Group | None) -> Iterator[None]:
+def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
     """Whoever is at fault in a process set's exchange is known to the driver by the world's ranks."""
     try:
         yield
@@ -223,7 +227,7 @@ def ranks_of_the_world(group: Group | None) -> Iterator[None]:
         raise error if group is None else error.among(group.members) from error.__cause__
 
 
-def end_exchange(
+def exchange_trailer(
     group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int, rows: int = 1
 ) -> Verdict:
     """Exchange the trailer of a step in the current world, by which it also hears of planned changes (R6).

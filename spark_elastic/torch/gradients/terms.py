@@ -16,7 +16,7 @@ from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Spec
 
 
 @dataclass(frozen=True)
-class Terms:
+class ExchangeOptions:
     """How gradients are exchanged; the same on all ranks.
 
     bucket_bytes, groups: see `buckets.layout`; tuned: the tuner finds another size. average: divide by the world's
@@ -42,7 +42,7 @@ class Terms:
         return 1.0 / self.predivide, self.predivide / (size if self.average else 1.0)
 
     @property
-    def spoken(self) -> str:
+    def description(self) -> str:
         """What all ranks must have in common, in words."""
         said = ["averaged" if self.average else "summed"]
         if self.predivide != 1.0:
@@ -54,13 +54,13 @@ class Terms:
         return ", ".join([*said, f"sparse ones {self.sparse}"])
 
 
-PLAIN = Terms()  # summed as they are
+DEFAULT_OPTIONS = ExchangeOptions()  # summed as they are
 
 
-def as_set(**others: Any) -> Terms:
+def options_from_env(**others: Any) -> ExchangeOptions:
     """With the bucket size and the stall check of this process's settings."""
     limits = operations_from_env()
-    return Terms(
+    return ExchangeOptions(
         bucket_bytes=limits.bucket_bytes or BUCKET_BYTES,
         tuned=limits.bucket_bytes is None,
         warn_after=limits.warn_after,
@@ -75,7 +75,7 @@ def as_set(**others: Any) -> Terms:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def trainable(
+def find_trainable(
     named: Iterable[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], list[torch.nn.Parameter], list[tuple[str, torch.nn.Parameter]]]:
     """(names, parameters, frozen ones)
@@ -103,7 +103,7 @@ def trainable(
     return names, parameters, frozen
 
 
-def specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[Spec]:
+def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[Spec]:
     return [
         Spec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), str(p.device))
         for name, p in zip(names, parameters, strict=True)

@@ -48,7 +48,7 @@ class Hooks:
     def applied(self) -> None:
         """In the apply section of a step."""
         for callback in self._schedules:
-            callback.applied()
+            callback.advance_step()
 
     def step_sealed(self, logs: Mapping[str, Any]) -> None:
         for callback in self.callbacks:

@@ -13,7 +13,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
-from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, told
+from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, attach_trainer
 from spark_elastic.torch.train.objective import RowLoss, Scored, autocast, given_loss, widened
 from spark_elastic.training.spec import Share
 
@@ -90,7 +90,7 @@ class LightningLoss:
         evaluates = not model.training and _overrides(model, "validation_step")
         step: Any = model.validation_step if evaluates else model.training_step
         trainer = self._trainer(model.training)
-        with told(model, trainer, log=self._log, log_dict=self._log_all), autocast(self._precision):
+        with attach_trainer(model, trainer, log=self._log, log_dict=self._log_all), autocast(self._precision):
             value = step(batch, self._here.step)
         if isinstance(value, Mapping):
             if "loss" not in value and not evaluates:

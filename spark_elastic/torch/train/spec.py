@@ -15,7 +15,7 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
-from spark_elastic.torch.optimizers import TrainerPlan, made
+from spark_elastic.torch.optimizers import TrainerPlan, build_optimizer
 from spark_elastic.torch.train.lightning import LightningLoss
 from spark_elastic.torch.train.objective import (
     FunctionLoss,
@@ -53,7 +53,7 @@ def of_loss(loss: Any) -> str:
 def of_optimizer(model: torch.nn.Module, given: Any) -> str:
     """Its class and the settings of its groups. given: as `Brought.optimizer`."""
     ready = isinstance(given, torch.optim.Optimizer)
-    optimizer = given if ready else made(copy.deepcopy(model), given, None)[0]
+    optimizer = given if ready else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -71,7 +71,7 @@ def of_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...])
     """Of learning rates: the user's functions that make them, and the schedulers that a LightningModule makes."""
     found = [text(each.binding) for each in callbacks if isinstance(each, LearningRateSchedule)]
     if given is None:
-        optimizer, schedules = made(copy.deepcopy(model), None, None)
+        optimizer, schedules = build_optimizer(copy.deepcopy(model), None, None)
         for each in schedules:
             assert isinstance(each, LearningRateSchedule)
             found.append(text([each.binding[1:], _of_scheduler(each.binding[0](optimizer))]))

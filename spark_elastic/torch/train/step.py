@@ -184,7 +184,7 @@ class StepTaker:
             before_apply()
             self._apply(verdict, share.planned, shared)
             self._metrics.commit()
-            self._exchange.agree(verdict.found_sparse, verdict.bucket_bytes)
+            self._exchange.apply_agreement(verdict.found_sparse, verdict.bucket_bytes)
             state.position = after(verdict)
             self._ledger.applied(group.fence, here, group.size)
         return verdict
@@ -215,7 +215,7 @@ class StepTaker:
             loss=loss,
             denominator=denominator,
             present=self._exchange.present,
-            found_sparse=self._exchange.found_sparse,
+            found_sparse=self._exchange.sparse_parameters,
             bucket_bytes=self._exchange.bucket_bytes,
             ends=ends,
         )

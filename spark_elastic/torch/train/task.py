@@ -17,8 +17,8 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import as_set
-from spark_elastic.torch.optimizers import made
+from spark_elastic.torch.gradients.terms import options_from_env
+from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.hooks import Hooks
 from spark_elastic.torch.train.metrics import Metrics, accumulates
 from spark_elastic.torch.train.precision import Scaling
@@ -54,7 +54,7 @@ class TorchLearner:
         model = brought.model
         if not model.training:  # as a fitted model is; parts alone are still since the user wants them to be
             model.train()
-        optimizer, schedules = made(
+        optimizer, schedules = build_optimizer(
             model, brought.optimizer, spec.learning_rate, spec.lr_times, trainer_plan(spec)
         )
         self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
@@ -67,7 +67,7 @@ class TorchLearner:
             model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras
         )
         self._exchange = GradientExchange(
-            model.named_parameters(), as_set(wire=spec.wire), engine=engine_of_process
+            model.named_parameters(), options_from_env(wire=spec.wire), engine=engine_of_process
         )
         rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._taker = StepTaker(

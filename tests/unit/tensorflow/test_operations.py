@@ -12,7 +12,7 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.tensorflow.arrays import call, copies
+from spark_elastic.tensorflow.arrays import call, copy_arrays
 from tests.unit.ops.workers import among_fakes, per_thread
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
@@ -187,11 +187,11 @@ def test_what_a_graph_raised_is_raised_to_who_runs_it() -> None:
 
 def test_memory_is_used_again_only_once_it_is_let_go() -> None:
     big = [np.ones(1 << 18, np.float32), np.ones(3, np.float32)]
-    held, _ = copies(big)
-    other, _ = copies(big)
+    held, _ = copy_arrays(big)
+    other, _ = copy_arrays(big)
     address = held[1].ctypes.data
     assert address % 64 == 0
     assert other[1].ctypes.data != address
     del held, _
-    again, _ = copies(big)
+    again, _ = copy_arrays(big)
     assert again[1].ctypes.data == address

@@ -176,7 +176,7 @@ def test_sparse_sums_and_averages(world: World) -> None:
 
 
 def test_unscaled_rates_are_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    optimizer_module._tell_unscaled.cache_clear()
+    optimizer_module._warn_unscaled_rate.cache_clear()
 
     def work(group: Group) -> None:
         for scale_lr in (True, False, False):

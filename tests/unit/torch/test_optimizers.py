@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.optimizers import TrainerPlan, made
+from spark_elastic.torch.optimizers import TrainerPlan, build_optimizer
 from tests.unit.torch.loops import net
 
 
@@ -24,7 +24,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 @pytest.mark.parametrize(("rate", "expected"), [(None, [0.8, 0.4]), (0.3, [1.2, 1.2])])
 def test_each_groups_rate_is_multiplied(rate: float | None, expected: list[float]) -> None:
-    optimizer, schedules = made(net(), sgd, rate, 4)
+    optimizer, schedules = build_optimizer(net(), sgd, rate, 4)
     assert rates(optimizer) == pytest.approx(expected)
     assert schedules == ()
 
@@ -33,7 +33,7 @@ def test_a_schedule_made_beforehand_goes_on_from_the_multiplied_rates() -> None:
     optimizer = sgd(net().parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [schedule]))
-    found, (callback,) = made(model, None, None, 4)
+    found, (callback,) = build_optimizer(model, None, None, 4)
     assert found is optimizer
     assert rates(optimizer) == pytest.approx([0.8, 0.4])
     callback.bind(optimizer)
@@ -62,7 +62,7 @@ def test_a_schedule_made_beforehand_starts_from_the_rate_that_is_asked_for(
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
     scheduler = schedule(optimizer)
     model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [scheduler]))
-    _, (callback,) = made(model, None, 0.5)
+    _, (callback,) = build_optimizer(model, None, 0.5)
     callback.bind(optimizer)
     found = rates(optimizer)
     for _ in expected[1:]:
@@ -80,17 +80,17 @@ def test_a_schedule_that_is_advanced_every_few_epochs_is_refused() -> None:
         settings = {"optimizer": optimizer, "lr_scheduler": each | {"frequency": frequency}}
         model: Any = SimpleNamespace(configure_optimizers=lambda found=settings: found)
         if frequency == 1:
-            assert len(made(model, None, None)[1]) == 1
+            assert len(build_optimizer(model, None, None)[1]) == 1
         else:
             with pytest.raises(InvalidInput, match="a scheduler with frequency=3"):
-                made(model, None, None)
+                build_optimizer(model, None, None)
 
 
 def test_a_model_of_two_optimizers_is_refused() -> None:
     both = [sgd(net().parameters()), sgd(net().parameters())]
     model: Any = SimpleNamespace(configure_optimizers=lambda: both)
     with pytest.raises(InvalidInput, match="configure_optimizers returned 2 optimizers: training takes one"):
-        made(model, None, None)
+        build_optimizer(model, None, None)
 
 
 def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
@@ -108,7 +108,7 @@ def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)]
 
     model = Warms(2, 1)
-    optimizer, (callback,) = made(
+    optimizer, (callback,) = build_optimizer(
         model, None, None, trainer=TrainerPlan(max_epochs=3, num_training_batches=7)
     )
     callback.bind(optimizer)

@@ -12,7 +12,7 @@ from torch import nn
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import Terms
+from spark_elastic.torch.gradients.terms import ExchangeOptions
 from tests.unit.torch.worlds import in_a_world
 
 
@@ -44,16 +44,19 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (Terms(average=True), "averaged, sparse ones refused, in 0 groups; on rank 1, gradients are summed"),
-        (Terms(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
-        (Terms(predivide=2.0), "divided by 2.0 before"),
-        (Terms(bucket_bytes=4), "buckets are cut differently"),
+        (
+            ExchangeOptions(average=True),
+            "averaged, sparse ones refused, in 0 groups; on rank 1, gradients are summed",
+        ),
+        (ExchangeOptions(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
+        (ExchangeOptions(predivide=2.0), "divided by 2.0 before"),
+        (ExchangeOptions(bucket_bytes=4), "buckets are cut differently"),
     ],
 )
-def test_r07_ranks_agree_on_what_becomes_of_gradients(other: Terms, words: str) -> None:
+def test_r07_ranks_agree_on_what_becomes_of_gradients(other: ExchangeOptions, words: str) -> None:
     def work(group: Group) -> None:
         model = nn.Linear(5, 3)
-        terms = Terms() if (group.rank == 0) != other.average else other
+        terms = ExchangeOptions() if (group.rank == 0) != other.average else other
         with GradientExchange(model.named_parameters(), terms) as exchange:
             exchange.begin(group, 1)
             backward(model, 5)
@@ -99,7 +102,7 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
 
 def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd has a thread for each device. Here a second one comes while the first one is about to send a bucket."""
-    lacking, launch = list[int](), GradientExchange._launch
+    lacking, launch = list[int](), GradientExchange._send_next_bucket
 
     def seen(exchange: GradientExchange) -> None:
         lacking.append(exchange._waiting[exchange._launched])
@@ -118,7 +121,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with GradientExchange(named, Terms(bucket_bytes=16), overlaps=overlaps) as exchange:
+        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), overlaps=overlaps) as exchange:
             exchange.begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:

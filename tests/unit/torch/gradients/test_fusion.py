@@ -12,7 +12,7 @@ from spark_elastic.torch import tensors
 from spark_elastic.torch.gradients import fusion
 from spark_elastic.torch.gradients.buckets import layout
 from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.terms import specs
+from spark_elastic.torch.gradients.terms import build_specs
 from spark_elastic.worker.context import Floor
 
 
@@ -31,7 +31,7 @@ def test_once_it_is_said_that_gradients_of_gpus_go_through_the_host(
     monkeypatch.setattr(tensors, "floor_of_process", lambda: floor)
     monkeypatch.setattr(fusion, "_Staging", lambda flat: None)  # there is no pinned memory without a GPU
     parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
-    buckets = layout(specs(["a", "b"], parameters), bucket_bytes=1)
+    buckets = layout(build_specs(["a", "b"], parameters), bucket_bytes=1)
     for _ in range(2):  # in the next world, too, it is known
         Fusion(parameters, buckets, group)  # type: ignore[arg-type]
     assert len(buckets) == 2

@@ -18,7 +18,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
-from spark_elastic.torch.gradients.rounds import group_for, rounds_of_process
+from spark_elastic.torch.gradients.rounds import get_optimizers_in_use, get_training_group
 from spark_elastic.torch.handlers import OptimizerStateHandler
 from spark_elastic.worker.context import current, set_current
 from spark_elastic.worker.stack_dump import Sampler, Window
@@ -44,7 +44,7 @@ def test_who_waits_for_gradients_of_a_process_set_is_seen_to_wait(monkeypatch: p
             set_current(replace(here, watched=sampler.watched))
         else:
             assert seen.wait(45)
-        group, array = group_for(ProcessSet([0, 1])), np.ones(1)
+        group, array = get_training_group(ProcessSet([0, 1])), np.ones(1)
         assert group is not None
         group.allreduce(array)
         return float(array[0])
@@ -82,7 +82,7 @@ def test_an_optimizer_that_nobody_holds_is_gone(monkeypatch: pytest.MonkeyPatch)
     gc.collect()
     assert seen() is None
     assert not hooks
-    assert not rounds_of_process()
+    assert not get_optimizers_in_use()
 
 
 def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.Mo
             model(torch.ones(1, 3)).sum().backward()
             last.step()
         join()
-        return float(model.weight.detach().mean()), len(rounds_of_process())
+        return float(model.weight.detach().mean()), len(get_optimizers_in_use())
 
     assert among_fakes(2, work) == [(-2.5, 1), (-2.0, 1)]
 

@@ -11,13 +11,13 @@ from torch import nn
 from elastic_collectives import CollectiveTimeout, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import Terms, as_set
+from spark_elastic.torch.gradients.terms import ExchangeOptions, options_from_env
 from tests.unit.torch.worlds import in_a_world
 
 CLOCK = SystemClock()
 
 
-def step(group: Group, terms: Terms, delays: tuple[float, ...] = (0.0, 0.0)) -> None:
+def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0, 0.0)) -> None:
     """Steps of two layers; rank 1 comes so many seconds late to each of them."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     with GradientExchange(model.named_parameters(), terms) as exchange:
@@ -31,7 +31,7 @@ def step(group: Group, terms: Terms, delays: tuple[float, ...] = (0.0, 0.0)) -> 
 
 def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "spark_elastic.torch.gradients.dispatch"):
-        in_a_world(2, lambda group: step(group, Terms(warn_after=2.5), (0.0, 3.5)))
+        in_a_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
     assert line.endswith("for rank(s) 1, which have not brought theirs.")
@@ -40,7 +40,7 @@ def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.
 def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
     def work(group: Group) -> None:
         if group.rank in (1, 3):
-            step(group.subgroup(1, [1, 3]), Terms(warn_after=2.5), (0.0, 3.5))
+            step(group.subgroup(1, [1, 3]), ExchangeOptions(warn_after=2.5), (0.0, 3.5))
         group.barrier()
 
     with caplog.at_level(logging.WARNING, "spark_elastic.torch.gradients.dispatch"):
@@ -53,12 +53,12 @@ def test_they_are_given_up_after_wait_at_most_and_later_waits_are_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work(group: Group) -> None:
-        step(group, Terms(wait_at_most=0.5))
+        step(group, ExchangeOptions(wait_at_most=0.5))
         if group.rank == 1:
             CLOCK.sleep(1.0)
         group.barrier()  # the group's timeout holds again
         with pytest.raises(CollectiveTimeout) as raised:
-            step(group, Terms(wait_at_most=0.5), (0.0, 1.5))
+            step(group, ExchangeOptions(wait_at_most=0.5), (0.0, 1.5))
         assert raised.value.ranks == (1,)
 
     in_a_world(2, work)
@@ -81,5 +81,5 @@ def test_horovods_settings_hold_for_gradients(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    terms = as_set()
+    terms = options_from_env()
     assert (terms.warn_after, terms.wait_at_most) == found

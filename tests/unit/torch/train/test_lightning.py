@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.torch.optimizers import TrainerPlan, made
+from spark_elastic.torch.optimizers import TrainerPlan, build_optimizer
 from spark_elastic.torch.train import lightning
 from spark_elastic.torch.train.lightning import LightningLoss, check_lightning
 from spark_elastic.training.spec import Share
@@ -148,7 +148,7 @@ def test_the_real_package() -> None:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     model = Real().train()
-    assert len(made(model, None, None)[1]) == 1
+    assert len(build_optimizer(model, None, None)[1]) == 1
     check_lightning(model)
     scored = stepped(model, Position(2, Phase.TRAIN, 3))
     assert scored.logged == {"epoch": 2.0, "step": 23.0, "number": 3.0, "rank": 1.0}

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule, watched
+from spark_elastic.torch.callbacks import (
+    BestWeights,
+    Callback,
+    EarlyStopping,
+    LearningRateSchedule,
+    get_monitored,
+)
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import check_watched
 
@@ -67,7 +73,7 @@ def test_what_a_callback_of_the_users_may_add_is_looked_for_at_the_epochs_end() 
     with pytest.raises(
         InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, loss"
     ):
-        watched({"loss": 1.0, "far": 2.0}, "gap")
+        get_monitored({"loss": 1.0, "far": 2.0}, "gap")
 
 
 def test_what_validation_gives_needs_validation() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import Terms
+from spark_elastic.torch.gradients.terms import ExchangeOptions
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.objective import ModelLoss
 from spark_elastic.torch.train.precision import Scaling
@@ -49,7 +49,7 @@ class Trainee:
         self.state = LearnerState(
             self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
         )
-        self.exchange = GradientExchange(self.model.named_parameters(), Terms(bucket_bytes=64))
+        self.exchange = GradientExchange(self.model.named_parameters(), ExchangeOptions(bucket_bytes=64))
         self.ledger = Order()
         objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
         rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
