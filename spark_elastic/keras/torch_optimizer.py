@@ -13,9 +13,9 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import Average, How, ReduceOp, Sum
-from spark_elastic.ops.world import PassCount
-from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, exchange_of, wrapped
+from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions, Sum
+from spark_elastic.ops.world import PassCounter
+from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, get_exchange, wrap_optimizer
 from spark_elastic.torch.allreduce import start
 
 Plain = TypeVar("Plain")
@@ -38,13 +38,13 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         )
     if op not in (Average, Sum):
         raise InvalidInput(f"on the torch backend of Keras op must be Average or Sum; got {op!r}.")
-    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    how = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
 
     def made() -> tuple[_Passes, _Exchange]:
         passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
         return passes, _Exchange(how, scale_local_gradients)
 
-    distributed: Plain = wrapped(optimizer, _Distributed, made, keras.utils)
+    distributed: Plain = wrap_optimizer(optimizer, _Distributed, made, keras.utils)
     return distributed
 
 
@@ -52,7 +52,7 @@ class _Passes:
     """Gradients summed until there are as many as make a step. What a world that is over left unfinished is dropped."""
 
     def __init__(self, count: int, average: bool) -> None:
-        self._passes = PassCount(count)
+        self._passes = PassCounter(count)
         self._share = 1.0 / count if average else 1.0
         self._sums: list[torch.Tensor | None] = []
 
@@ -60,14 +60,14 @@ class _Passes:
         """The sums once they are complete, else None."""
         if self._passes.count == 1:
             return list(gradients)
-        if self._passes.begin():
+        if self._passes.begin_pass():
             self._sums = [None if g is None else g.detach().clone() for g in gradients]
         else:
             self._sums = [
                 a if b is None else (b.detach().clone() if a is None else a + b)
                 for a, b in zip(self._sums, gradients, strict=True)
             ]
-        if not self._passes.complete():
+        if not self._passes.complete_pass():
             return None
         return [None if g is None else g * self._share for g in self._sums]
 
@@ -75,7 +75,7 @@ class _Passes:
 class _Exchange:
     """local: variables whose gradients are this rank's own; scale_local: they are divided by the size."""
 
-    def __init__(self, how: How, scale_local: bool) -> None:
+    def __init__(self, how: ReduceOptions, scale_local: bool) -> None:
         self.local: set[int] = set()
         self._how = how
         self._scale_local = scale_local
@@ -103,7 +103,7 @@ class _Distributed(WrappedOptimizer):
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of that variable is not exchanged."""
-        exchange_of(self)[1].local.add(id(var))
+        get_exchange(self)[1].local.add(id(var))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange, and apply.
@@ -114,7 +114,7 @@ class _Distributed(WrappedOptimizer):
         own: Any = super()
         this: Any = self
         variables = this._trainable_variables if trainable_variables is None else list(trainable_variables)
-        passes, exchange = exchange_of(self)
+        passes, exchange = get_exchange(self)
         summed = passes.add(list(grads))
         if summed is not None:
             own.apply(exchange.shared(summed, variables), trainable_variables)

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import allreduce_arrays, broadcast_arrays, gathered, scattered
+from spark_elastic.ops.arrays import allgather_array, allreduce_arrays, broadcast_arrays, reducescatter_array
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import Average, ReduceOp, chosen
-from spark_elastic.ops.rounds.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, named
+from spark_elastic.ops.reduction import Average, ReduceOp, resolve_op
+from spark_elastic.ops.rounds.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
 from spark_elastic.state.variables import array_of
 
 
@@ -27,26 +27,28 @@ def allreduce(
 ) -> npt.NDArray[Any]:
     """The average (default), or what `op` says, of all ranks' values: numbers, arrays or tensors, of equal shapes."""
     mine = _copy(value)
-    allreduce_arrays([mine], named(ALLREDUCE, name), chosen(average, op), (prescale_factor, postscale_factor))
+    allreduce_arrays(
+        [mine], qualify_name(ALLREDUCE, name), resolve_op(average, op), (prescale_factor, postscale_factor)
+    )
     return mine
 
 
 def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
     """All ranks' values, one after the other along dimension 0, in which they may differ."""
     mine = _copy(value)
-    return gathered(mine[None] if mine.ndim == 0 else mine, named(ALLGATHER, name))
+    return allgather_array(mine[None] if mine.ndim == 0 else mine, qualify_name(ALLGATHER, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
     """The value of rank `root_rank`, on all ranks."""
     mine = _copy(value)
-    broadcast_arrays([mine], root_rank, named(BROADCAST, name))
+    broadcast_arrays([mine], root_rank, qualify_name(BROADCAST, name))
     return mine
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
     """This rank's part of what `allreduce` gives, cut along dimension 0."""
-    return scattered(_copy(value), named(REDUCESCATTER, name), op)
+    return reducescatter_array(_copy(value), qualify_name(REDUCESCATTER, name), op)
 
 
 def broadcast_variables(

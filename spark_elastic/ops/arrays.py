@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastic_collectives.group import Array
-from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
+from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 
 
-def for_engine(array: Array) -> Array:
+def as_engine_array(array: Array) -> Array:
     """The same memory; bfloat16 looks like uint16."""
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
@@ -31,7 +31,7 @@ def allreduce_arrays(
 ) -> None:
     """Allreduce in place, as one operation."""
     request = Request(kinds.ALLREDUCE, name, _names(arrays), _shapes(arrays), op.value, scale)
-    _carry_out(request, arrays, process_set)
+    _execute(request, arrays, process_set)
 
 
 def broadcast_arrays(
@@ -41,19 +41,19 @@ def broadcast_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast in place, as one operation. root_rank: of the world."""
-    root = root_in(process_set, root_rank)
-    _carry_out(
-        Request(kinds.BROADCAST, name, _names(arrays), _shapes(arrays), root=root), arrays, process_set
-    )
+    root = root_index(process_set, root_rank)
+    _execute(Request(kinds.BROADCAST, name, _names(arrays), _shapes(arrays), root=root), arrays, process_set)
 
 
-def gathered(array: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
+def allgather_array(
+    array: Array, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
     """All ranks' rows, in rank order."""
     request = Request(kinds.ALLGATHER, name, _names([array]), ((-1, *array.shape[1:]),))
-    return _carry_out(request, [array], process_set)[0].view(array.dtype)
+    return _execute(request, [array], process_set)[0].view(array.dtype)
 
 
-def scattered(
+def reducescatter_array(
     array: Array,
     name: str | None = None,
     op: ReduceOp = Average,
@@ -61,12 +61,12 @@ def scattered(
 ) -> Array:
     """This rank's rows of the reduced array."""
     request = Request(kinds.REDUCESCATTER, name, _names([array]), _shapes([array]), op.value)
-    return _carry_out(request, [array], process_set)[0].view(array.dtype)
+    return _execute(request, [array], process_set)[0].view(array.dtype)
 
 
-def _carry_out(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> tuple[Array, ...]:
-    given = [for_engine(array) for array in arrays]
-    return channel_of(process_set).submit(request, given, awaited=True).wait()
+def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> tuple[Array, ...]:
+    given = [as_engine_array(array) for array in arrays]
+    return get_queue(process_set).submit(request, given, awaited=True).wait()
 
 
 def _names(arrays: Sequence[Array]) -> tuple[str, ...]:

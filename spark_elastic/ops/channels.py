@@ -17,8 +17,8 @@ from spark_elastic.config import OperationConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.channel import Channel
-from spark_elastic.ops.rounds.execution import Desk
+from spark_elastic.ops.rounds.channel import OperationQueue
+from spark_elastic.ops.rounds.execution import CompletionSignal
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.ops.world import world
@@ -27,37 +27,37 @@ from spark_elastic.worker.context import current, floor_of_process
 log = logging.getLogger(__name__)
 
 
-class Channels:
+class OperationQueues:
     """The channels of one world, one for each process set. Names of operations belong to the set."""
 
-    def __init__(self, group: Group, desk: Callable[[], Desk], limits: OperationConfig) -> None:
+    def __init__(self, group: Group, desk: Callable[[], CompletionSignal], limits: OperationConfig) -> None:
         self._group = group
         self._desk = desk
         self._limits = limits
         self._lock = threading.Lock()
-        self._channels: dict[tuple[int, ...], Channel] = {}
+        self._channels: dict[tuple[int, ...], OperationQueue] = {}
 
-    def of(self, process_set: ProcessSet, timeline: Timeline | None = None) -> Channel:
+    def get(self, process_set: ProcessSet, timeline: Timeline | None = None) -> OperationQueue:
         """The channel of a set that the current rank is in."""
         with self._lock:
-            rule = process_set.rule
+            rule = process_set.declared_ranks
             if rule not in self._channels:
                 group = self._group
                 if group.size > 1:
-                    group = group.subgroup(_number(rule), process_set.ranks)
+                    group = group.subgroup(_subgroup_channel(rule), process_set.ranks)
                 name = "" if process_set is global_process_set else repr(process_set)
-                self._channels[rule] = Channel(group, self._desk(), self._limits, name)
+                self._channels[rule] = OperationQueue(group, self._desk(), self._limits, name)
             channel = self._channels[rule]
         channel.timeline = timeline
         return channel
 
 
-def _number(rule: tuple[int, ...]) -> int:
+def _subgroup_channel(rule: tuple[int, ...]) -> int:
     """Of the subgroup's channel: the same on all members, in whatever order they added their sets."""
     return 1 + int.from_bytes(hashlib.sha256(repr(rule).encode()).digest()[:7], "little")
 
 
-def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
+def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
     """Where operations of that set are submitted in the current world.
 
     Raises:
@@ -73,17 +73,19 @@ def channel_of(process_set: ProcessSet = global_process_set) -> Channel:
     group = world()
     if group.rank not in process_set.ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
-    channels = floor.shared("channels", lambda: Channels(group, _desk, operations_from_env()))
-    return channels.of(process_set, timeline())
+    channels = floor.shared(
+        "channels", lambda: OperationQueues(group, _make_completion_signal, operations_from_env())
+    )
+    return channels.get(process_set, get_timeline())
 
 
-def _desk() -> Desk:
+def _make_completion_signal() -> CompletionSignal:
     here = current()
-    return Desk(SystemClock()) if here is None else Desk(SystemClock(), here.waiting)
+    return CompletionSignal(SystemClock()) if here is None else CompletionSignal(SystemClock(), here.waiting)
 
 
 @dataclass
-class _Trace:
+class _TimelineState:
     """The timeline that was asked for on every rank. Only rank 0 has its file open."""
 
     path: str | None = None
@@ -104,18 +106,18 @@ class _Trace:
         return self.timeline
 
 
-def _trace() -> _Trace:
-    return floor_of_process().shared("timeline", _configured)
+def _get_timeline_state() -> _TimelineState:
+    return floor_of_process().shared("timeline", _timeline_from_env)
 
 
-def _configured() -> _Trace:
+def _timeline_from_env() -> _TimelineState:
     settings = operations_from_env()
-    return _Trace(settings.timeline, settings.timeline_mark_cycles)
+    return _TimelineState(settings.timeline, settings.timeline_mark_cycles)
 
 
-def timeline() -> Timeline | None:
+def get_timeline() -> Timeline | None:
     """The timeline that this rank writes now; None if it writes none."""
-    return _trace().current()
+    return _get_timeline_state().current()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -126,7 +128,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Raises:
         InvalidInput: another one is being written already, or the file cannot be.
     """
-    trace = _trace()
+    trace = _get_timeline_state()
     if trace.path == file_path:
         return
     if trace.path is not None:
@@ -138,7 +140,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Complete the trace."""
-    trace = _trace()
+    trace = _get_timeline_state()
     if trace.timeline is not None:
         trace.timeline.close()
     trace.path = trace.timeline = None
@@ -149,4 +151,4 @@ def stop_timeline() -> None:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    channel_of(process_set).submit(Request(kinds.BARRIER), awaited=True).wait()
+    get_queue(process_set).submit(Request(kinds.BARRIER), awaited=True).wait()

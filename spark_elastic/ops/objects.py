@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives.group import Array
-from spark_elastic.ops.arrays import broadcast_arrays, gathered
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
+from spark_elastic.ops.arrays import allgather_array, broadcast_arrays
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.state.handover import pickled
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def broadcast_object(
     """The object of rank `root_rank`, on all ranks."""
     if process_set.size() == 1:
         return obj
-    is_root = process_set.rank() == root_in(process_set, root_rank)
+    is_root = process_set.rank() == root_index(process_set, root_rank)
     mine = _bytes_of(obj) if is_root else np.empty(0, np.uint8)
     name = name or "object"
     length = np.array([len(mine)], np.int64)
@@ -41,8 +41,8 @@ def allgather_object(
 ) -> list[T]:
     """All ranks' objects, in rank order."""
     mine, name = _bytes_of(obj), name or "object"
-    lengths = gathered(np.array([len(mine)], np.int64), f"allgather.{name}.length", process_set)
-    data = gathered(mine, f"allgather.{name}.data", process_set)
+    lengths = allgather_array(np.array([len(mine)], np.int64), f"allgather.{name}.length", process_set)
+    data = allgather_array(mine, f"allgather.{name}.data", process_set)
     return [_object_of(part) for part in np.split(data, np.cumsum(lengths)[:-1])]
 
 

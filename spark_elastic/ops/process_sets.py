@@ -27,7 +27,7 @@ class ProcessSet:
             raise InvalidInput(f"the ranks of a ProcessSet must be different and not below 0; got {given}.")
 
     @property
-    def rule(self) -> tuple[int, ...]:
+    def declared_ranks(self) -> tuple[int, ...]:
         """What tells it from other sets in any world: the ranks it was made from; empty for all ranks."""
         return self._ranks
 
@@ -65,7 +65,7 @@ class ProcessSet:
         return hash(self._ranks)
 
 
-class _Everybody(ProcessSet):
+class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
         super().__init__(())
         self.process_set_id = 0
@@ -78,7 +78,7 @@ class _Everybody(ProcessSet):
         return "ProcessSet(process_set_id=0, all ranks)"
 
 
-global_process_set = _Everybody()
+global_process_set = _GlobalProcessSet()
 
 
 @dataclass
@@ -87,7 +87,7 @@ class _Registry:
     newest: int = 0
 
 
-def _registry() -> _Registry:
+def _get_registry() -> _Registry:
     return floor_of_call().shared("process sets", _Registry)
 
 
@@ -100,8 +100,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         InvalidInput: it is there already.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    registry = _registry()
-    if any(other.rule == made.rule for other in registry.added.values()):
+    registry = _get_registry()
+    if any(other.declared_ranks == made.declared_ranks for other in registry.added.values()):
         raise InvalidInput(f"{made} was added already.")
     registry.newest += 1
     made.process_set_id = registry.newest
@@ -112,7 +112,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a set out; False where it is not there, and for the global one."""
     number = process_set.process_set_id
-    if number is None or _registry().added.pop(number, None) is None:
+    if number is None or _get_registry().added.pop(number, None) is None:
         return False
     process_set.process_set_id = None
     return True
@@ -120,7 +120,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) -> None:
     """Only these, from now on."""
-    registry = _registry()
+    registry = _get_registry()
     for former in list(registry.added.values()):
         remove_process_set(former)
     registry.newest = 0
@@ -131,7 +131,7 @@ def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """All sets, the global one (0) included, each with the ranks that the current world has."""
-    everything = {0: global_process_set, **_registry().added}
+    everything = {0: global_process_set, **_get_registry().added}
     return {number: process_set.ranks for number, process_set in everything.items()}
 
 
@@ -141,22 +141,22 @@ def is_process_set_included(process_set_id: int) -> bool:
     Raises:
         InvalidInput: there is none.
     """
-    return set_of(process_set_id).included()
+    return get_process_set(process_set_id).included()
 
 
-def set_of(process_set_id: int) -> ProcessSet:
+def get_process_set(process_set_id: int) -> ProcessSet:
     """The set of that id, 0 for the global one.
 
     Raises:
         InvalidInput: there is none.
     """
-    found = {0: global_process_set, **_registry().added}.get(process_set_id)
+    found = {0: global_process_set, **_get_registry().added}.get(process_set_id)
     if found is None:
         raise InvalidInput(f"there is no process set {process_set_id}: add it first.")
     return found
 
 
-def root_in(process_set: ProcessSet, root_rank: int) -> int:
+def root_index(process_set: ProcessSet, root_rank: int) -> int:
     """The place within the set of a rank of the world.
 
     Raises:
@@ -167,6 +167,6 @@ def root_in(process_set: ProcessSet, root_rank: int) -> int:
     return process_set.ranks.index(root_rank)
 
 
-def trains_alone(process_set: ProcessSet) -> bool:
+def is_single_process(process_set: ProcessSet) -> bool:
     """This process has nobody to exchange gradients with: a world or set of one, or a set that it is not in."""
     return process_set.size() <= 1 or not process_set.included()

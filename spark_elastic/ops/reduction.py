@@ -36,7 +36,7 @@ class NoneCompressor(Compressor):
     """Leaves tensors as they are."""
 
 
-def checked_compression(compression: object) -> type[Compressor]:
+def resolve_compressor(compression: object) -> type[Compressor]:
     """None is `NoneCompressor`.
 
     Raises:
@@ -74,7 +74,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     """The reduction that the two arguments stand for.
 
     Raises:
@@ -88,7 +88,7 @@ def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
 
 
 @dataclass(frozen=True)
-class How:
+class ReduceOptions:
     """The arguments that say how to reduce. scale: factors before and after."""
 
     op: ReduceOp
@@ -97,30 +97,30 @@ class How:
     process_set: ProcessSet = global_process_set
 
     @classmethod
-    def asked(
+    def from_args(
         cls,
         average: bool | None,
         op: ReduceOp | None,
         scale: tuple[float, float],
         process_set: ProcessSet,
         compression: object = None,
-    ) -> How:
+    ) -> ReduceOptions:
         """The arguments of an allreduce, checked.
 
         Raises:
             InvalidInput: an argument is wrong.
         """
-        return cls(chosen(average, op), _floats(scale), checked_compression(compression), process_set)
+        return cls(resolve_op(average, op), _floats(scale), resolve_compressor(compression), process_set)
 
     @classmethod
-    def asked_to_scatter(
+    def from_reducescatter_args(
         cls,
         count: int,
         op: ReduceOp,
         scale: tuple[float, float],
         process_set: ProcessSet,
         compression: object = None,
-    ) -> How:
+    ) -> ReduceOptions:
         """The arguments of a reducescatter of `count` tensors, checked.
 
         Raises:
@@ -130,12 +130,12 @@ class How:
             raise InvalidInput(
                 f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {op!r}."
             )
-        return cls(op, _floats(scale), checked_compression(compression), process_set)
+        return cls(op, _floats(scale), resolve_compressor(compression), process_set)
 
     @classmethod
-    def asked_of_gradients(
+    def from_gradient_args(
         cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
-    ) -> How:
+    ) -> ReduceOptions:
         """The arguments of an exchange of gradients, checked. An average divides by `predivide` before the sum, and by
         size / predivide after it.
 
@@ -148,13 +148,13 @@ class How:
             raise InvalidInput(
                 "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
             )
-        return cls(op, _floats((1.0 / predivide, predivide)), checked_compression(compression), process_set)
+        return cls(op, _floats((1.0 / predivide, predivide)), resolve_compressor(compression), process_set)
 
-    def wire(self, all_float32: bool) -> str | None:
+    def wire_format(self, all_float32: bool) -> str | None:
         """The engine's format for these tensors; None: the compressor's two methods surround the exchange."""
         return self.compression.wire if all_float32 and self.op is not Adasum else None
 
-    def scatter_factor(self, size: Callable[[], Any]) -> Any:
+    def reducescatter_gradient_factor(self, size: Callable[[], Any]) -> Any:
         """Of a reducescatter's gradient: as in the last releases of Horovod, that of the sum of all losses, times the
         size, which is asked for where it counts.
 

@@ -41,8 +41,8 @@ class Timeline:
         kind = operation.request.kind.upper()
         self._spans(
             operation.label,
-            ("QUEUE", operation.asked, operation.announced),
-            (f"NEGOTIATE_{kind}", operation.announced, begin),
+            ("QUEUE", operation.requested_at, operation.announced_at),
+            (f"NEGOTIATE_{kind}", operation.announced_at, begin),
             (kind, begin, end),
         )
 

@@ -50,25 +50,25 @@ def rank() -> int:
 
 def local_size() -> int:
     """How many workers of the world are on this host."""
-    me = _me()
+    me = _get_member()
     return 1 if me is None else me.local_size
 
 
 def local_rank() -> int:
     """This worker's number among those on its host, from 0."""
-    me = _me()
+    me = _get_member()
     return 0 if me is None else me.local_rank
 
 
 def cross_size() -> int:
     """How many hosts have a worker of this local rank."""
-    me = _me()
+    me = _get_member()
     return 1 if me is None else me.cross_size
 
 
 def cross_rank() -> int:
     """This worker's number among those of the same local rank on all hosts, from 0."""
-    me = _me()
+    me = _get_member()
     return 0 if me is None else me.cross_rank
 
 
@@ -134,7 +134,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: objec
     """Nothing to check: no part of this interface is built for one framework."""
 
 
-def _me() -> Member | None:
+def _get_member() -> Member | None:
     here: Current | None = current()
     if here is None or here.world is None:
         return None

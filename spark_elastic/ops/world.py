@@ -15,7 +15,7 @@ from spark_elastic.worker.seat import group_of
 # The group of a process that is no worker: a world of one, whose collectives are computed at once. Any thread.
 
 
-class Alone:
+class SingleProcessGroup:
     """The part of `Group` that operations use, for a world of one."""
 
     rank = 0
@@ -66,13 +66,13 @@ def world() -> Group:
         CollectiveError: between two worlds there is none.
     """
     here = current()
-    return cast("Group", Alone()) if here is None else group_of(here)
+    return cast("Group", SingleProcessGroup()) if here is None else group_of(here)
 
 
 # How many backward passes make a step. Written by whoever runs the optimizer, one at a time.
 
 
-def checked_passes(count: int) -> int:
+def validate_backward_passes(count: int) -> int:
     """The same number.
 
     Raises:
@@ -83,22 +83,22 @@ def checked_passes(count: int) -> int:
     return count
 
 
-class PassCount:
+class PassCounter:
     """Counts the backward passes of a step. An unfinished count is dropped when the world changes."""
 
     def __init__(self, count: int) -> None:
-        self.count = checked_passes(count)
+        self.count = validate_backward_passes(count)
         self._taken = 0
         self._fence = (0, 0)  # the world in which they were counted
 
-    def begin(self) -> bool:
+    def begin_pass(self) -> bool:
         """Called before a pass is added. Returns whether it is the first of a step."""
         fence = world().fence
         if fence != self._fence:
             self._fence, self._taken = fence, 0
         return self._taken == 0
 
-    def complete(self) -> bool:
+    def complete_pass(self) -> bool:
         """Called after a pass was added. Returns whether that completes a step."""
         self._taken = (self._taken + 1) % self.count
         return self._taken == 0

@@ -16,12 +16,12 @@ _OWN = "_spark_elastic"
 class WrappedOptimizer:
     """To be put before the optimizer's own class."""
 
-    _made: Callable[[], Any]  # of the class that `wrapped` makes
+    _make_exchange: Callable[[], Any]  # of the class that `wrapped` makes
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """By `from_config`: another optimizer, which exchanges in the same way."""
         super().__init__(*args, **settings)
-        vars(self)[_OWN] = self._made()
+        vars(self)[_OWN] = self._make_exchange()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What a LossScaleOptimizer does to the optimizer that it is put around.
@@ -34,7 +34,7 @@ class WrappedOptimizer:
         super().__setattr__(name, value)
 
 
-def wrapped(optimizer: Any, kind: type[WrappedOptimizer], made: Callable[[], Any], utils: Any) -> Any:
+def wrap_optimizer(optimizer: Any, kind: type[WrappedOptimizer], made: Callable[[], Any], utils: Any) -> Any:
     """`optimizer` with `kind` before its own class, saved as the plain one.
 
     made: what an optimizer of that class has of its own, `exchange_of`. utils: Keras's module of that name.
@@ -52,6 +52,6 @@ def wrapped(optimizer: Any, kind: type[WrappedOptimizer], made: Callable[[], Any
     return found
 
 
-def exchange_of(optimizer: WrappedOptimizer) -> Any:
+def get_exchange(optimizer: WrappedOptimizer) -> Any:
     """What `made` gave to it."""
     return vars(optimizer)[_OWN]

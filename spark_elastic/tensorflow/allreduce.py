@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import for_engine
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.arrays import as_engine_array
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import How, ReduceOp
+from spark_elastic.ops.reduction import ReduceOp, ReduceOptions
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
@@ -45,7 +45,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     IndexedSlices are summed or averaged by gathering them, and stay such. device_dense, device_sparse,
     ignore_name_scope: of no use here.
     """
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
     if isinstance(tensor, tf.IndexedSlices):
         return allreduce_slices(tensor, name, how)
     return allreduce_tensors([tensor], name, how)[0]
@@ -66,7 +66,7 @@ def grouped_allreduce(  # noqa: PLR0913
     ignore_name_scope: bool = False,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation. Differentiable."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
@@ -77,7 +77,7 @@ def grouped_allreduce(  # noqa: PLR0913
 
 
 @no_autograph
-def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
     """As one operation, differentiable: the gradient is reduced in the same way."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -90,7 +90,7 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, how: How) -> 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _allreduce(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+def _allreduce(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
     wire, squeezed = on_the_wire(tensors, how)
     dtypes = [tensor.dtype for tensor, _ in squeezed]
     names = tuple(name_of(dtype) for dtype in dtypes)
@@ -99,24 +99,24 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Te
         results, _ = copy_arrays(arrays)
         request = Request(
             kinds.ALLREDUCE,
-            kinds.named(kinds.ALLREDUCE, name),
+            kinds.qualify_name(kinds.ALLREDUCE, name),
             names,
             tuple(array.shape for array in results),
             how.op.value,
             how.scale,
             wire,
         )
-        given = [for_engine(array) for array in results]
-        channel_of(how.process_set).submit(request, given, awaited=True).wait()
+        given = [as_engine_array(array) for array in results]
+        get_queue(how.process_set).submit(request, given, awaited=True).wait()
         return results
 
     results = call(body, [tensor for tensor, _ in squeezed], dtypes, [tensor.shape for tensor in tensors])
     return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
 
 
-def on_the_wire(tensors: Sequence[Tensor], how: How) -> tuple[str | None, list[tuple[Tensor, Any]]]:
+def on_the_wire(tensors: Sequence[Tensor], how: ReduceOptions) -> tuple[str | None, list[tuple[Tensor, Any]]]:
     """(the engine's wire format, what is exchanged and what undoes its compression)"""
-    wire = how.wire(all(tensor.dtype == tf.float32 for tensor in tensors))
+    wire = how.wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
     if wire is not None:
         return wire, [(tensor, None) for tensor in tensors]
     return None, [how.compression.compress(tensor) for tensor in tensors]

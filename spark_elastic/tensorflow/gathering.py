@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import for_engine
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.arrays import as_engine_array
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.objects import broadcast_object
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
-from spark_elastic.ops.reduction import Average, How
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
+from spark_elastic.ops.reduction import Average, ReduceOptions
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
@@ -53,7 +53,7 @@ def grouped_allgather(
             rows = tf.stack([tf.shape(tensor)[0] for tensor in given])
             counts = _allgather([rows[None]], None, process_set)[0]
             mine = rank_in(process_set)
-            averages = allreduce_tensors(upstream, None, How(Average, process_set=process_set))
+            averages = allreduce_tensors(upstream, None, ReduceOptions(Average, process_set=process_set))
             firsts = tf.reduce_sum(counts[:mine], axis=0)
             return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
 
@@ -69,12 +69,12 @@ def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: Process
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
             kinds.ALLGATHER,
-            kinds.named(kinds.ALLGATHER, name),
+            kinds.qualify_name(kinds.ALLGATHER, name),
             names,
             tuple((-1, *array.shape[1:]) for array in arrays),
         )
-        rows = [for_engine(array) for array in arrays]
-        return channel_of(process_set).submit(request, rows, awaited=True).wait()
+        rows = [as_engine_array(array) for array in arrays]
+        return get_queue(process_set).submit(request, rows, awaited=True).wait()
 
     shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in tensors]
     return call(body, tensors, [tensor.dtype for tensor in tensors], shapes)
@@ -93,8 +93,8 @@ def broadcast(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(given: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
-            average = allreduce_tensors([upstream], None, How(Average, process_set=process_set))[0]
-            is_root = tf.equal(rank_in(process_set), root_in(process_set, root_rank))
+            average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
+            is_root = tf.equal(rank_in(process_set), root_index(process_set, root_rank))
             return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([given], root_rank, name, process_set)[0], gradient
@@ -112,13 +112,13 @@ def broadcast_all(
         results, _ = copy_arrays(arrays)
         request = Request(
             kinds.BROADCAST,
-            kinds.named(kinds.BROADCAST, name),
+            kinds.qualify_name(kinds.BROADCAST, name),
             names,
             tuple(array.shape for array in results),
-            root=root_in(process_set, root_rank),
+            root=root_index(process_set, root_rank),
         )
-        given = [for_engine(array) for array in results]
-        channel_of(process_set).submit(request, given, awaited=True).wait()
+        given = [as_engine_array(array) for array in results]
+        get_queue(process_set).submit(request, given, awaited=True).wait()
         return results
 
     return call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
@@ -191,4 +191,4 @@ def join() -> int:
     Raises:
         CollectiveError: the world changed.
     """
-    return int(channel_of().join().wait()[0][0])
+    return int(get_queue().join().wait()[0][0])

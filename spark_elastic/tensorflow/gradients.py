@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import for_engine
-from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import ProcessSet, trains_alone
-from spark_elastic.ops.reduction import Adasum, How
+from spark_elastic.ops.arrays import as_engine_array
+from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.process_sets import ProcessSet, is_single_process
+from spark_elastic.ops.reduction import Adasum, ReduceOptions
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
@@ -38,7 +38,7 @@ class ExchangeOptions:
     scale_local: they are divided by the size, as an average's share is.
     """
 
-    how: How
+    how: ReduceOptions
     sparse_as_dense: bool
     groups: int | Sequence[Sequence[Any]]
     scale_local: bool
@@ -95,7 +95,7 @@ def _groups(
     return list(made.values())[::-1]
 
 
-def _exchange_group(gradients: list[Tensor], how: How) -> list[Tensor]:
+def _exchange_group(gradients: list[Tensor], how: ReduceOptions) -> list[Tensor]:
     wire, squeezed = on_the_wire(gradients, how)
     given = [tensor for tensor, _ in squeezed]
     dtype = name_of(given[0].dtype)
@@ -104,21 +104,23 @@ def _exchange_group(gradients: list[Tensor], how: How) -> list[Tensor]:
     return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
 
 
-def _body(dtype: str, name: str, wire: str | None, how: How) -> Callable[[list[Array]], list[Array]]:
+def _body(
+    dtype: str, name: str, wire: str | None, how: ReduceOptions
+) -> Callable[[list[Array]], list[Array]]:
     def body(arrays: list[Array]) -> list[Array]:
         # Copied even for nobody: TensorFlow may write into what a call returns.
         results, memory = copy_arrays(arrays)
-        if trains_alone(how.process_set):
+        if is_single_process(how.process_set):
             return results
         if how.op is Adasum:  # which combines each by itself
-            operands = [for_engine(array) for array in results]
+            operands = [as_engine_array(array) for array in results]
         else:
             kind = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
             operands = [memory.view(kind)]
         shapes = tuple(array.shape for array in operands)
         dtypes = (dtype,) * len(operands)
         request = Request(kinds.ALLREDUCE, name, dtypes, shapes, how.op.value, how.scale, wire)
-        channel_of(how.process_set).submit(request, operands, awaited=True).wait()
+        get_queue(how.process_set).submit(request, operands, awaited=True).wait()
         return results
 
     return body

@@ -11,9 +11,9 @@ import tensorflow as tf
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import Average, How, ReduceOp
-from spark_elastic.ops.world import PassCount
-from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, exchange_of, wrapped
+from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
+from spark_elastic.ops.world import PassCounter
+from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, get_exchange, wrap_optimizer
 from spark_elastic.state.variables import weights_of
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
 from spark_elastic.tensorflow.compression import Compression
@@ -28,7 +28,7 @@ class Passes:
     """count: of passes in a step. average: divide their sum by it."""
 
     def __init__(self, count: int, average: bool) -> None:
-        self._passes = PassCount(count)
+        self._passes = PassCounter(count)
         self._average = average
         self._sums: list[Array] = []
 
@@ -49,12 +49,12 @@ class Passes:
         return results[0], summed
 
     def _added(self, arrays: list[Array]) -> list[Array]:
-        if self._passes.begin():
+        if self._passes.begin_pass():
             self._sums, _ = copy_arrays(arrays)
         else:
             for whole, part in zip(self._sums, arrays, strict=True):
                 whole += part
-        if not self._passes.complete():
+        if not self._passes.complete_pass():
             return [np.array(False), *arrays]  # which nobody looks at
         results, self._sums = self._sums, []
         if self._average:
@@ -98,7 +98,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
         )
-    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    how = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
 
     def made() -> tuple[ExchangeOptions, Passes]:
         terms = ExchangeOptions(
@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         )
         return terms, Passes(backward_passes_per_step, average_aggregated_gradients)
 
-    distributed: Plain = wrapped(optimizer, _Distributed, made, tf.keras.utils)
+    distributed: Plain = wrap_optimizer(optimizer, _Distributed, made, tf.keras.utils)
     return distributed
 
 
@@ -126,7 +126,7 @@ class _Distributed(WrappedOptimizer):
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of that variable is not exchanged."""
-        exchange_of(self)[0].local.append(var)
+        get_exchange(self)[0].local.append(var)
 
     @no_autograph
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -137,7 +137,7 @@ class _Distributed(WrappedOptimizer):
         """
         own: Any = super()
         this: Any = self
-        terms, passes = exchange_of(self)
+        terms, passes = get_exchange(self)
         variables = list(this._trainable_variables if trainable_variables is None else trainable_variables)
         given = list(grads)
         if passes.count == 1:
@@ -185,7 +185,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedGradientTape wraps a tf.GradientTape once; got a {type(gradtape).__name__}."
         )
-    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
+    how = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     terms = ExchangeOptions(
         how, sparse_as_dense, num_groups if groups is None else groups, scale_local_gradients
     )

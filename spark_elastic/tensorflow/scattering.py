@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import for_engine
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.arrays import as_engine_array
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import Average, How, ReduceOp
+from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.tensorflow.arrays import Tensor, call, name_of, no_autograph
@@ -65,10 +65,10 @@ def _alltoall(
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
         request = Request(
-            kinds.ALLTOALL, kinds.named(kinds.ALLTOALL, name), (dtype,), ((-1, *rows.shape[1:]),)
+            kinds.ALLTOALL, kinds.qualify_name(kinds.ALLTOALL, name), (dtype,), ((-1, *rows.shape[1:]),)
         )
-        operation = channel_of(process_set).submit(
-            request, [for_engine(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
+        operation = get_queue(process_set).submit(
+            request, [as_engine_array(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
         )
         received, came = operation.wait()
         return [received, came.astype(np.int32)]
@@ -106,7 +106,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
-    how = How.asked_to_scatter(len(tensors), op, scale, process_set, compression)
+    how = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
@@ -118,13 +118,13 @@ def grouped_reducescatter(
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _gather_gradients(upstream: Sequence[Tensor], how: How) -> list[Tensor]:
-    factor = how.scatter_factor(lambda: tf.cast(size_op(how.process_set), tf.float64))
+def _gather_gradients(upstream: Sequence[Tensor], how: ReduceOptions) -> list[Tensor]:
+    factor = how.reducescatter_gradient_factor(lambda: tf.cast(size_op(how.process_set), tf.float64))
     wholes = grouped_allgather(upstream, process_set=how.process_set)
     return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
 
-def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: How) -> list[Tensor]:
+def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
     squeezed = [how.compression.compress(tensor) for tensor in tensors]
     given = [tensor for tensor, _ in squeezed]
     names = tuple(name_of(tensor.dtype) for tensor in given)
@@ -132,14 +132,14 @@ def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: How) -> lis
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
             kinds.REDUCESCATTER,
-            kinds.named(kinds.REDUCESCATTER, name),
+            kinds.qualify_name(kinds.REDUCESCATTER, name),
             names,
             tuple(array.shape for array in arrays),
             how.op.value,
             how.scale,
         )
-        rows = [for_engine(array) for array in arrays]
-        return channel_of(how.process_set).submit(request, rows, awaited=True).wait()
+        rows = [as_engine_array(array) for array in arrays]
+        return get_queue(how.process_set).submit(request, rows, awaited=True).wait()
 
     shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in given]
     parts = call(body, given, [tensor.dtype for tensor in given], shapes)

@@ -9,16 +9,16 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import for_engine
-from spark_elastic.ops.channels import channel_of
-from spark_elastic.ops.process_sets import trains_alone
-from spark_elastic.ops.reduction import Average, How, Sum
+from spark_elastic.ops.arrays import as_engine_array
+from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.process_sets import is_single_process
+from spark_elastic.ops.reduction import Average, ReduceOptions, Sum
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.tensorflow.arrays import call, name_of
 
 
-def allreduce_slices(slices: Any, name: str | None, how: How, alone: bool = False) -> Any:
+def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, alone: bool = False) -> Any:
     """IndexedSlices with the rows of all ranks, each listed once; they travel as they are, whatever the compression.
 
     alone: ranks that are not in the set keep their own.
@@ -34,16 +34,16 @@ def allreduce_slices(slices: Any, name: str | None, how: How, alone: bool = Fals
     names = tuple(name_of(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
-        if alone and trains_alone(how.process_set):
+        if alone and is_single_process(how.process_set):
             return _each_once(arrays[0], arrays[1])
         request = Request(
             kinds.ALLGATHER,
-            kinds.named("slices", name),
+            kinds.qualify_name("slices", name),
             names,
             tuple((-1, *array.shape[1:]) for array in arrays),
         )
-        rows = [for_engine(array) for array in arrays]
-        channel = channel_of(how.process_set)
+        rows = [as_engine_array(array) for array in arrays]
+        channel = get_queue(how.process_set)
         values, indices = channel.submit(request, rows, awaited=True).wait()
         factor = how.scale[0] * how.scale[1] / (how.process_set.size() if how.op is Average else 1)
         return _each_once(values.view(arrays[0].dtype), indices, factor)

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import How, Sum
+from spark_elastic.ops.reduction import ReduceOptions, Sum
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.tensorflow.arrays import Tensor
 
@@ -43,7 +43,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        return allreduce_tensors([tensor], None, How(Sum, process_set=self._process_set))[0]
+        return allreduce_tensors([tensor], None, ReduceOptions(Sum, process_set=self._process_set))[0]
 
 
 def _spread(mask: Tensor, like: Tensor) -> Tensor:

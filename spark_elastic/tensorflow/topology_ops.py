@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.ops import topology
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, set_of
+from spark_elastic.ops.process_sets import ProcessSet, get_process_set, global_process_set
 from spark_elastic.tensorflow.arrays import Tensor, call, no_autograph
 
 
@@ -56,4 +56,4 @@ def _number(ask: Callable[[], int]) -> Tensor:
 
 
 def _as_set(process_set: ProcessSet | int) -> ProcessSet:
-    return process_set if isinstance(process_set, ProcessSet) else set_of(process_set)
+    return process_set if isinstance(process_set, ProcessSet) else get_process_set(process_set)

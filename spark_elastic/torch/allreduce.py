@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import How, ReduceOp
+from spark_elastic.ops.reduction import ReduceOp, ReduceOptions
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
@@ -41,7 +41,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """The average (default), or what `op` says, of all ranks' tensors, of equal shapes. Differentiable."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
     return _AllReduce.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -55,7 +55,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce`; not differentiable."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return _single(start([tensor], name, how, in_place=False))
 
 
@@ -69,7 +69,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `allreduce`, into `tensor`."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start([tensor], name, how, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
@@ -83,7 +83,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce_`; the tensor is the operation's until its handle is done."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return _single(start([tensor], name, how, in_place=True))
 
 
@@ -98,7 +98,7 @@ def grouped_allreduce(  # noqa: PLR0913
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors as one operation. Differentiable."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set, compression)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
     return list(_AllReduce.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -112,7 +112,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `grouped_allreduce`; not differentiable."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, how, in_place=False)
 
 
@@ -126,7 +126,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As `grouped_allreduce`, into `tensors`."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, how, in_place=True, awaited=True)()  # type: ignore[no-any-return]
 
 
@@ -140,13 +140,17 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `grouped_allreduce_`."""
-    how = How.asked(average, op, (prescale_factor, postscale_factor), process_set)
+    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, how, in_place=True)
 
 
 @disable_compile
 def start(
-    tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool, awaited: bool = False
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    how: ReduceOptions,
+    in_place: bool,
+    awaited: bool = False,
 ) -> Handle:
     """The handle brings a list of tensors. awaited: it is waited for at once."""
     if not tensors:
@@ -155,14 +159,14 @@ def start(
     wire, back = _compress(working, how)
     request = Request(
         kinds.ALLREDUCE,
-        kinds.named(kinds.ALLREDUCE, name),
+        kinds.qualify_name(kinds.ALLREDUCE, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         how.op.value,
         how.scale,
         wire,
     )
-    operation = channel_of(how.process_set).submit(
+    operation = get_queue(how.process_set).submit(
         request, [array_of(each) for each in working], awaited=awaited
     )
 
@@ -176,10 +180,10 @@ def start(
 
 
 def _compress(
-    working: list[torch.Tensor], how: How
+    working: list[torch.Tensor], how: ReduceOptions
 ) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
     """(the engine's wire format, what undoes the compression); `working` is what is to be exchanged from here on."""
-    wire = how.wire(all(tensor.dtype == torch.float32 for tensor in working))
+    wire = how.wire_format(all(tensor.dtype == torch.float32 for tensor in working))
     if wire is not None:
         return wire, lambda results: results
     squeezed = [how.compression.compress(tensor) for tensor in working]
@@ -200,7 +204,9 @@ def _single(handle: Handle) -> Handle:
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: How, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, how: ReduceOptions, name: str | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.how = how
         return tuple(start(tensors, name, how, in_place=False, awaited=True)())
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.objects import broadcast_object
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_in
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOp, Sum
 from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request, named
+from spark_elastic.ops.rounds.negotiation import Request, qualify_name
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.gradients.rounds import get_optimizers_in_use
 from spark_elastic.torch.tensors import (
@@ -71,11 +71,11 @@ def _gather(
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
     request = Request(
         kinds.ALLGATHER,
-        kinds.named(kinds.ALLGATHER, name),
+        kinds.qualify_name(kinds.ALLGATHER, name),
         tuple(name_of(each.dtype) for each in rows),
         tuple((-1, *each.shape[1:]) for each in rows),
     )
-    operation = channel_of(process_set).submit(request, [array_of(each) for each in rows], awaited=awaited)
+    operation = get_queue(process_set).submit(request, [array_of(each) for each in rows], awaited=awaited)
     return Handle(
         operation,
         lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
@@ -134,16 +134,16 @@ def broadcast_all(
     awaited: bool = False,
 ) -> Handle:
     """Several tensors, in place, as one operation. awaited: it is waited for at once."""
-    root = root_in(process_set, root_rank)
+    root = root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
     request = Request(
         kinds.BROADCAST,
-        kinds.named(kinds.BROADCAST, name),
+        kinds.qualify_name(kinds.BROADCAST, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         root=root,
     )
-    operation = channel_of(process_set).submit(request, [array_of(each) for each in working], awaited=awaited)
+    operation = get_queue(process_set).submit(request, [array_of(each) for each in working], awaited=awaited)
     return Handle(
         operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
     )
@@ -236,7 +236,7 @@ def join(device: int = -1) -> int:
         raise InvalidInput(
             f"join() cannot tell which of {len(rounds)} optimizers the others step: close() all but one."
         )
-    joined = channel_of().join(sum(one.steps() for one in rounds))
+    joined = get_queue().join(sum(one.steps() for one in rounds))
     for one in rounds:
         while one.run_without_data():
             pass  # until nobody has data
@@ -254,7 +254,7 @@ def sparse_allreduce_async(
         raise InvalidInput(f"sparse_allreduce_async takes sparse tensors, and Average or Sum; got {op!r}.")
     whole = tensor.coalesce()
     parts = [whole.indices().t().contiguous(), whole.values()]
-    handle = grouped_allgather_async(parts, named("sparse", name), process_set)
+    handle = grouped_allgather_async(parts, qualify_name("sparse", name), process_set)
 
     def finish(_: object) -> torch.Tensor:
         places, values = handle()

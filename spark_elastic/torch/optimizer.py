@@ -18,8 +18,8 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import Adasum, Average, Compressor, How, NoneCompressor, ReduceOp
-from spark_elastic.ops.world import checked_passes
+from spark_elastic.ops.reduction import Adasum, Average, Compressor, NoneCompressor, ReduceOp, ReduceOptions
+from spark_elastic.ops.world import validate_backward_passes
 from spark_elastic.torch.gradients.buckets import even_groups, layout_hash
 from spark_elastic.torch.gradients.rounds import (
     GradientSync,
@@ -235,8 +235,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )
-    how = How.asked_of_gradients(op, gradient_predivide_factor, process_set, compression)
-    passes = checked_passes(backward_passes_per_step)
+    how = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+    passes = validate_backward_passes(backward_passes_per_step)
     named = name_parameters(optimizer, named_parameters)
     terms = options_from_env(
         groups=_find_groups(named, groups if groups is not None else num_groups),

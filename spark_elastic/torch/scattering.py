@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import Average, How, ReduceOp
+from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
@@ -61,11 +61,11 @@ def _alltoall(
     sent = None if splits is None else [int(rows) for rows in splits]
     request = Request(
         kinds.ALLTOALL,
-        kinds.named(kinds.ALLTOALL, name),
+        kinds.qualify_name(kinds.ALLTOALL, name),
         (name_of(working.dtype),),
         ((-1, *working.shape[1:]),),
     )
-    operation = channel_of(process_set).submit(request, [array_of(working)], sent)
+    operation = get_queue(process_set).submit(request, [array_of(working)], sent)
     return Handle(
         operation,
         lambda outputs: (tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)),
@@ -83,7 +83,9 @@ def reducescatter(
 ) -> torch.Tensor:
     """This rank's part of what `allreduce` gives, cut along dimension 0; the first ranks have a row more where it does
     not divide. Differentiable for Average and Sum."""
-    how = How.asked_to_scatter(1, op, (prescale_factor, postscale_factor), process_set, compression)
+    how = ReduceOptions.from_reducescatter_args(
+        1, op, (prescale_factor, postscale_factor), process_set, compression
+    )
     return _ReduceScatter.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -111,7 +113,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
-    how = How.asked_to_scatter(len(tensors), op, scale, process_set, compression)
+    how = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
     return list(_ReduceScatter.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -125,22 +127,22 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """As `grouped_reducescatter`; not differentiable."""
     scale = prescale_factor, postscale_factor
-    return _start(tensors, name, How.asked_to_scatter(len(tensors), op, scale, process_set))
+    return _start(tensors, name, ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set))
 
 
 @disable_compile
-def _start(tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Handle:
+def _start(tensors: Sequence[torch.Tensor], name: str | None, how: ReduceOptions) -> Handle:
     squeezed = [how.compression.compress(to_host(tensor)) for tensor in tensors]
     working = [tensor for tensor, _ in squeezed]
     request = Request(
         kinds.REDUCESCATTER,
-        kinds.named(kinds.REDUCESCATTER, name),
+        kinds.qualify_name(kinds.REDUCESCATTER, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         how.op.value,
         how.scale,
     )
-    operation = channel_of(how.process_set).submit(request, [array_of(each) for each in working])
+    operation = get_queue(how.process_set).submit(request, [array_of(each) for each in working])
 
     def finish(outputs: Any) -> list[torch.Tensor]:
         parts = [tensor_of(array, like) for array, like in zip(outputs, working, strict=True)]
@@ -170,13 +172,15 @@ class _AllToAll(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: How, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, how: ReduceOptions, name: str | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.how = how
         return tuple(_start(tensors, name, how)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        how: How = ctx.how
-        factor = how.scatter_factor(how.process_set.size)
+        how: ReduceOptions = ctx.how
+        factor = how.reducescatter_gradient_factor(how.process_set.size)
         wholes = grouped_allgather(gradients, process_set=how.process_set)
         return None, None, *(whole * factor for whole in wholes)

@@ -19,8 +19,23 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.group import Array
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds.execution import Desk, Operation, Task, batches, carry_out, check, raise_again
-from spark_elastic.ops.rounds.negotiation import Due, Negotiation, OverdueOperations, Request, Round, Word
+from spark_elastic.ops.rounds.execution import (
+    CompletionSignal,
+    Operation,
+    Task,
+    execute,
+    fuse_tasks,
+    reraise,
+    validate,
+)
+from spark_elastic.ops.rounds.negotiation import (
+    Message,
+    Negotiation,
+    OperationStallCheck,
+    Request,
+    Response,
+    RoundResult,
+)
 from spark_elastic.ops.timeline import Timeline
 
 HEAD = 512  # bytes of the exchange that each round begins with
@@ -32,13 +47,13 @@ BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests
 JOIN = Request("join")
 
 
-class Channel:
+class OperationQueue:
     """The named operations of one group, from the first one on."""
 
     def __init__(
         self,
         group: Group,
-        desk: Desk,
+        desk: CompletionSignal,
         limits: OperationConfig,
         name: str = "",
         timeline: Timeline | None = None,
@@ -46,26 +61,26 @@ class Channel:
         """name: of the process set, for messages; "" for the whole world."""
         self.group = group
         self.timeline = timeline
-        self._desk = desk
+        self._signal = desk
         self._clock = desk.clock
         self._limits = limits
-        self._longest = group.timeout if limits.wait_at_most is None else limits.wait_at_most
-        self._overdue = OverdueOperations(name, limits.warn_after, group.members)
+        self._wait_at_most = group.timeout if limits.wait_at_most is None else limits.wait_at_most
+        self._stall_check = OperationStallCheck(name, limits.warn_after, group.members)
         self._negotiation = Negotiation(group.rank, group.size)
-        self._news = desk.news  # its lock guards everything below
+        self._condition = desk.condition  # its lock guards everything below
         self._new: list[Operation] = []
         self._announcing: list[Operation] = []  # what this rank announces in the round under way
-        self._live: dict[str, Operation] = {}  # announced and not due yet, by label
-        self._named: dict[str, Operation] = {}  # those in `_live` and `_new` that have a name, by name
+        self._announced: dict[str, Operation] = {}  # announced and not due yet, by label
+        self._by_name: dict[str, Operation] = {}  # those in `_live` and `_new` that have a name, by name
         self._join: Operation | None = None
-        self._steps = 0  # that this rank took before it joined
+        self._steps_before_join = 0  # that this rank took before it joined
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._wanted = threading.Event()  # there is work for the channel's thread
-        self._helpers = 0  # threads that wait for an operation, and drive the rounds meanwhile
+        self._wake_thread = threading.Event()  # there is work for the channel's thread
+        self._waiting_threads = 0  # threads that wait for an operation, and drive the rounds meanwhile
         self._idle = False  # this rank has no request in the round under way, or in the next one
-        self._driven = False  # a thread is in a round; only that thread changes what follows
-        self._met = desk.clock.now()
+        self._in_round = False  # a thread is in a round; only that thread changes what follows
+        self._last_round_at = desk.clock.now()
         self._quiet_since = desk.clock.now()
         self._back_off = BACK_OFF[0]
 
@@ -84,20 +99,20 @@ class Channel:
             InvalidInput: it makes no sense, or one of that name is under way. CollectiveError: the group broke. Any
                 other: this rank could not carry out what was asked for.
         """
-        operation = Operation(request, arrays, self._desk, self._progress, splits)
-        check(operation, self.group.size)
-        with self._news:
-            self._check()
-            former = self._named.get(request.name or "")
+        operation = Operation(request, arrays, self._signal, self._progress, splits)
+        validate(operation, self.group.size)
+        with self._condition:
+            self._check_usable()
+            former = self._by_name.get(request.name or "")
             if former is not None and not former.done:
                 raise InvalidInput(
                     f"an operation {request.name!r} is under way: wait for it, or give this one another name."
                 )
             if self.group.size == 1:
-                carry_out(self.group, [Task(operation.label, request, operation)])
+                execute(self.group, [Task(operation.label, request, operation)])
                 return operation
             if request.name is not None:
-                self._named[request.name] = operation
+                self._by_name[request.name] = operation
             self._add(operation, awaited)
         return operation
 
@@ -106,15 +121,15 @@ class Channel:
 
         steps: that this rank has taken in this world together with the others, by other means than operations.
         """
-        operation = Operation(JOIN, (), self._desk, self._progress)
-        with self._news:
-            self._check()
+        operation = Operation(JOIN, (), self._signal, self._progress)
+        with self._condition:
+            self._check_usable()
             if self._join is not None:
                 raise InvalidInput("this rank has joined: wait for that handle.")
             if self.group.size == 1:
-                operation.settle((np.zeros(1, np.int64),))
+                operation.complete((np.zeros(1, np.int64),))
                 return operation
-            self._join, self._steps = operation, steps
+            self._join, self._steps_before_join = operation, steps
             self._add(operation, awaited=False)
         return operation
 
@@ -122,13 +137,13 @@ class Channel:
         """End the thread and the group; what is under way fails."""
         self.group.close()
         self._break(self._error or CollectiveError((), "the channel is closed"))
-        self._wanted.set()
+        self._wake_thread.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _check(self) -> None:
+    def _check_usable(self) -> None:
         if self._error is not None:
-            raise_again(self._error)
+            reraise(self._error)
 
     def _add(self, operation: Operation, awaited: bool) -> None:
         self._new.append(operation)
@@ -137,7 +152,7 @@ class Channel:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
             self._thread.start()
         if not awaited:
-            self._wanted.set()
+            self._wake_thread.set()
 
     def _set_idle(self, *, idle: bool) -> None:
         """An idle round has no deadline, since nobody waits for it: a rank that cannot come to it, because a long call
@@ -151,20 +166,20 @@ class Channel:
     def _run(self) -> None:
         """The channel's thread."""
         while self._error is None:
-            asked = self._wanted.wait(IDLE)
-            self._wanted.clear()
-            self._let_more_come()
-            self._drive(partial(self._is_needless, asked))
-            if self._has_work() and not self._helpers:
-                self._wanted.set()
+            asked = self._wake_thread.wait(IDLE)
+            self._wake_thread.clear()
+            self._collect_more_requests()
+            self._run_round_unless(partial(self._can_skip_round, asked))
+            if self._has_work() and not self._waiting_threads:
+                self._wake_thread.set()
 
-    def _is_needless(self, asked: bool) -> bool:
+    def _can_skip_round(self, asked: bool) -> bool:
         """Whether the channel's thread leaves out its round. Threads that wait drive rounds themselves: turns with
         them would cost more than a round."""
-        due = self._has_work() if asked else self._clock.now() - self._met > IDLE / 2
-        return self._helpers > 0 or not due
+        due = self._has_work() if asked else self._clock.now() - self._last_round_at > IDLE / 2
+        return self._waiting_threads > 0 or not due
 
-    def _let_more_come(self) -> None:
+    def _collect_more_requests(self) -> None:
         for _ in range(CYCLES):
             before = len(self._new)
             if not before:
@@ -175,40 +190,40 @@ class Channel:
 
     def _progress(self, operation: Operation) -> None:
         """Drive rounds until the operation is done. Called by a thread that waits for it."""
-        with self._news:
-            self._helpers += 1
+        with self._condition:
+            self._waiting_threads += 1
         try:
             while not operation.done:
-                self._drive(lambda: operation.done)
+                self._run_round_unless(lambda: operation.done)
         finally:
-            with self._news:
-                self._helpers -= 1
+            with self._condition:
+                self._waiting_threads -= 1
             if self._has_work():  # what is left is the thread's
-                self._wanted.set()
+                self._wake_thread.set()
 
     def _has_work(self) -> bool:
-        return bool(self._new or self._live or self._join or self._error)
+        return bool(self._new or self._announced or self._join or self._error)
 
-    def _drive(self, over: Callable[[], bool]) -> None:
+    def _run_round_unless(self, over: Callable[[], bool]) -> None:
         """Take one round as soon as no other thread is in one; none if `over()` by then."""
-        with self._news:
-            self._news.wait_for(lambda: over() or not self._driven)
+        with self._condition:
+            self._condition.wait_for(lambda: over() or not self._in_round)
             if over():
                 return
-            self._driven = True
+            self._in_round = True
         try:
-            self._advance()
+            self._run_round_or_break()
         finally:
-            with self._news:
-                self._driven = False
-                self._news.notify_all()
+            with self._condition:
+                self._in_round = False
+                self._condition.notify_all()
 
-    def _advance(self) -> None:
+    def _run_round_or_break(self) -> None:
         """One round, unless the channel is broken."""
         if self._error is not None:
             return
         try:
-            self._turn(self._next_words())
+            self._run_round(self._collect_messages())
         except CollectiveError as error:
             self._break(error.among(self.group.members))
         except BaseException as error:  # peers must not wait for this rank until their timeout
@@ -221,54 +236,56 @@ class Channel:
                 raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: Exception) -> None:
-        with self._news:
+        with self._condition:
             self._error = error
-            open_ones = [*self._new, *self._announcing, *self._live.values()]
+            open_ones = [*self._new, *self._announcing, *self._announced.values()]
         for operation in [*open_ones, self._join] if self._join else open_ones:
-            operation.settle(error=error)
+            operation.complete(error=error)
 
-    def _next_words(self) -> list[Word]:
+    def _collect_messages(self) -> list[Message]:
         """Wait until a round is worthwhile. Returns what this rank says in it."""
-        with self._news:
-            if (self._live or self._join) and self._negotiation.everybody_waits:
-                self._news.wait_for(lambda: self._new or self._error, self._back_off)
+        with self._condition:
+            if (self._announced or self._join) and self._negotiation.all_ranks_wait:
+                self._condition.wait_for(lambda: self._new or self._error, self._back_off)
             new, self._new = self._new, []
-            self._set_idle(idle=not (new or self._live or self._join))
+            self._set_idle(idle=not (new or self._announced or self._join))
         if new:
             self._quiet_since = self._clock.now()
-        words = [Word(None if o.request is JOIN else o.request, joined=self._steps) for o in new]
+        words = [
+            Message(None if o.request is JOIN else o.request, joined=self._steps_before_join) for o in new
+        ]
         now = self._clock.now()
         words += [
-            Word(expired=label)
-            for label, operation in self._live.items()
-            if operation.waited(now) > self._longest
+            Message(expired=label)
+            for label, operation in self._announced.items()
+            if operation.seconds_waited(now) > self._wait_at_most
         ]
         self._announcing = [operation for operation in new if operation.request is not JOIN]
         return words
 
-    def _turn(self, words: list[Word]) -> None:
+    def _run_round(self, words: list[Message]) -> None:
         begin = self._clock.now()
-        said, stuck = self._exchange(self._negotiation.write(words))
-        self._met = self._clock.now()
-        came = self._negotiation.hear(said, stuck)
-        for label, operation in zip(came.mine, self._announcing, strict=True):
-            operation.label, operation.announced = label, begin
-            self._live[label] = operation
+        said, stuck = self._exchange(self._negotiation.encode(words))
+        self._last_round_at = self._clock.now()
+        came = self._negotiation.process(said, stuck)
+        for label, operation in zip(came.announced, self._announcing, strict=True):
+            operation.label, operation.announced_at = label, begin
+            self._announced[label] = operation
         self._announcing = []
-        if came.due or came.last_joined is not None:
+        if came.responses or came.last_joined is not None:
             self._quiet_since, self._back_off = self._clock.now(), BACK_OFF[0]
-        elif self._negotiation.everybody_waits:
+        elif self._negotiation.all_ranks_wait:
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
         if self.timeline is not None:
             self.timeline.cycle(begin)
-        self._carry_out(came)
+        self._execute_responses(came)
         if self.group.rank == 0:
-            self._overdue.look(self._negotiation.undecided, self._clock.now())
+            self._stall_check.check(self._negotiation.pending, self._clock.now())
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
         """What all ranks say, and whether all of them have been waiting for long."""
         first = message[: HEAD - _HEADING.size]
-        head = _HEADING.pack(len(message), self._is_stuck()) + first
+        head = _HEADING.pack(len(message), self._seems_deadlocked()) + first
         heads = self.group.allgather(np.frombuffer(head.ljust(HEAD, b"\0"), np.uint8)).tobytes()
         headings = [_HEADING.unpack_from(heads, at) for at in range(0, len(heads), HEAD)]
         stuck = all(waits for _, waits in headings)
@@ -277,31 +294,37 @@ class Channel:
         begins = range(_HEADING.size, len(heads), HEAD)
         return [heads[at : at + length] for at, (length, _) in zip(begins, headings, strict=True)], stuck
 
-    def _is_stuck(self) -> bool:
+    def _seems_deadlocked(self) -> bool:
         now = self._clock.now()
-        waits = self._join is not None or any(operation.is_awaited(now) for operation in self._live.values())
+        waits = self._join is not None or any(
+            operation.has_waiter(now) for operation in self._announced.values()
+        )
         return waits and not self._new and now - self._quiet_since > self._limits.stuck_after
 
-    def _carry_out(self, came: Round) -> None:
-        with self._news:
-            for one in came.due:
-                self._named.pop(one.label, None)
-        due = [Task(one.label, one.request, self._live.get(one.label)) for one in came.due if not one.error]
-        for one in came.due:
+    def _execute_responses(self, came: RoundResult) -> None:
+        with self._condition:
+            for one in came.responses:
+                self._by_name.pop(one.label, None)
+        due = [
+            Task(one.label, one.request, self._announced.get(one.label))
+            for one in came.responses
+            if not one.error
+        ]
+        for one in came.responses:
             if one.error is not None:
-                self._fail(one)
-        for batch in batches(due, self._limits.fusion_threshold):
+                self._fail_operation(one)
+        for batch in fuse_tasks(due, self._limits.fusion_threshold):
             begin = self._clock.now()
-            carry_out(self.group, batch)
+            execute(self.group, batch)
             for task in batch:
-                self._live.pop(task.label, None)
-                if self.timeline is not None and task.own is not None:
-                    self.timeline.operation(task.own, begin, self._clock.now())
+                self._announced.pop(task.label, None)
+                if self.timeline is not None and task.operation is not None:
+                    self.timeline.operation(task.operation, begin, self._clock.now())
         if came.last_joined is not None and self._join is not None:
             joined, self._join = self._join, None
-            joined.settle((np.array([came.last_joined], np.int64),))
+            joined.complete((np.array([came.last_joined], np.int64),))
 
-    def _fail(self, due: Due) -> None:
-        own = self._live.pop(due.label, None)
+    def _fail_operation(self, due: Response) -> None:
+        own = self._announced.pop(due.label, None)
         if own is not None:
-            own.settle(error=due.error and due.error.among(self.group.members))
+            own.complete(error=due.error and due.error.among(self.group.members))

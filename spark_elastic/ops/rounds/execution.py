@@ -33,12 +33,12 @@ POLLED_AGAIN = 0.5  # seconds: who asks more rarely has other things to do meanw
 
 
 @dataclass(frozen=True)
-class Desk:
+class CompletionSignal:
     """What the handles of a channel share. waiting: entered around a wait for other processes."""
 
     clock: Clock
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    news: threading.Condition = field(default_factory=threading.Condition)
+    condition: threading.Condition = field(default_factory=threading.Condition)
 
 
 class Operation:
@@ -49,7 +49,7 @@ class Operation:
         self,
         request: Request,
         arrays: Sequence[Array],
-        desk: Desk,
+        desk: CompletionSignal,
         progress: Callable[[Operation], None],
         splits: list[int] | None = None,
     ) -> None:
@@ -57,14 +57,14 @@ class Operation:
         self.arrays = tuple(arrays)
         self.splits = splits
         self.label = request.name or f"unnamed {request.kind}"
-        self.asked = desk.clock.now()
-        self.announced = self.asked
+        self.requested_at = desk.clock.now()
+        self.announced_at = self.requested_at
         self.outputs: tuple[Array, ...] = ()
-        self._desk = desk
+        self._signal = desk
         self._progress = progress
-        self._waited_from: float | None = None
-        self._polled: float | None = None  # last
-        self._waits = False
+        self._wait_began_at: float | None = None
+        self._polled_at: float | None = None  # last
+        self._has_blocked_thread = False
         self._done = False
         self._error: Exception | None = None
 
@@ -80,38 +80,40 @@ class Operation:
             CollectiveError: it failed, or the world broke. Any other: this rank itself could not carry it out.
         """
         if not self._done:
-            self._waits = True
-            self._waited_from = self._waited_from or self._desk.clock.now()
-            with self._desk.waiting():
+            self._has_blocked_thread = True
+            self._wait_began_at = self._wait_began_at or self._signal.clock.now()
+            with self._signal.waiting():
                 self._progress(self)
         if self._error is not None:
-            raise_again(self._error)
+            reraise(self._error)
         return self.outputs
 
     def poll(self) -> bool:
         """Whether it is done. A caller that polls again and again counts as waiting: see `waited`."""
         if not self._done:
-            self._polled = self._desk.clock.now()
-            self._waited_from = self._waited_from or self._polled
+            self._polled_at = self._signal.clock.now()
+            self._wait_began_at = self._wait_began_at or self._polled_at
         return self._done
 
-    def waited(self, now: float) -> float:
+    def seconds_waited(self, now: float) -> float:
         """Seconds since somebody first waited for it or polled; 0 if nobody did."""
-        return 0.0 if self._waited_from is None else now - self._waited_from
+        return 0.0 if self._wait_began_at is None else now - self._wait_began_at
 
-    def is_awaited(self, now: float) -> bool:
+    def has_waiter(self, now: float) -> bool:
         """Whether a thread is blocked on it now, or polled within the last POLLED_AGAIN seconds."""
-        return self._waits or (self._polled is not None and now - self._polled < POLLED_AGAIN)
+        return self._has_blocked_thread or (
+            self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
+        )
 
-    def settle(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
+    def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
         """Set its outputs or its error. Called by the channel."""
-        with self._desk.news:
+        with self._signal.condition:
             if not self._done:
                 self.outputs, self._error, self._done = outputs, error, True
-                self._desk.news.notify_all()
+                self._signal.condition.notify_all()
 
 
-def raise_again(error: Exception) -> NoReturn:
+def reraise(error: Exception) -> NoReturn:
     """Raise an error that several callers are told of. For a group's end each gets an error of its own; any other
     keeps the traceback of its origin."""
     if isinstance(error, CollectiveError):
@@ -128,10 +130,10 @@ class Task:
 
     label: str
     request: Request
-    own: Operation | None
+    operation: Operation | None
 
 
-def batches(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
+def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
     """Tasks to be carried out together, at most `threshold` bytes of them. The same on every rank."""
     open_batches: dict[object, list[Task]] = {}
     sizes: dict[object, int] = {}
@@ -161,7 +163,7 @@ def _fusion_key(request: Request) -> object | None:
     return request.dtypes[0], request.op, request.scale, request.compression
 
 
-def check(own: Operation, size: int) -> None:
+def validate(own: Operation, size: int) -> None:
     """Check an operation before peers hear of it.
 
     Raises:
@@ -182,7 +184,7 @@ def check(own: Operation, size: int) -> None:
         raise InvalidInput(f"{own.label!r}: {error}") from error
 
 
-def carry_out(group: Group, batch: Sequence[Task]) -> None:
+def execute(group: Group, batch: Sequence[Task]) -> None:
     """Settles the operations of a batch.
 
     Raises:
@@ -190,20 +192,20 @@ def carry_out(group: Group, batch: Sequence[Task]) -> None:
     """
     request = batch[0].request
     if request.kind == kinds.ALLREDUCE:
-        _allreduce(group, batch)
+        _execute_allreduces(group, batch)
         return
-    own = batch[0].own
+    own = batch[0].operation
     if request.kind == kinds.BARRIER:
         group.barrier()
         outputs: tuple[Array, ...] = ()
     else:
         assert own is not None  # only reductions and barriers can do without
-        outputs = _outputs(group, own)
+        outputs = _execute_single(group, own)
     if own is not None:
-        own.settle(outputs)
+        own.complete(outputs)
 
 
-def _outputs(group: Group, own: Operation) -> tuple[Array, ...]:
+def _execute_single(group: Group, own: Operation) -> tuple[Array, ...]:
     request = own.request
     if request.kind == kinds.BROADCAST:
         for array in own.arrays:
@@ -221,11 +223,11 @@ def _outputs(group: Group, own: Operation) -> tuple[Array, ...]:
     )
 
 
-def _allreduce(group: Group, batch: Sequence[Task]) -> None:
+def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
     request = batch[0].request
     arrays: dict[str, list[Array]] = {}
     for task in batch:
-        own = neutral(task.request) if task.own is None else task.own.arrays
+        own = make_neutral_arrays(task.request) if task.operation is None else task.operation.arrays
         for name, array in zip(task.request.dtypes, own, strict=True):
             arrays.setdefault(name, []).append(array)
     for name, alike in arrays.items():
@@ -236,24 +238,24 @@ def _allreduce(group: Group, batch: Sequence[Task]) -> None:
         else:
             group.grouped_allreduce(alike, request.op, name, None, request.scale, request.compression)
     for task in batch:
-        if task.own is not None:
-            task.own.settle(task.own.arrays)
+        if task.operation is not None:
+            task.operation.complete(task.operation.arrays)
 
 
-def neutral(request: Request) -> tuple[Array, ...]:
+def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
     """What a rank that has joined adds to a reduction: nothing that changes its result."""
     return tuple(
-        narrowed(np.full(shape, _neutral_element(request.op, name), _plain(name)), name)
+        narrowed(np.full(shape, _neutral_element_of(request.op, name), _numpy_name(name)), name)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
-def _neutral_element(op: str, name: str) -> float:
+def _neutral_element_of(op: str, name: str) -> float:
     if op not in ("min", "max", "product"):
         return 0
     if op == "product":
         return 1
-    kind = np.dtype(_plain(name))
+    kind = np.dtype(_numpy_name(name))
     if kind.kind == "f":
         return np.inf if op == "min" else -np.inf
     limits = np.iinfo(kind) if kind.kind in "iu" else None
@@ -262,7 +264,7 @@ def _neutral_element(op: str, name: str) -> float:
     return int(limits.max if op == "min" else limits.min)
 
 
-def _plain(name: str) -> str:
+def _numpy_name(name: str) -> str:
     """The dtype in which numpy computes it, since numpy has no bfloat16."""
     return "float32" if name in ("bfloat16", "float16") else name
 

@@ -56,12 +56,12 @@ class Request:
         )
 
 
-def named(label: str, name: str | None) -> str | None:
+def qualify_name(label: str, name: str | None) -> str | None:
     """The name of an operation for which a user has this one; labels keep names of different kinds apart."""
     return None if name is None else f"{label}.{name}"
 
 
-def disagreement(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
+def find_mismatch(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
     """(ranks that differ from the first, one sentence), or None where all ask for the same."""
     first, *others = sorted(requests)
     wanted = requests[first]
@@ -73,11 +73,14 @@ def disagreement(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int
         one, other = getattr(ours, what), getattr(theirs, what)
         if one != other:
             who = f"rank{'s' if len(off) > 1 else ''} {', '.join(map(str, off))}"
-            return off, f"{label!r}: rank {first} has {what} {_said(one)}, {who} {_said(other)}."
+            return (
+                off,
+                f"{label!r}: rank {first} has {what} {_format_value(one)}, {who} {_format_value(other)}.",
+            )
     raise AssertionError(f"{ours} and {theirs} differ in nothing")
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     return str(value[0]) if isinstance(value, tuple) and len(value) == 1 else str(value)
 
 
@@ -95,7 +98,7 @@ _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
-class Word:
+class Message:
     """One thing that a rank says in a round: a request, that it has joined (after so many steps), or that an operation
     waited too long."""
 
@@ -104,7 +107,7 @@ class Word:
     joined: int = 0
 
 
-class Vocabulary:
+class RequestCache:
     """Numbers for requests."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -112,57 +115,57 @@ class Vocabulary:
         self._numbers: dict[Request, int] = {}
         self._requests: list[Request] = []
 
-    def write(self, words: Sequence[Word]) -> bytes:
-        return b"".join(map(self._written, words))
+    def encode(self, words: Sequence[Message]) -> bytes:
+        return b"".join(map(self._encode_message, words))
 
-    def _written(self, word: Word) -> bytes:
+    def _encode_message(self, word: Message) -> bytes:
         if word.request is None:
             if word.expired is not None:
-                return _long(_EXPIRED, word.expired.encode())
+                return _encode_text(_EXPIRED, word.expired.encode())
             return _NUMBER.pack(_JOIN) + _LENGTH.pack(word.joined)
         number = self._numbers.get(word.request)
-        return _long(_NEW, word.request.to_json()) if number is None else _NUMBER.pack(number)
+        return _encode_text(_NEW, word.request.to_json()) if number is None else _NUMBER.pack(number)
 
-    def read(self, texts: Sequence[bytes]) -> list[list[Word]]:
+    def decode(self, texts: Sequence[bytes]) -> list[list[Message]]:
         """What all ranks said in one round; then their new requests are known."""
-        said = [list(self._words(text)) for text in texts]
+        said = [list(self._decode_messages(text)) for text in texts]
         for words in said:
             for word in words:
-                self._learn(word.request)
+                self._add(word.request)
         if len(self._requests) > self._capacity:
             self._numbers.clear()
             self._requests.clear()
         return said
 
-    def _learn(self, request: Request | None) -> None:
+    def _add(self, request: Request | None) -> None:
         if request is not None and request not in self._numbers:
             self._numbers[request] = len(self._requests)
             self._requests.append(request)
 
-    def _words(self, text: bytes) -> Iterator[Word]:
+    def _decode_messages(self, text: bytes) -> Iterator[Message]:
         at = 0
         while at < len(text):
             (number,) = _NUMBER.unpack_from(text, at)
             at += _NUMBER.size
             if number < _JOIN:
-                yield Word(self._requests[number])
+                yield Message(self._requests[number])
                 continue
             (length,) = _LENGTH.unpack_from(text, at)
             at += _LENGTH.size
             if number == _JOIN:
-                yield Word(joined=length)
+                yield Message(joined=length)
             else:
                 told = text[at : at + length]
                 at += length
-                yield Word(Request.from_json(told)) if number == _NEW else Word(expired=told.decode())
+                yield Message(Request.from_json(told)) if number == _NEW else Message(expired=told.decode())
 
 
-def _long(number: int, text: bytes) -> bytes:
+def _encode_text(number: int, text: bytes) -> bytes:
     return _NUMBER.pack(number) + _LENGTH.pack(len(text)) + text
 
 
 @dataclass(frozen=True)
-class Due:
+class Response:
     """An operation to carry out now; `error`: or to give up, on every rank alike."""
 
     label: str
@@ -171,20 +174,20 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """What a round came to.
 
     mine: labels of the requests that this rank has just announced, in their order. last_joined: once all ranks have
     joined, the one that did so last; they are as before they joined.
     """
 
-    due: tuple[Due, ...]
-    mine: tuple[str, ...]
+    responses: tuple[Response, ...]
+    announced: tuple[str, ...]
     last_joined: int | None = None
 
 
 @dataclass
-class _Entry:
+class _PendingOperation:
     requests: dict[int, Request] = field(default_factory=dict)
     expired: bool = False
 
@@ -195,108 +198,108 @@ class Negotiation:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._words = Vocabulary()
-        self._table: dict[str, _Entry] = {}
-        self._unnamed: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
+        self._cache = RequestCache()
+        self._pending: dict[str, _PendingOperation] = {}
+        self._unnamed_counts: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
         self._joined: dict[int, int] = {}  # rank -> after how many steps it joined, in the order of joining
 
     @property
-    def undecided(self) -> dict[str, tuple[int, ...]]:
+    def pending(self) -> dict[str, tuple[int, ...]]:
         """Operations that some rank asked for, each with the ranks that have not."""
-        return {label: self._missing(entry) for label, entry in self._table.items()}
+        return {label: self._missing_ranks(entry) for label, entry in self._pending.items()}
 
     @property
-    def everybody_waits(self) -> bool:
+    def all_ranks_wait(self) -> bool:
         """Each rank has asked for something undecided, or has joined: only something new can bring them on."""
-        asked = {rank for entry in self._table.values() for rank in entry.requests}
+        asked = {rank for entry in self._pending.values() for rank in entry.requests}
         return len(asked | set(self._joined)) == self._size
 
-    def write(self, words: Sequence[Word]) -> bytes:
+    def encode(self, words: Sequence[Message]) -> bytes:
         """What this rank says in the next round."""
-        return self._words.write(words)
+        return self._cache.encode(words)
 
-    def hear(self, said: Sequence[bytes], stuck: bool = False) -> Round:
+    def process(self, said: Sequence[bytes], stuck: bool = False) -> RoundResult:
         """Take in what all ranks said, in rank order. stuck: all of them have been waiting for long."""
         mine: list[str] = []
-        for rank, words in enumerate(self._words.read(said)):
+        for rank, words in enumerate(self._cache.decode(said)):
             for word in words:
-                label = self._take(rank, word)
+                label = self._apply(rank, word)
                 if label is not None and rank == self._rank:
                     mine.append(label)
-        due = [self._decided(label) for label, entry in self._table.items() if self._is_due(entry)]
-        if stuck and not due and self._table:
-            due = self._stuck()
+        due = [self._make_response(label) for label, entry in self._pending.items() if self._is_ready(entry)]
+        if stuck and not due and self._pending:
+            due = self._make_deadlock_responses()
         for done in due:
-            del self._table[done.label]
-        last = self._all_joined()
-        return Round(tuple(due), tuple(mine), last)
+            del self._pending[done.label]
+        last = self._finish_join()
+        return RoundResult(tuple(due), tuple(mine), last)
 
-    def _take(self, rank: int, word: Word) -> str | None:
+    def _apply(self, rank: int, word: Message) -> str | None:
         if word.expired is not None:
-            if word.expired in self._table:
-                self._table[word.expired].expired = True
+            if word.expired in self._pending:
+                self._pending[word.expired].expired = True
         elif word.request is None:
             self._joined[rank] = word.joined
         else:
-            label = word.request.name or self._next_unnamed(rank, word.request.kind)
-            self._table.setdefault(label, _Entry()).requests[rank] = word.request
+            label = word.request.name or self._make_label(rank, word.request.kind)
+            self._pending.setdefault(label, _PendingOperation()).requests[rank] = word.request
             return label
         return None
 
-    def _next_unnamed(self, rank: int, kind: str) -> str:
-        self._unnamed[rank][kind] += 1
-        return f"{kind}.noname.{self._unnamed[rank][kind]}"
+    def _make_label(self, rank: int, kind: str) -> str:
+        self._unnamed_counts[rank][kind] += 1
+        return f"{kind}.noname.{self._unnamed_counts[rank][kind]}"
 
-    def _missing(self, entry: _Entry) -> tuple[int, ...]:
+    def _missing_ranks(self, entry: _PendingOperation) -> tuple[int, ...]:
         return tuple(
             rank for rank in range(self._size) if rank not in entry.requests and rank not in self._joined
         )
 
-    def _is_due(self, entry: _Entry) -> bool:
-        return entry.expired or not self._missing(entry)
+    def _is_ready(self, entry: _PendingOperation) -> bool:
+        return entry.expired or not self._missing_ranks(entry)
 
-    def _decided(self, label: str) -> Due:
-        entry = self._table[label]
+    def _make_response(self, label: str) -> Response:
+        entry = self._pending[label]
         request = entry.requests[min(entry.requests)]
-        missing = self._missing(entry)
+        missing = self._missing_ranks(entry)
         if missing:
-            reason = f"{label!r} waited too long for rank(s) {_listed(missing)}, which did not ask for it."
-            return Due(label, request, CollectiveTimeout(missing, reason))
-        off = disagreement(label, entry.requests)
-        if off is not None:
-            return Due(label, request, MismatchError(*off))
-        if self._joined and request.kind not in JOINABLE:
             reason = (
-                f"{label!r}: no {request.kind} while rank(s) {_listed(sorted(self._joined))} have joined."
+                f"{label!r} waited too long for rank(s) {_format_ranks(missing)}, which did not ask for it."
             )
-            return Due(label, request, MismatchError(tuple(self._joined), reason))
-        return Due(label, request)
+            return Response(label, request, CollectiveTimeout(missing, reason))
+        off = find_mismatch(label, entry.requests)
+        if off is not None:
+            return Response(label, request, MismatchError(*off))
+        if self._joined and request.kind not in JOINABLE:
+            reason = f"{label!r}: no {request.kind} while rank(s) {_format_ranks(sorted(self._joined))} have joined."
+            return Response(label, request, MismatchError(tuple(self._joined), reason))
+        return Response(label, request)
 
-    def _stuck(self) -> list[Due]:
+    def _make_deadlock_responses(self) -> list[Response]:
         """The error where nobody can go on: each rank waits for an operation that others will not ask for."""
         waits = "; ".join(
-            f"{label!r} for rank(s) {_listed(missing)}" for label, missing in self.undecided.items()
+            f"{label!r} for rank(s) {_format_ranks(missing)}" for label, missing in self.pending.items()
         )
-        ranks = sorted({rank for missing in self.undecided.values() for rank in missing})
+        ranks = sorted({rank for missing in self.pending.values() for rank in missing})
         reason = f"the ranks wait for different operations: {waits}."
         return [
-            Due(label, entry.requests[min(entry.requests)], MismatchError(ranks, reason))
-            for label, entry in self._table.items()
+            Response(label, entry.requests[min(entry.requests)], MismatchError(ranks, reason))
+            for label, entry in self._pending.items()
         ]
 
-    def _all_joined(self) -> int | None:
+    def _finish_join(self) -> int | None:
         if len(self._joined) < self._size:
             return None
         # Steps are taken beside the rounds: of ranks that joined at about the same time, the one with most was last.
         last = max(reversed(self._joined), key=lambda rank: self._joined[rank])
         self._joined.clear()
         # Ranks that joined early asked for fewer than others.
-        for counts in self._unnamed.values():
+        for counts in self._unnamed_counts.values():
             counts.clear()
         return last
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -306,7 +309,7 @@ def _listed(ranks: Sequence[int]) -> str:
 log = logging.getLogger(__name__)
 
 
-class OverdueOperations:
+class OperationStallCheck:
     """Warns again after each further `warn_after` seconds. name: of the process set; "" for the whole world. members:
     what its ranks are in the world."""
 
@@ -317,7 +320,7 @@ class OverdueOperations:
         self._since: dict[str, float] = {}
         self._warned: dict[str, float] = {}
 
-    def look(self, undecided: Mapping[str, tuple[int, ...]], now: float) -> None:
+    def check(self, undecided: Mapping[str, tuple[int, ...]], now: float) -> None:
         """undecided: operations that some rank asked for, each with the ranks that have not."""
         for settled in self._since.keys() - undecided.keys():
             del self._since[settled]

@@ -18,7 +18,7 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import timeline
+from spark_elastic.ops.channels import get_timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
@@ -63,7 +63,7 @@ class GradientSync:
         self._passes = passes
         self._process_set = process_set
         self.exchange = GradientExchange(
-            named, terms, weak_method(self._open), engine_of_process, timeline, _is_only_optimizer
+            named, terms, weak_method(self._open), engine_of_process, get_timeline, _is_only_optimizer
         )
         self.done = False
         # In which the newest step was opened; in its process set there may be nobody but this rank.

@@ -8,28 +8,28 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import world
-from spark_elastic.ops.world import PassCount, checked_passes
+from spark_elastic.ops.world import PassCounter, validate_backward_passes
 
 
-def _pass(count: PassCount) -> tuple[bool, bool]:
-    return count.begin(), count.complete()
+def _pass(count: PassCounter) -> tuple[bool, bool]:
+    return count.begin_pass(), count.complete_pass()
 
 
 def test_three_passes_make_a_step() -> None:
-    count = PassCount(3)
+    count = PassCounter(3)
     assert [_pass(count) for _ in range(4)] == [(True, False), (False, False), (False, True), (True, False)]
 
 
 def test_a_world_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
     monkeypatch.setattr(world, "world", lambda: here)
-    count = PassCount(2)
+    count = PassCounter(2)
     assert _pass(count) == (True, False)
     here.fence = (1, 2)
     assert [_pass(count), _pass(count)] == [(True, False), (False, True)]
 
 
 def test_there_is_one_pass_at_least() -> None:
-    assert checked_passes(1) == 1
+    assert validate_backward_passes(1) == 1
     with pytest.raises(InvalidInput, match="at least 1; got 0"):
-        PassCount(0)
+        PassCounter(0)

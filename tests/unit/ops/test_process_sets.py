@@ -10,7 +10,7 @@ import pytest
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import channel_of
+from spark_elastic.ops.channels import get_queue
 from spark_elastic.ops.process_sets import (
     ProcessSet,
     add_process_set,
@@ -33,7 +33,7 @@ def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def total(process_set: ProcessSet, value: float) -> float:
     array = np.array([value], np.float64)
     request = Request(kinds.ALLREDUCE, "x", ("float64",), ((1,),), "sum")
-    return float(channel_of(process_set).submit(request, [array]).wait()[0][0])
+    return float(get_queue(process_set).submit(request, [array]).wait()[0][0])
 
 
 def test_members_reduce_among_themselves_while_others_do_something_else() -> None:
@@ -55,7 +55,7 @@ def test_a_set_has_the_ranks_that_the_current_world_has() -> None:
     assert (pair.ranks, pair.size(), late.size(), late.included()) == ([1], 1, 0, False)
     assert total(pair, 5.0) == 5.0
     with pytest.raises(InvalidInput, match="rank 1 is not in"):
-        channel_of(late)
+        get_queue(late)
     become(FakeFabric(4, fence=(1, 3)).group(3))
     assert (pair.ranks, late.rank()) == ([1, 3], 1)
 
@@ -79,7 +79,7 @@ def test_sets_come_and_go() -> None:
     assert not remove_process_set(first)
     assert not remove_process_set(global_process_set)
     with pytest.raises(InvalidInput, match="add_process_set"):
-        channel_of(first)
+        get_queue(first)
     with pytest.raises(InvalidInput, match="there is no process set 1"):
         is_process_set_included(1)
     assert add_process_set(first).process_set_id == 2
@@ -109,7 +109,7 @@ def test_a_set_keeps_its_own_names_where_it_comes_to_have_the_ranks_of_another()
             return None
         kind = ("float64",), ((1,),), "sum"
         handles = [
-            channel_of(one).submit(Request(kinds.ALLREDUCE, "loss", *kind), [np.array([10.0**place])])
+            get_queue(one).submit(Request(kinds.ALLREDUCE, "loss", *kind), [np.array([10.0**place])])
             for place, one in enumerate([global_process_set, *sets])
         ]
         return tuple(float(handle.wait()[0][0]) for handle in handles)

@@ -12,12 +12,12 @@ from spark_elastic.ops.reduction import (
     Adasum,
     Average,
     Compressor,
-    How,
     Max,
     Min,
     NoneCompressor,
     Product,
     ReduceOp,
+    ReduceOptions,
     Sum,
 )
 
@@ -27,16 +27,19 @@ class Halves(Compressor):
 
 
 def test_what_is_asked_for() -> None:
-    how = How.asked(False, None, (2, 1), global_process_set)
-    assert how == How(Sum, (2.0, 1.0), NoneCompressor, global_process_set)
+    how = ReduceOptions.from_args(False, None, (2, 1), global_process_set)
+    assert how == ReduceOptions(Sum, (2.0, 1.0), NoneCompressor, global_process_set)
     assert [type(factor) for factor in how.scale] == [float, float], "they travel as JSON and are compared"
-    assert How.asked_to_scatter(1, Max, (1, 1), global_process_set, Halves).compression is Halves
+    assert (
+        ReduceOptions.from_reducescatter_args(1, Max, (1, 1), global_process_set, Halves).compression
+        is Halves
+    )
 
 
 @pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
 def test_what_cannot_be_scattered(count: int, op: Any) -> None:
     with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
-        How.asked_to_scatter(count, op, (1.0, 1.0), global_process_set)
+        ReduceOptions.from_reducescatter_args(count, op, (1.0, 1.0), global_process_set)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +52,9 @@ def test_what_cannot_be_scattered(count: int, op: Any) -> None:
     ],
 )
 def test_what_gradients_cannot_be_reduced_by(op: ReduceOp, predivide: float, says: str) -> None:
-    assert How.asked_of_gradients(Average, 2, global_process_set).scale == (0.5, 2.0)
+    assert ReduceOptions.from_gradient_args(Average, 2, global_process_set).scale == (0.5, 2.0)
     with pytest.raises(InvalidInput, match=says):
-        How.asked_of_gradients(op, predivide, global_process_set)
+        ReduceOptions.from_gradient_args(op, predivide, global_process_set)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +69,15 @@ def test_what_gradients_cannot_be_reduced_by(op: ReduceOp, predivide: float, say
 def test_the_engine_narrows_float32_alone(
     op: ReduceOp, compression: type[Compressor], all_float32: bool, wire: str | None
 ) -> None:
-    assert How(op, compression=compression).wire(all_float32) == wire
+    assert ReduceOptions(op, compression=compression).wire_format(all_float32) == wire
 
 
 def test_factors_of_a_scattered_gradient() -> None:
     def unasked() -> int:
         raise AssertionError("an average's factor does not depend on the size")
 
-    assert How(Sum, (0.5, 3.0)).scatter_factor(lambda: 4) == 6.0
-    assert How(Average, (0.5, 3.0)).scatter_factor(unasked) == 1.5
+    assert ReduceOptions(Sum, (0.5, 3.0)).reducescatter_gradient_factor(lambda: 4) == 6.0
+    assert ReduceOptions(Average, (0.5, 3.0)).reducescatter_gradient_factor(unasked) == 1.5
     for op in (Min, Max, Product):
         with pytest.raises(InvalidInput, match="has no gradient"):
-            How(op).scatter_factor(unasked)
+            ReduceOptions(op).reducescatter_gradient_factor(unasked)

@@ -11,7 +11,7 @@ import pytest
 from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import channel_of, start_timeline, stop_timeline
+from spark_elastic.ops.channels import get_queue, start_timeline, stop_timeline
 from spark_elastic.ops.rounds import negotiation as kinds
 from spark_elastic.ops.rounds.negotiation import Request
 from tests.unit.ops.workers import among_fakes, become, per_thread
@@ -24,8 +24,8 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
         start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
         for name in ("a", "b", "a"):
             request = Request(kinds.ALLREDUCE, name, ("float64",), ((1,),), "sum")
-            channel_of().submit(request, [np.ones(1)]).wait()
-        channel_of().submit(Request(kinds.BARRIER)).wait()
+            get_queue().submit(request, [np.ones(1)]).wait()
+        get_queue().submit(Request(kinds.BARRIER)).wait()
         stop_timeline()
 
     among_fakes(2, work)
@@ -58,7 +58,7 @@ def test_who_becomes_the_first_rank_writes_on(monkeypatch: pytest.MonkeyPatch, t
     become(FakeFabric(2).group(1))
     start_timeline(str(tmp_path / "trace.json"))
     become(FakeFabric(1, fence=(1, 2)).group(0))
-    channel_of()
+    get_queue()
     stop_timeline()
     assert json.loads((tmp_path / "trace.json").read_text()) == [
         {"name": "of the former rank 0", "ph": "i"},
@@ -73,16 +73,16 @@ def test_who_becomes_the_first_rank_and_cannot_write_trains_on(
     per_thread(monkeypatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
     become(FakeFabric(2).group(1))
-    channel_of()
+    get_queue()
     become(FakeFabric(1, fence=(1, 2)).group(0))
     for _ in range(2):
-        channel_of()
+        get_queue()
     assert caplog.text.count("cannot be written") == 1
     become(FakeFabric(1).group(0))
     per_thread(monkeypatch)  # another job, whose first rank it is from the start
     become(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
-        channel_of()
+        get_queue()
 
 
 def test_a_function_that_begins_again_goes_on_with_its_timeline(
@@ -93,7 +93,7 @@ def test_a_function_that_begins_again_goes_on_with_its_timeline(
     for generation in (1, 2):
         become(FakeFabric(1, fence=(1, generation)).group(0))
         start_timeline(str(path))
-        timeline = channel_of().timeline
+        timeline = get_queue().timeline
         assert timeline is not None
         timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
     stop_timeline()
@@ -109,7 +109,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         start_timeline("/dev/full", mark_cycles=True)
         array = np.ones(1)
         for _ in range(2):
-            channel_of().submit(Request(kinds.ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
+            get_queue().submit(Request(kinds.ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
         stop_timeline()
         return float(array[0])
 

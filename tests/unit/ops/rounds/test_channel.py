@@ -19,32 +19,38 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.channel import Channel
-from spark_elastic.ops.rounds.execution import Desk, Operation
+from spark_elastic.ops.rounds.channel import OperationQueue
+from spark_elastic.ops.rounds.execution import CompletionSignal, Operation
 from spark_elastic.ops.rounds.negotiation import Request
 
 CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed
 
 
-def summed(channel: Channel, name: str | None, array: np.ndarray[Any, Any], op: str = "sum") -> Operation:
+def summed(
+    channel: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
+) -> Operation:
     return channel.submit(Request(kinds.ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
 
 
-def on_ranks(size: int, work: Callable[[Channel], Any], limits: OperationConfig | None = None) -> list[Any]:
+def on_ranks(
+    size: int, work: Callable[[OperationQueue], Any], limits: OperationConfig | None = None
+) -> list[Any]:
     """`work` on every rank; what it returned, or the CollectiveError that it raised."""
     return on_groups(FakeFabric(size, timeout=PATIENCE).groups, work, limits)
 
 
 def on_groups(
-    groups: Sequence[Group], work: Callable[[Channel], Any], limits: OperationConfig | None = None
+    groups: Sequence[Group], work: Callable[[OperationQueue], Any], limits: OperationConfig | None = None
 ) -> list[Any]:
     """As `on_ranks`, on groups that are there."""
     size = len(groups)
-    channels = [Channel(group, Desk(CLOCK), limits or OperationConfig()) for group in groups]
+    channels = [
+        OperationQueue(group, CompletionSignal(CLOCK), limits or OperationConfig()) for group in groups
+    ]
     all_done = threading.Barrier(size)
 
-    def be(channel: Channel) -> Any:
+    def be(channel: OperationQueue) -> Any:
         try:
             return work(channel)
         except CollectiveError as error:
@@ -66,7 +72,7 @@ def on_groups(
 def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
     names = [f"t{number}" for number in range(25)]
 
-    def work(channel: Channel) -> dict[str, float]:
+    def work(channel: OperationQueue) -> dict[str, float]:
         chance = random.Random(seed * 100 + channel.group.rank)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for _ in range(3):
@@ -82,7 +88,7 @@ def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
 
 
 def test_every_kind() -> None:
-    def work(channel: Channel) -> list[Any]:
+    def work(channel: OperationQueue) -> list[Any]:
         rank = channel.group.rank
         rows = np.full((rank + 1, 2), rank)
         gathered = channel.submit(Request(kinds.ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
@@ -106,7 +112,7 @@ def test_every_kind() -> None:
 
 
 def test_a_mismatch_is_an_error_on_every_rank_and_the_channel_goes_on() -> None:
-    def work(channel: Channel) -> float:
+    def work(channel: OperationQueue) -> float:
         with pytest.raises(MismatchError, match=r"'x': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
             summed(channel, "x", np.ones(2 + channel.group.rank)).wait()
         return float(summed(channel, "x", np.ones(2)).wait()[0][0])
@@ -125,7 +131,7 @@ def polled(operation: Operation) -> None:
 
 @pytest.mark.parametrize("end", [Operation.wait, polled])
 def test_ranks_that_wait_for_different_operations_are_told_soon(end: Callable[[Operation], Any]) -> None:
-    def work(channel: Channel) -> None:
+    def work(channel: OperationQueue) -> None:
         with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
             end(summed(channel, f"of {channel.group.rank}", np.ones(1)))
 
@@ -136,7 +142,7 @@ def test_ranks_that_wait_for_different_operations_are_told_soon(end: Callable[[O
 def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(
     end: Callable[[Operation], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def work(channel: Channel) -> None:
+    def work(channel: OperationQueue) -> None:
         summed(channel, "first", np.ones(1)).wait()
         if channel.group.rank != 1:
             end(summed(channel, "late", np.ones(1)))
@@ -152,7 +158,7 @@ def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(
 
 
 def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
-    def work(channel: Channel) -> None:
+    def work(channel: OperationQueue) -> None:
         summed(channel, "first", np.ones(1)).wait()
         if channel.group.rank == 0:
             summed(channel, "late", np.ones(1)).wait()
@@ -165,7 +171,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
 
 
 def test_a_name_is_under_way_once() -> None:
-    def work(channel: Channel) -> None:
+    def work(channel: OperationQueue) -> None:
         if channel.group.rank == 0:
             handle = summed(channel, "x", np.ones(1))
             with pytest.raises(InvalidInput, match="'x' is under way"):
@@ -181,7 +187,7 @@ def test_a_name_is_under_way_once() -> None:
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("average", 1.0), ("min", 1.0), ("product", 2.0)])
 def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: float) -> None:
-    def work(channel: Channel) -> tuple[list[float], int]:
+    def work(channel: OperationQueue) -> tuple[list[float], int]:
         results = []
         for _ in range(channel.group.rank):
             array = np.full(3, float(channel.group.rank))
@@ -199,7 +205,7 @@ def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: 
 @pytest.mark.parametrize("end", ["kill", "abort"])
 def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
     fabric = FakeFabric(3)
-    channels = [Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups]
+    channels = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
     handles = [summed(channels[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
     if end == "kill":
         fabric.kill(2)
@@ -225,7 +231,7 @@ class _FullDisk:
 
 def test_what_fails_on_one_rank_is_raised_there_as_itself_and_ends_the_world_of_the_others() -> None:
     fabric = FakeFabric(2)
-    channels = [Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups]
+    channels = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
     channels[1].timeline = _FullDisk()  # type: ignore[assignment]
     handles = [summed(channel, "x", np.ones(1)) for channel in channels]
     with pytest.raises(OSError, match="No space left") as raised:
@@ -251,13 +257,13 @@ def test_what_fails_on_one_rank_is_raised_there_as_itself_and_ends_the_world_of_
 def test_what_makes_no_sense_is_told_before_peers_hear_of_it(
     request_: Request, array: np.ndarray[Any, Any], says: str
 ) -> None:
-    channel = Channel(FakeFabric(2).group(0), Desk(CLOCK), OperationConfig())
+    channel = OperationQueue(FakeFabric(2).group(0), CompletionSignal(CLOCK), OperationConfig())
     with pytest.raises(InvalidInput, match=says):
         channel.submit(request_, [array])
 
 
 def test_alone_everything_is_done_at_once() -> None:
-    channel = Channel(FakeFabric(1).group(0), Desk(CLOCK), OperationConfig())
+    channel = OperationQueue(FakeFabric(1).group(0), CompletionSignal(CLOCK), OperationConfig())
     assert summed(channel, "x", np.ones(2)).done
     assert channel.join().wait()[0].tolist() == [0]
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]
@@ -265,10 +271,12 @@ def test_alone_everything_is_done_at_once() -> None:
 
 def test_closing_fails_what_is_under_way_and_names_are_forgotten_once_done() -> None:
     fabric = FakeFabric(2)
-    first, second = (Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups)
+    first, second = (
+        OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
+    )
     handles = [summed(channel, "x", np.ones(1)) for channel in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
-    assert not first._named
+    assert not first._by_name
     waiting = summed(first, "y", np.ones(1))
     first.close()
     with pytest.raises(CollectiveError):
@@ -298,11 +306,13 @@ class _Busy:
 
 
 @pytest.fixture
-def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Channel, Channel, _Busy]]:
+def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, OperationQueue, _Busy]]:
     """Two channels that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
     fabric = FakeFabric(2, timeout=0.5)
     busy = _Busy(fabric.group(1), monkeypatch)
-    first, second = (Channel(group, Desk(CLOCK), OperationConfig()) for group in fabric.groups)
+    first, second = (
+        OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
+    )
     for handle in [summed(channel, "x", np.ones(1)) for channel in (first, second)]:
         handle.wait()
     yield first, second, busy
@@ -310,7 +320,9 @@ def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Channel, Channel,
         channel.close()
 
 
-def test_a_round_in_which_nobody_asks_for_anything_may_last(pair_of: tuple[Channel, Channel, _Busy]) -> None:
+def test_a_round_in_which_nobody_asks_for_anything_may_last(
+    pair_of: tuple[OperationQueue, OperationQueue, _Busy],
+) -> None:
     first, second, busy = pair_of
     with busy:
         CLOCK.sleep(2.0)  # longer than the first one's idle time and the group's timeout
@@ -319,7 +331,7 @@ def test_a_round_in_which_nobody_asks_for_anything_may_last(pair_of: tuple[Chann
 
 
 def test_what_is_asked_for_in_an_idle_round_waits_as_long_as_any_other(
-    pair_of: tuple[Channel, Channel, _Busy],
+    pair_of: tuple[OperationQueue, OperationQueue, _Busy],
 ) -> None:
     first, _, busy = pair_of
     with busy:

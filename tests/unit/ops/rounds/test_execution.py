@@ -12,10 +12,10 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.channel import Channel
-from spark_elastic.ops.rounds.execution import Desk, Task, batches, neutral
+from spark_elastic.ops.rounds.channel import OperationQueue
+from spark_elastic.ops.rounds.execution import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
 from spark_elastic.ops.rounds.negotiation import Request
-from spark_elastic.ops.world import Alone
+from spark_elastic.ops.world import SingleProcessGroup
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 
@@ -31,7 +31,7 @@ def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
         reduction("s2", 1, op="adasum"), Request(kinds.BARRIER, "barrier"),
     ]  # fmt: skip
     tasks = [Task(request.name or "", request, None) for request in requests]
-    told = [[task.label for task in batch] for batch in batches(tasks, 100)]
+    told = [[task.label for task in batch] for batch in fuse_tasks(tasks, 100)]
     assert sorted(told) == [
         ["a", "b"], ["barrier"], ["big"], ["c"], ["max"], ["s1"], ["s2"], ["wide"],
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
 @pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
 def test_what_a_joined_rank_adds_changes_nothing(op: str, dtype: str) -> None:
     group = cast("Group", FakeFabric(1).group(0))
-    (added,) = neutral(reduction("x", 3, dtype, op))
+    (added,) = make_neutral_arrays(reduction("x", 3, dtype, op))
     values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])
     own = values.astype("uint16" if dtype == "bfloat16" else dtype)
     assert added.dtype == own.dtype
@@ -56,9 +56,12 @@ def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     kind = "uint16" if dtype == "bfloat16" else dtype
     request = Request(kinds.ALLREDUCE, "x", (dtype,), ((2,),), "average", (2.0, 0.5))
     results = []
-    for group in (cast("Group", Alone()), FakeFabric(1).group(0)):
+    for group in (cast("Group", SingleProcessGroup()), FakeFabric(1).group(0)):
         array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)
         results.append(
-            Channel(group, Desk(SystemClock()), OperationConfig()).submit(request, [array]).wait()[0].tolist()
+            OperationQueue(group, CompletionSignal(SystemClock()), OperationConfig())
+            .submit(request, [array])
+            .wait()[0]
+            .tolist()
         )
     assert results[0] == results[1]

@@ -11,7 +11,7 @@ from hypothesis import given, strategies
 
 from elastic_collectives import CollectiveTimeout, MismatchError
 from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Negotiation, Request, Round, Word
+from spark_elastic.ops.rounds.negotiation import Message, Negotiation, Request, RoundResult
 
 
 def reduction(name: str | None, length: int = 4, op: str = "sum") -> Request:
@@ -25,16 +25,19 @@ class Ranks:
         self.machines = [Negotiation(rank, size) for rank in range(size)]
         self.sent: list[int] = []  # bytes that rank 0 said in each round
 
-    def say(self, *words: Sequence[Word | Request], stuck: bool = False) -> Round:
+    def say(self, *words: Sequence[Message | Request], stuck: bool = False) -> RoundResult:
         texts = [
-            machine.write([word if isinstance(word, Word) else Word(word) for word in said])
+            machine.encode([word if isinstance(word, Message) else Message(word) for word in said])
             for machine, said in zip(self.machines, words, strict=True)
         ]
         self.sent.append(len(texts[0]))
-        rounds = [machine.hear(texts, stuck) for machine in self.machines]
-        told = [([(d.label, d.request, str(d.error)) for d in came.due], came.last_joined) for came in rounds]
+        rounds = [machine.process(texts, stuck) for machine in self.machines]
+        told = [
+            ([(d.label, d.request, str(d.error)) for d in came.responses], came.last_joined)
+            for came in rounds
+        ]
         assert told == [told[0]] * len(told)
-        assert len({frozenset(machine.undecided.items()) for machine in self.machines}) == 1
+        assert len({frozenset(machine.pending.items()) for machine in self.machines}) == 1
         return rounds[0]
 
 
@@ -61,8 +64,8 @@ def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
             words.append(queue[:cut])
             del queue[:cut]
         came = ranks.say(*words)
-        assert not any(due.error for due in came.due)
-        done += [due.label for due in came.due]
+        assert not any(due.error for due in came.responses)
+        done += [due.label for due in came.responses]
     expected = [f"t{number}" for number in range(count)] + [f"allreduce.noname.{n}" for n in (1, 2, 3)]
     assert sorted(done) == sorted(expected)
 
@@ -71,7 +74,7 @@ def test_what_was_said_before_costs_two_bytes_each() -> None:
     ranks = Ranks(3)
     step = [reduction(f"layer {number}", 1000) for number in range(40)]
     for _ in range(5):
-        assert len(ranks.say(step, step, step[::-1]).due) == 40
+        assert len(ranks.say(step, step, step[::-1]).responses) == 40
     assert ranks.sent[0] > 40 * 20
     assert set(ranks.sent[1:]) == {80}
 
@@ -90,59 +93,59 @@ def test_what_was_said_before_costs_two_bytes_each() -> None:
 )
 def test_a_mismatch_names_the_tensor_and_the_ranks(other: Request, says: str) -> None:
     ranks = Ranks(3)
-    (due,) = ranks.say([reduction("x")], [other], [reduction("x")]).due
+    (due,) = ranks.say([reduction("x")], [other], [reduction("x")]).responses
     assert isinstance(due.error, MismatchError)
     assert due.error.ranks == (1,)
     with pytest.raises(MismatchError, match=says):
         raise due.error
-    assert ranks.say([reduction("x")], [reduction("x")], [reduction("x")]).due[0].error is None
+    assert ranks.say([reduction("x")], [reduction("x")], [reduction("x")]).responses[0].error is None
 
 
 def test_one_that_waited_too_long_fails_everywhere_and_names_who_did_not_come() -> None:
     ranks = Ranks(3)
-    assert not ranks.say([reduction("x")], [], [reduction("x")]).due
-    (due,) = ranks.say([Word(expired="x")], [], []).due
+    assert not ranks.say([reduction("x")], [], [reduction("x")]).responses
+    (due,) = ranks.say([Message(expired="x")], [], []).responses
     assert isinstance(due.error, CollectiveTimeout)
     assert due.error.ranks == (1,)
-    assert not ranks.machines[0].undecided
+    assert not ranks.machines[0].pending
 
 
 def test_ranks_that_all_wait_for_different_operations_are_told() -> None:
     ranks = Ranks(2)
-    assert not ranks.say([reduction("x")], [reduction("y")]).due
-    assert ranks.machines[0].everybody_waits
-    first, second = ranks.say([], [], stuck=True).due
+    assert not ranks.say([reduction("x")], [reduction("y")]).responses
+    assert ranks.machines[0].all_ranks_wait
+    first, second = ranks.say([], [], stuck=True).responses
     assert (first.label, second.label) == ("x", "y")
     assert "'x' for rank(s) 1; 'y' for rank(s) 0" in str(first.error)
 
 
 def test_joined_ranks_are_not_waited_for_and_the_last_one_is_told() -> None:
     ranks = Ranks(3)
-    assert ranks.say([], [Word()], []).last_joined is None
-    (due,) = ranks.say([reduction(None)], [], [reduction(None)]).due
+    assert ranks.say([], [Message()], []).last_joined is None
+    (due,) = ranks.say([reduction(None)], [], [reduction(None)]).responses
     assert (due.label, due.error) == ("allreduce.noname.1", None)
-    assert ranks.say([Word()], [], []).last_joined is None
-    assert ranks.say([], [], [Word()]).last_joined == 2
-    assert ranks.say([reduction(None)], [reduction(None)], [reduction(None)]).due[0].label == due.label
+    assert ranks.say([Message()], [], []).last_joined is None
+    assert ranks.say([], [], [Message()]).last_joined == 2
+    assert ranks.say([reduction(None)], [reduction(None)], [reduction(None)]).responses[0].label == due.label
 
 
 def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:
     ranks = Ranks(3)
-    assert ranks.say([Word(joined=5)], [Word(joined=7)], [Word(joined=5)]).last_joined == 1
-    assert ranks.say([Word()], [Word()], [Word()]).last_joined == 2
+    assert ranks.say([Message(joined=5)], [Message(joined=7)], [Message(joined=5)]).last_joined == 1
+    assert ranks.say([Message()], [Message()], [Message()]).last_joined == 2
 
 
 def test_what_a_joined_rank_cannot_take_part_in_fails() -> None:
     ranks = Ranks(2)
-    ranks.say([Word()], [])
-    (due,) = ranks.say([], [Request(kinds.ALLGATHER, "g", ("float32",), ((-1,),))]).due
+    ranks.say([Message()], [])
+    (due,) = ranks.say([], [Request(kinds.ALLGATHER, "g", ("float32",), ((-1,),))]).responses
     assert "no allgather while rank(s) 0 have joined" in str(due.error)
 
 
 def test_all_ranks_forget_together() -> None:
     ranks = Ranks(2)
     for machine in ranks.machines:
-        machine._words._capacity = 10
+        machine._cache._capacity = 10
     for number in range(30):
         step = [reduction(f"{number % 7}.{part}") for part in range(4)]
-        assert len(ranks.say(step, step[::-1]).due) == 4
+        assert len(ranks.say(step, step[::-1]).responses) == 4
