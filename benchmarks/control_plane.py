@@ -39,7 +39,7 @@ from spark_elastic.driver.loop import DriverLoop, Effects, Inbox  # noqa: E402
 from spark_elastic.driver.ports import Contact, Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
-from spark_elastic.protocol.types import Limits, World, beat_every  # noqa: E402
+from spark_elastic.protocol.types import Limits, World, heartbeat_interval  # noqa: E402
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer  # noqa: E402
 from spark_elastic.rendezvous.serving import make_room  # noqa: E402
 
@@ -90,7 +90,10 @@ def drive(pipe: Connection, size: int) -> None:
     clock = SystemClock()
     make_room(size)
     with RendezvousServer(
-        swarm.KEY, 1, Recipients(post, lambda lines: None, beat_every=partial(beat_every, LEASE)), clock
+        swarm.KEY,
+        1,
+        Recipients(post, lambda lines: None, beat_every=partial(heartbeat_interval, LEASE)),
+        clock,
     ) as server:
         effects = Effects(server, NoLauncher(), Nobody(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())

@@ -34,7 +34,7 @@ from spark_elastic.monitoring.log_forwarding import (
     isolate_log_handlers,
 )
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotsWanted
+from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail, Pulse, await_stillness
@@ -209,17 +209,17 @@ class Client:
 
     def _forward(self, event: DriverEvent) -> None:
         match event:
-            case SlotJobEnded():
+            case LaunchEnded():
                 self._mail.post(
                     {
-                        "ended": event.job,
+                        "ended": event.launch,
                         "reason": event.reason,
                         "cancelled": event.cancelled,
-                        "host_lost": event.host_lost,
+                        "host_lost": event.executor_lost,
                     }
                 )
             case SlotsWanted():
-                self._mail.post({"wanted": event.reason, "taken": event.taken})
+                self._mail.post({"wanted": event.reason, "taken": event.in_use})
                 self._waits_since = event.now
 
     def _heard(self, letter: Letter) -> None:

@@ -9,7 +9,7 @@ import threading
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.protocol.events import CancelRequested, SlotJobEnded, SlotsWanted
+from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.state.mail import Box, Letter, Mail
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
@@ -55,12 +55,12 @@ class MailLauncher:
                 "ended": int(job),
                 "reason": str(reason),
                 "cancelled": bool(cancelled),
-                "host_lost": bool(host_lost),
+                "executor_lost": bool(host_lost),
             }:
                 with self._change:
                     self._open.discard(job)
                     self._change.notify_all()
-                self._post(SlotJobEnded(now, job, reason, cancelled, host_lost))
+                self._post(LaunchEnded(now, job, reason, cancelled, host_lost))
             case {"wanted": str(reason), "taken": bool(taken)}:
                 self._post(SlotsWanted(now, reason, taken))
             case {"cancel": str(reason)}:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsListed
+from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
 
 # Hosts and their slots as people and scripts write them: `host:slots`. Pure.
 
@@ -93,7 +93,7 @@ class JobHandle:
         if sum(choice is not None for choice in (worker, rank, host)) != 1:
             raise InvalidInput("drain takes exactly one of worker, rank and host.")
         now = self._clock.now()
-        self._order(DrainRequested(now, reason, worker=worker, host=host, rank=rank, by_hand=True))
+        self._order(DrainRequested(now, reason, worker=worker, host=host, rank=rank, by_user=True))
 
     def cancel(self, reason: str = "the user cancelled it") -> None:
         """End the job: the call that runs it raises `JobCancelled`."""
@@ -222,7 +222,7 @@ class HostPolling:
             return
         self._tell(dict(listed))
         self._last = listed
-        post(HostsListed(self._clock.now(), listed))
+        post(HostsDiscovered(self._clock.now(), listed))
 
 
 def _run(find: Find, call: _Call) -> None:
@@ -275,7 +275,7 @@ class FixedHosts:
 
     def start(self, post: Post) -> None:
         self._tell(self._hosts)
-        post(HostsListed(self._clock.now(), tuple(self._hosts.items())))
+        post(HostsDiscovered(self._clock.now(), tuple(self._hosts.items())))
 
     def close(self) -> None:
         """Nothing to end."""

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent, SlotBeat, Tick
 from spark_elastic.rendezvous import codec
 
@@ -29,7 +29,7 @@ log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 KEPT = 10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
 
 

@@ -196,7 +196,7 @@ class Effects:
                 self._server.release_slot(slot, reason)
             case do.PublishCheckpoint(_, kept):
                 self._publisher(kept)
-            case do.Remark(reason):
+            case do.NotifyUser(reason):
                 self._audience.announces(reason)
             case do.End(reason):
                 self._server.end(reason)

@@ -33,7 +33,7 @@ class Launcher(Protocol):
         ...
 
     def launch(self, job: int) -> None:
-        """Start the slot job of that number, without blocking; its end is posted as `SlotJobEnded`."""
+        """Start the slot job of that number, without blocking; its end is posted as `LaunchEnded`."""
         ...
 
     def close(self, timeout: float) -> list[str]:

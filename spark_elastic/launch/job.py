@@ -38,7 +38,7 @@ from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
-from spark_elastic.protocol.types import Checkpoint, Limits, beat_every
+from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind, make_room
@@ -125,7 +125,7 @@ def supervise(
     discovery = steered(discovery, config.host_discovery, config.handle, clock)
     narrator = narrate or NullListener()
     inbox: Inbox = Inbox()
-    pace = partial(beat_every, limits.lease)
+    pace = partial(heartbeat_interval, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     run = site.run
     files = _log_files(run, config, clock)

@@ -17,7 +17,7 @@ from spark_elastic.monitoring.log_files import LogFiles
 from spark_elastic.monitoring.log_forwarding import TOLD, AsyncNotifier
 from spark_elastic.monitoring.report import WorldChange
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import World
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report

@@ -22,7 +22,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.local.slot import SlotOrder, SlotSettings
 from spark_elastic.monitoring.progress import OutputListener
-from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.protocol.events import LaunchEnded
 from spark_elastic.worker.forking import importable
 
 # Where slot processes go: hosts of this machine by name, each with a number of slots, coming and going.
@@ -166,7 +166,7 @@ class LocalLauncher:
             self._places.give_back(host)
         if not self._closing.is_set():
             assert self._post is not None
-            self._post(SlotJobEnded(self._clock.now(), job, reason))
+            self._post(LaunchEnded(self._clock.now(), job, reason))
 
     def _run(self, job: int, host: str) -> str:
         contact = self._contact

@@ -25,7 +25,7 @@ from spark_elastic.monitoring.report import (
 )
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.types import Phase, Position, World
 
 MAX_WORLD_CHANGES = 5000
@@ -207,7 +207,7 @@ class JobHistory:
         """Steps that were reported and are to be taken again."""
         if self._world is None or not self._numbers:
             return 0
-        onward = world.begins_at
+        onward = world.start_position
         return max(0, steps_done(self._numbers) - _done(onward, int(self._numbers.get("steps", 0))))
 
     def _tell(self, at: float, kind: str, text: str) -> None:

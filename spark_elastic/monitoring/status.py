@@ -19,7 +19,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.progress import PLACE
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.protocol.driver.driver_state import DriverState, SlotRecord
+from spark_elastic.protocol.driver.state import DriverState, SlotRecord
 from spark_elastic.rendezvous.status_door import Page
 
 MOST_SLOTS = 400

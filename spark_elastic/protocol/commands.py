@@ -21,7 +21,7 @@ class Command:
 class LaunchSlot(Command):
     """Start one single-task Spark job that carries a slot; `job` is its number, never used twice."""
 
-    job: int
+    launch: int
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class ReleaseSlot(Command):
 class PublishCheckpoint(Command):
     """From now on `kept` (newest first) are what a run resumes from; others may be deleted."""
 
-    kept: tuple[Checkpoint, ...]
+    checkpoints: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True)
-class Remark(Command):
+class NotifyUser(Command):
     """Nothing is done; tell the user why."""
 
 
@@ -99,7 +99,7 @@ class End(Command):
 
 
 DriverCommand: TypeAlias = (
-    LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | PublishCheckpoint | Remark | End
+    LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | PublishCheckpoint | NotifyUser | End
 )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver import durable, jobs, listing, slot_events, stall, worker_events
-from spark_elastic.protocol.driver.driver_state import DriverState, JobRecord, Stage, Turn
 from spark_elastic.protocol.driver.durable import connection_back, connection_ended
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import hear, judge, mark_hiccup, notice_sleep, scan
 from spark_elastic.protocol.driver.forming import settle
+from spark_elastic.protocol.driver.state import DriverState, JobRecord, Stage, Turn
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]
@@ -85,7 +85,7 @@ def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
     state = turn.state
     if not state.lacks_slots:
         return
-    if not event.taken:
+    if not event.in_use:
         jobs.yield_slots(turn, event.reason)
     if state.short_since is not None:
         state.short_since = turn.now
@@ -112,10 +112,10 @@ HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
     on.Tick: _tick,
     on.SlotRegistered: slot_events.slot_registered,
     on.SlotBeat: slot_events.slot_beat,
-    on.SlotJobEnded: slot_events.slot_job_ended,
+    on.LaunchEnded: slot_events.slot_job_ended,
     on.HostAppeared: slot_events.host_appeared,
     on.HostLost: slot_events.host_lost,
-    on.HostsListed: listing.hosts_listed,
+    on.HostsDiscovered: listing.hosts_listed,
     on.WorkerStarted: worker_events.worker_started,
     on.WorkerJoins: worker_events.worker_joins,
     on.WorkerFormed: worker_events.worker_formed,

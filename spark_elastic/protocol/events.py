@@ -33,7 +33,7 @@ class SlotRegistered(Event):
 
     slot: SlotId
     host: HostId
-    job: int
+    launch: int
     node: str = ""
     unfit: str = ""
 
@@ -55,14 +55,14 @@ class SlotBeat(Event):
 
 
 @dataclass(frozen=True)
-class SlotJobEnded(Event):
+class LaunchEnded(Event):
     """The Spark job of a slot is over. `cancelled`: by the user or Spark, hence never launched again. host_lost: its
     task did not end by itself, Spark says that the executor is lost."""
 
-    job: int
+    launch: int
     reason: str
     cancelled: bool = False
-    host_lost: bool = False
+    executor_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class HostLost(Event):
 
 
 @dataclass(frozen=True)
-class HostsListed(Event):
+class HostsDiscovered(Event):
     """Discovery's newest answer: which hosts may take part, each with how many slots. None: all, without limit.
     A host is named by its id or by its machine's name."""
 
@@ -130,7 +130,7 @@ class ConnectionLost(Event):
 
     slot: SlotId
     worker: WorkerId | None = None
-    failed: bool = False
+    reset: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class DrainRequested(Event):
     worker: WorkerId | None = None
     host: HostId | None = None
     rank: int | None = None
-    by_hand: bool = False
+    by_user: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class SlotsWanted(Event):
     """
 
     reason: str
-    taken: bool = False
+    in_use: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ DriverEvent: TypeAlias = (
     Tick
     | SlotRegistered
     | SlotBeat
-    | SlotJobEnded
+    | LaunchEnded
     | HostAppeared
     | HostLost
-    | HostsListed
+    | HostsDiscovered
     | WorkerStarted
     | WorkerJoins
     | WorkerFormed
@@ -262,12 +262,12 @@ class Warm(Event):
 
 
 @dataclass(frozen=True)
-class GotWorld(Event):
+class WorldReceived(Event):
     world: World
 
 
 @dataclass(frozen=True)
-class Formed(Event):
+class GroupFormed(Event):
     """The group of that generation stands."""
 
     fence: Fence
@@ -301,7 +301,7 @@ class Boundary(Event):
 
 
 @dataclass(frozen=True)
-class GroupBroke(Event):
+class GroupBroken(Event):
     """Forming, sync or exchange failed. suspects: ranks at fault in that world, may be empty."""
 
     fence: Fence
@@ -310,7 +310,7 @@ class GroupBroke(Event):
 
 
 @dataclass(frozen=True)
-class AbortHeard(Event):
+class AbortReceived(Event):
     """The driver says that a generation is over."""
 
     fence: Fence
@@ -332,7 +332,7 @@ class Finished(Event):
 
 
 @dataclass(frozen=True)
-class StopHeard(Event):
+class StopReceived(Event):
     """The driver has no more use for this worker: it was acknowledged, released, or is not of this job's worlds."""
 
     reason: str
@@ -347,15 +347,15 @@ class DriverSilent(Event):
 
 WorkerEvent: TypeAlias = (
     Warm
-    | GotWorld
-    | Formed
+    | WorldReceived
+    | GroupFormed
     | Synced
     | Applied
     | Boundary
-    | GroupBroke
-    | AbortHeard
+    | GroupBroken
+    | AbortReceived
     | UserRaised
     | Finished
-    | StopHeard
+    | StopReceived
     | DriverSilent
 )

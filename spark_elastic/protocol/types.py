@@ -14,6 +14,14 @@ WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<
 SlotId: TypeAlias = str  # one attempt of a slot task, never used twice in a job: "<job number>-<attempt>"
 HostId: TypeAlias = str  # one live executor
 
+NOT_RUNNING = frozenset(
+    "TZX"
+)  # letters of process states in which a process does not run: stopped, zombie, dead
+# Exit code of a worker that ended itself under R12 (driver silence). Crashing programs choose smaller codes.
+DRIVER_SILENT_EXIT_CODE = 75
+# Exit codes of processes that a signal killed, or that ended themselves because the driver was silent.
+KILLED_EXIT_CODES = (-9, -15, DRIVER_SILENT_EXIT_CODE)
+
 
 @dataclass(frozen=True, order=True)
 class Fence:
@@ -102,7 +110,7 @@ class World:
         return None if self.source is None else self.members[self.source].position
 
     @property
-    def begins_at(self) -> Position | None:
+    def start_position(self) -> Position | None:
         """Its source's position or, if it begins from a checkpoint, the newest one's; None: the beginning."""
         return self.resume[0].position if self.resume else self.position
 
@@ -165,7 +173,7 @@ class Limits:
     lease: float = 5.0
     reconnect_grace: float = 1.0
     driver_timeout: float = 60.0
-    same_moment: float = 0.05
+    disconnect_window: float = 0.05
     regroup_timeout: float = 600.0
     debounce: float = 0.05
     failure_budget: int = 10
@@ -189,7 +197,7 @@ FEWEST_PER_LEASE = 2.5
 ALL_PER_SECOND = 250  # beats of all slots together, about a quarter of what one core serves
 
 
-def beat_every(lease: float, slots: int) -> float:
+def heartbeat_interval(lease: float, slots: int) -> float:
     """Seconds between two beats of each of so many slots: it grows with them, and the lease bounds it."""
     at_ease = min(SHORTEST, lease / PER_LEASE)
     return max(at_ease, min(slots / ALL_PER_SECOND, lease / FEWEST_PER_LEASE))

@@ -24,10 +24,15 @@ from spark_elastic.protocol.commands import (
     Sync,
     WorkerCommand,
 )
-from spark_elastic.protocol.types import START, Fence, Position, SlotId, WorkerId, World
-
-# Exit code of a worker whose driver was silent (R12); crashing programs choose smaller ones.
-SILENT_DRIVER = 75
+from spark_elastic.protocol.types import (
+    DRIVER_SILENT_EXIT_CODE,
+    START,
+    Fence,
+    Position,
+    SlotId,
+    WorkerId,
+    World,
+)
 
 
 class Stage(Enum):
@@ -73,18 +78,20 @@ def step(state: WorkerState, event: on.WorkerEvent) -> Answer:
     match event:
         case on.Warm():
             return _join(state, "warm") if state.stage is Stage.STARTING else (state, ())
-        case on.GotWorld():
+        case on.WorldReceived():
             return _got_world(state, event.world)
-        case on.Formed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroke() | on.Finished():
+        case on.GroupFormed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroken() | on.Finished():
             return _in_world(state, event) if event.fence == state.fence else (state, ())
-        case on.AbortHeard():
+        case on.AbortReceived():
             return _abort_heard(state, event)
         case on.UserRaised():
             return _user_raised(state, event)
-        case on.StopHeard():
+        case on.StopReceived():
             return _stop(state, event.reason, 0)
         case on.DriverSilent():
-            return _stop(state, f"the driver has been silent for {event.seconds:.0f} s", SILENT_DRIVER)
+            return _stop(
+                state, f"the driver has been silent for {event.seconds:.0f} s", DRIVER_SILENT_EXIT_CODE
+            )
 
 
 def _join(
@@ -122,7 +129,7 @@ def _got_world(state: WorkerState, world: World) -> Answer:
 def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
     """Events of the current world's own work."""
     match event:
-        case on.Formed() if state.stage is Stage.FORMING:
+        case on.GroupFormed() if state.stage is Stage.FORMING:
             return _formed(state)
         case on.Synced() if state.stage is Stage.SYNCING:
             return _run(replace(state, position=event.position or state.position))
@@ -131,7 +138,7 @@ def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
         case on.Boundary() if state.stage is Stage.RUNNING:
             # The group stays open until the next world is there: a slower peer may still read this step's last bytes.
             return _join(state, event.reason, planned=True)
-        case on.GroupBroke() if state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING):
+        case on.GroupBroken() if state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING):
             assert state.world is not None
             members = state.world.members
             suspects = tuple(members[rank].worker for rank in event.suspects if 0 <= rank < len(members))
@@ -180,7 +187,7 @@ def _report_done(state: WorkerState) -> ReportDone:
     return ReportDone("the end of training", state.fence, state.position or START, state.result)
 
 
-def _abort_heard(state: WorkerState, event: on.AbortHeard) -> Answer:
+def _abort_heard(state: WorkerState, event: on.AbortReceived) -> Answer:
     """R10: an older one is ignored; a newer one is kept for the world that it speaks of."""
     if state.fence is not None and event.fence < state.fence:
         return state, ()

@@ -64,7 +64,7 @@ class RegisterSlot(Request[Admission]):
     reply = Admission
     slot: SlotId
     host: HostId
-    job: int
+    launch: int
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -60,7 +60,7 @@ class Presence:
         finally:
             if not self._count(peer, -1) and broken is not None:
                 self._lost.add(peer)
-                self._post(events.ConnectionLost(self._clock.now(), *peer, failed=broken.failed))
+                self._post(events.ConnectionLost(self._clock.now(), *peer, reset=broken.failed))
 
     def _count(self, peer: Peer, change: int) -> int:
         """Change how many long polls the peer has open; returns the new number."""
@@ -130,7 +130,7 @@ class Routes:
         self._presence.heard((request.slot, None))
         node = str(request.facts.get("host", ""))
         self._post(
-            events.SlotRegistered(self._clock.now(), request.slot, request.host, request.job, node, unfit)
+            events.SlotRegistered(self._clock.now(), request.slot, request.host, request.launch, node, unfit)
         )
         refusal = self._board.ended or unfit
         return m.Admission(not refusal, refusal, beat_every=self._beat_every(self._presence.slots))

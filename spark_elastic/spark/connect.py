@@ -23,7 +23,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.protocol.events import LaunchEnded
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark.carrying import carried
 from spark_elastic.spark.checks.preflight import admit, genuine, judge_all
@@ -187,7 +187,7 @@ class ConnectLauncher:
                 return
             end = self._run(task, job)
             if not self._closing.is_set():
-                post(SlotJobEnded(self._clock.now(), job, *end))
+                post(LaunchEnded(self._clock.now(), job, *end))
 
         self._carry = carry
 

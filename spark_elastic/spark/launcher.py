@@ -21,7 +21,7 @@ from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.protocol.events import SlotJobEnded
+from spark_elastic.protocol.events import LaunchEnded
 from spark_elastic.spark.driver_address import has_context
 from spark_elastic.spark.slot_task import SlotTask
 
@@ -46,7 +46,7 @@ STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "sto
 
 
 class JobEnd(NamedTuple):
-    """How a slot job ended, as `SlotJobEnded` has it."""
+    """How a slot job ended, as `LaunchEnded` has it."""
 
     reason: str
     cancelled: bool = False
@@ -182,7 +182,7 @@ class SparkLauncher:
             return
         end = self._run(task, job)
         if not self._closing.is_set():
-            post(SlotJobEnded(self._clock.now(), job, *end))
+            post(LaunchEnded(self._clock.now(), job, *end))
 
     def _run(self, task: SlotTask, job: int) -> JobEnd:
         try:

@@ -18,7 +18,7 @@ from spark_elastic.driver.journal import FORMAT, arguments_of, commands_of, even
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.rendezvous.codec import Garbled
 

@@ -24,7 +24,7 @@ from typing import IO
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import sweep
-from spark_elastic.protocol.driver.worker_events import KILLED
+from spark_elastic.protocol.types import KILLED_EXIT_CODES
 from spark_elastic.worker.entry import Handed, Header
 from spark_elastic.worker.forking import Forked, Shape, kept
 from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
@@ -193,7 +193,7 @@ class Child:
 
     def crashed_at(self, code: int) -> str:
         """Where, in Python, it was in native code that ended it; "" where it ended otherwise. code: its exit code."""
-        return "" if code >= 0 or code in KILLED else self._crash.place(LAST_LINES)
+        return "" if code >= 0 or code in KILLED_EXIT_CODES else self._crash.place(LAST_LINES)
 
     def await_end(self, seconds: float) -> None:
         """Of a process that was told to end, for so long at most."""

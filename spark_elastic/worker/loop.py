@@ -21,7 +21,7 @@ from spark_elastic.errors import DriverUnreachable, ElasticError, PeersMissing, 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.events import AbortHeard, DriverSilent, StopHeard
+from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
 from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World
 from spark_elastic.rendezvous.messages import NextWorld, WorkerCalls
 from spark_elastic.worker.context import Current, Floor, current, set_current
@@ -183,8 +183,8 @@ class WorkerLoop:
             answer = question()
         now = self._clock.now()
         if answer.world is not None:
-            return on.GotWorld(now, answer.world)
-        return on.StopHeard(now, answer.stop or "")
+            return on.WorldReceived(now, answer.world)
+        return on.StopReceived(now, answer.stop or "")
 
     def _form(self, world: World) -> on.WorkerEvent:
         member = world.member(self._me.worker)
@@ -215,7 +215,7 @@ class WorkerLoop:
         position = self._program.position()
         now = replace(self._nobody, world=world, group=group, position=position, floor=self._floor)
         set_current(replace(now, waiting=self.waiting, watched=self.watched))
-        return on.Formed(self._clock.now(), world.fence)
+        return on.GroupFormed(self._clock.now(), world.fence)
 
     def _guarded(self, turn: do.Sync | do.Run) -> on.WorkerEvent:
         """Let the program do its part in this world; what breaks becomes an event."""
@@ -257,9 +257,9 @@ class WorkerLoop:
         assert self._world is not None
         return self._world.fence
 
-    def _broke(self, fence: Fence, error: Exception) -> on.GroupBroke:
+    def _broke(self, fence: Fence, error: Exception) -> on.GroupBroken:
         suspects = error.ranks if isinstance(error, CollectiveError) else ()
-        return on.GroupBroke(self._clock.now(), fence, tuple(suspects), str(error))
+        return on.GroupBroken(self._clock.now(), fence, tuple(suspects), str(error))
 
     def _abort_group(self, command: do.AbortGroup) -> None:
         with self._lock:
@@ -349,9 +349,9 @@ class Control:
             self._version = max(self._version, news.version)
             if news.over is not None and news.over != over:
                 over = news.over
-                self._loop.hear(AbortHeard(now, over, news.why))
+                self._loop.hear(AbortReceived(now, over, news.why))
             if news.stop is not None:
-                self._leave(self._loop.hear(StopHeard(now, news.stop)), news.stop)
+                self._leave(self._loop.hear(StopReceived(now, news.stop)), news.stop)
                 return
 
     def _leave(self, code: int | None, reason: str) -> None:

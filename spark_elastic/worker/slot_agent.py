@@ -14,7 +14,7 @@ from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
-from spark_elastic.protocol.driver.evidence import STOPPED
+from spark_elastic.protocol.types import NOT_RUNNING
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
 from spark_elastic.worker.child import LINE_AT_MOST, Child, MemoryKills
@@ -230,7 +230,7 @@ class SlotAgent:
 
     def _beat_for(self, child: Child) -> Pace:
         state = child.state()
-        stopped = state in STOPPED
+        stopped = state in NOT_RUNNING
         seen = child.look(self._clock.now(), stopped)
         told = seen.stack if stopped or (not seen.waits and seen.seconds > STACK_AFTER) else ""
         pace = self._driver.beat(child.worker or "", state, seen.waits, seen.seconds, told)

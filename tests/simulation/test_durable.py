@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.worker_machine import Answer, WorkerState
 from spark_elastic.state import checkpoint

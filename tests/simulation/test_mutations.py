@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
 from tests.simulation.scenes import scene
 from tests.simulator.driver import Step
@@ -100,7 +100,7 @@ def _without_sync(state: WorkerState, event: on.WorkerEvent) -> Answer:
 def _claims_early(state: WorkerState, event: on.WorkerEvent) -> Answer:
     """R5 broken: takes the new position before the new state is there."""
     after, commands = worker_machine.step(state, event)
-    if isinstance(event, on.Formed) and after.stage is Stage.SYNCING and after.world is not None:
+    if isinstance(event, on.GroupFormed) and after.stage is Stage.SYNCING and after.world is not None:
         after = replace(after, position=after.world.position)
     return after, commands
 
@@ -113,7 +113,7 @@ def _deaf(state: WorkerState, event: on.WorkerEvent) -> Answer:
 
 
 def _ignores_aborts(state: WorkerState, event: on.WorkerEvent) -> Answer:
-    return (state, ()) if isinstance(event, on.AbortHeard) else worker_machine.step(state, event)
+    return (state, ()) if isinstance(event, on.AbortReceived) else worker_machine.step(state, event)
 
 
 WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {

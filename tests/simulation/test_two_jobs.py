@@ -83,12 +83,12 @@ class Job(Bench):
         if number in self.running:
             self.running.discard(number)
             self.cores.free += 1
-            self.play(on.SlotJobEnded(0, number, "released"))
+            self.play(on.LaunchEnded(0, number, "released"))
 
     def loses(self, number: int) -> None:
         """Slot and core."""
         self.running.discard(number)
-        self.play(on.SlotJobEnded(0, number, "executor lost", host_lost=True))
+        self.play(on.LaunchEnded(0, number, "executor lost", executor_lost=True))
 
     def tick(self) -> None:
         for number in sorted(self.running):

@@ -15,7 +15,7 @@ from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.types import Checkpoint, Fence, World
 from spark_elastic.state.held_run import HeldRun, Several
 from tests.simulator.fault_plan import Moment
@@ -167,9 +167,9 @@ class SimDesk:
         stop = self.stops.get(name)
         world = self.worlds[-1] if self.worlds else None
         if stop is not None:
-            event: on.WorkerEvent = on.StopHeard(0, stop.reason)
+            event: on.WorkerEvent = on.StopReceived(0, stop.reason)
         elif world is not None and world.member(name) is not None and (fence is None or fence < world.fence):
-            event = on.GotWorld(0, world)
+            event = on.WorldReceived(0, world)
         else:
             return False
         del self.held[name]
@@ -189,14 +189,14 @@ class SimDesk:
 
     def lost(self, slot: SimSlot, failed: bool = False) -> None:
         if not self.sim.silent:
-            event = on.ConnectionLost(0, slot.name, failed=failed)
+            event = on.ConnectionLost(0, slot.name, reset=failed)
             self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
     def cut(self, slot: SimSlot) -> None:
         self.lost(slot, failed=True)
         worker = slot.worker
         if worker is not None and worker.alive and worker.connected and not self.sim.silent:
-            event = on.ConnectionLost(0, slot.name, worker.name, failed=True)
+            event = on.ConnectionLost(0, slot.name, worker.name, reset=True)
             self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
     def heal(self, slot: SimSlot) -> None:
@@ -269,7 +269,7 @@ class SimDesk:
         self.sim.moment(Moment.PUBLISHED)
 
     def _abort(self, worker: SimWorker, fence: Fence, reason: str) -> None:
-        worker.happens(on.AbortHeard(self.sim.now, fence, reason))
+        worker.happens(on.AbortReceived(self.sim.now, fence, reason))
 
     def _must_be_free(self, fence: Fence) -> None:
         waiting = self.sim.groups[fence].still_waiting(PROMPT) if fence in self.sim.groups else []
@@ -287,7 +287,7 @@ class SimDesk:
         if worker is None or not worker.alive:
             return
         self.held.pop(order.worker, None)
-        self._tell(worker, lambda: worker.happens(on.StopHeard(self.sim.now, order.reason)))
+        self._tell(worker, lambda: worker.happens(on.StopReceived(self.sim.now, order.reason)))
         wait = 0.005 if order.kill else 0.005 + 3.0
         self.sim.at(wait, lambda: None if worker.slot.host.cut else worker.die(-9))
 

@@ -181,13 +181,13 @@ class SimGroup:
     def _break(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
         self._does(worker, Doing.NOTHING)
         worker.keeper.broke()
-        worker.happens(on.GroupBroke(self.sim.now, self.world.fence, suspects, reason))
+        worker.happens(on.GroupBroken(self.sim.now, self.world.fence, suspects, reason))
 
     # ---- what a rank gets
 
     def _formed(self, worker: SimWorker) -> None:
         worker.slot.desk.formed(worker, self.world.fence)
-        worker.later(0.002, lambda: worker.happens(on.Formed(self.sim.now, self.world.fence)))
+        worker.later(0.002, lambda: worker.happens(on.GroupFormed(self.sim.now, self.world.fence)))
 
     def _synced(self, worker: SimWorker, chain: tuple[int, int], position: Position) -> None:
         """R5: state and position change together."""

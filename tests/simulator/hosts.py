@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.types import Fence, Position, World, beat_every
+from spark_elastic.protocol.types import Fence, Position, World, heartbeat_interval
 from spark_elastic.protocol.worker_machine import Stage
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
@@ -119,7 +119,7 @@ class SimSlot:
         sim.at(self._beat_every(), self.beat)
 
     def _beat_every(self) -> float:
-        return beat_every(self.sim.plan.limits.lease, len(self.desk.state.slots))
+        return heartbeat_interval(self.sim.plan.limits.lease, len(self.desk.state.slots))
 
     def start_worker(self) -> None:
         if not self.alive or self.desk.over:

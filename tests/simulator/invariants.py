@@ -11,8 +11,8 @@ from dataclasses import fields
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.driver_state import DriverState, Stage
 from spark_elastic.protocol.driver.membership import capacity
+from spark_elastic.protocol.driver.state import DriverState, Stage
 from spark_elastic.protocol.types import Checkpoint, Fence, Position, WorkerId, WorkerStatus, World
 
 STORY = 80  # lines kept
@@ -107,8 +107,8 @@ class DriverInvariants:
             value = getattr(event, name, None)
             if value is not None:
                 self._named.add(value)
-        if isinstance(event, on.SlotJobEnded):
-            self._jobs.discard(event.job)
+        if isinstance(event, on.LaunchEnded):
+            self._jobs.discard(event.launch)
 
     def _check_command(self, command: do.DriverCommand, before: DriverState, after: DriverState) -> None:
         if self._ended:

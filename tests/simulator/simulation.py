@@ -286,7 +286,7 @@ class Simulation:
             rival.gone()
             if rival.worker is not None:
                 rival.worker.die(-9, quiet=True)
-        ended = on.SlotJobEnded(0, slot.job, reason)
+        ended = on.LaunchEnded(0, slot.job, reason)
         self.at(self.rng.uniform(0.02, 0.5), lambda: slot.desk.post(ended))
         self.at(0.6, self._schedule)
 

@@ -133,12 +133,12 @@ class Strikes:
     def _unlist(self, hosts: list[SimHost], seconds: float) -> None:
         """Discovery answers without them, and after a while that everybody may take part."""
         listed = tuple((host.name, max(1, host.capacity)) for host in self._living() if host not in hosts)
-        self.sim.desk.post(on.HostsListed(0, listed))
+        self.sim.desk.post(on.HostsDiscovered(0, listed))
         self.sim.at(seconds, self._list_all)
 
     def _list_all(self) -> None:
         if not self.sim.desk.over:
-            self.sim.desk.post(on.HostsListed(0, None))
+            self.sim.desk.post(on.HostsDiscovered(0, None))
 
     def _kill_slots(self, slots: list[SimSlot], fault: Fault) -> None:
         self.sim.silent = fault.silent
@@ -187,7 +187,7 @@ class Strikes:
         heard_of = {(slot.desk, slot.job) for slot in host.slots if slot.alive}
         self.sim.desk.post(on.HostLost(0, host.name, "its heartbeats timed out"))
         for desk, job in heard_of:
-            desk.post(on.SlotJobEnded(0, job, "its executor is lost", host_lost=True))
+            desk.post(on.LaunchEnded(0, job, "its executor is lost", executor_lost=True))
 
     def _silent_driver(self, host: SimHost) -> None:
         for slot in host.slots:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishCheckpoint
-from spark_elastic.protocol.driver.driver_state import SlotEnd, Turn, Unsure, WorkerRecord
+from spark_elastic.protocol.driver.state import SlotEnd, Turn, Unsure, WorkerRecord
 from spark_elastic.protocol.types import Checkpoint, SlotId, WorkerId
 
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
@@ -54,9 +54,9 @@ def given_up(turn: Turn, worker: WorkerRecord, disowned: bool = False) -> None:
 def connection_ended(turn: Turn, event: on.ConnectionLost) -> None:
     """That of a slot or of a worker, who may have been given up, or will be."""
     state, name = turn.state, event.worker or event.slot
-    state.unclosed = state.unclosed | {name} if event.failed else state.unclosed - {name}
+    state.unclosed = state.unclosed | {name} if event.reset else state.unclosed - {name}
     for worker, unsure in _unsure_behind(turn, event):
-        hung_up = _soon(turn, turn.now, unsure.heard) and (unsure.hung_up or not event.failed)
+        hung_up = _soon(turn, turn.now, unsure.heard) and (unsure.hung_up or not event.reset)
         _note(turn, worker, replace(unsure, hung_up=hung_up))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spark_elastic.protocol.commands import End, Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.driver_state import Stage, Turn
 from spark_elastic.protocol.driver.membership import names
+from spark_elastic.protocol.driver.state import Stage, Turn
 
 PROMPTLY = 30.0  # seconds to build a world, to come to a planned stop, to report a result after rank 0's
 

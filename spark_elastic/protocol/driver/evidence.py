@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import Abort, StopWorker
-from spark_elastic.protocol.driver.driver_state import Gone, SlotEnd, SlotRecord, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.driver.durable import MARGIN, given_up, slot_is_gone
+from spark_elastic.protocol.driver.state import Gone, SlotEnd, SlotRecord, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.types import WorkerId, WorkerStatus
 
-STOPPED = frozenset("TZX")  # states of a process that does not run: stopped, zombie, dead
 SCANS_PER_LEASE = 20
 # Seconds: imports keep a host busy, nobody waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
@@ -209,7 +208,7 @@ def _driver_is_deaf(turn: Turn) -> bool:
 
 
 def _settled(turn: Turn, since: float) -> bool:
-    return turn.now - since >= turn.state.limits.same_moment
+    return turn.now - since >= turn.state.limits.disconnect_window
 
 
 def _everybody_is_cut(turn: Turn) -> bool:

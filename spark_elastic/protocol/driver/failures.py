@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 
 from spark_elastic.protocol.commands import Outcome
-from spark_elastic.protocol.driver.driver_state import DriverState, Failure, Turn
+from spark_elastic.protocol.driver.state import DriverState, Failure, Turn
 from spark_elastic.protocol.types import START, Position, WorkerId
 
 STARVED_BORNE = 2  # kills because memory ran out that a job tolerates within the failure window

@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import Announce, Outcome, Publish, StopWorker
-from spark_elastic.protocol.driver.driver_state import DriverState, Gone, Leave, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.driver.durable import old_members_may_live
 from spark_elastic.protocol.driver.ending import end, finish, promptly
 from spark_elastic.protocol.driver.evidence import break_world, lose, retire
@@ -33,6 +32,7 @@ from spark_elastic.protocol.driver.membership import (
     source_of,
     wanted_at_start,
 )
+from spark_elastic.protocol.driver.state import DriverState, Gone, Leave, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, SlotId, WorkerStatus, World
 
 # `max_runtime`: a job that has had its time is stopped at the next step boundary. Pure.

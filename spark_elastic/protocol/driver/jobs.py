@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol.commands import LaunchSlot, ReleaseSlot
-from spark_elastic.protocol.driver.driver_state import JobRecord, PutOff, SlotEnd, SlotRecord, Stage, Turn
 from spark_elastic.protocol.driver.evidence import lose_slot
 from spark_elastic.protocol.driver.membership import capacity, newest_position
+from spark_elastic.protocol.driver.state import JobRecord, PutOff, SlotEnd, SlotRecord, Stage, Turn
 from spark_elastic.protocol.types import HostId, SlotId
 
 # Seconds before a slot job is launched, by fruitless predecessors. A host that may not be used and has room would be

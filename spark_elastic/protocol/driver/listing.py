@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Remark
-from spark_elastic.protocol.driver.driver_state import Leave, SlotRecord, Turn, WorkerRecord
+from spark_elastic.protocol.commands import NotifyUser
 from spark_elastic.protocol.driver.jobs import PARKED_FOR, give_back, hasten
+from spark_elastic.protocol.driver.state import Leave, SlotRecord, Turn, WorkerRecord
 from spark_elastic.protocol.types import SlotId
 
 
@@ -49,7 +49,7 @@ def look_at_barred(turn: Turn) -> None:
             state.barred = state.barred.drop(name)
 
 
-def hosts_listed(turn: Turn, event: on.HostsListed) -> None:
+def hosts_listed(turn: Turn, event: on.HostsDiscovered) -> None:
     """A listing causes at most a planned change: members no longer listed drain, unless listed again in time."""
     state = turn.state
     state.listed = event.hosts
@@ -143,7 +143,7 @@ def drain_requested(turn: Turn, event: on.DrainRequested) -> None:
         else:
             give_back(turn, slot, f"slot {slot.slot} drains: {event.reason}", withhold=kind is Leave.BY_HAND)
 
-    if not met and event.by_hand:
+    if not met and event.by_user:
         _met_nobody(turn, event)
 
 
@@ -168,7 +168,7 @@ def _met_nobody(turn: Turn, event: on.DrainRequested) -> None:
     else:
         size = state.world.size if state.world is not None else 0
         text = f"rank {event.rank} does not live in world {state.generation} of {size} workers, so nothing changes"
-    turn.say(Remark(f"a drain met nobody ({event.reason}): {text}"))
+    turn.say(NotifyUser(f"a drain met nobody ({event.reason}): {text}"))
 
 
 def leave(turn: Turn, worker: WorkerRecord, reason: str, kind: Leave) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spark_elastic.protocol.driver.driver_state import WorkerRecord
+from spark_elastic.protocol.driver.state import WorkerRecord
 from spark_elastic.protocol.types import HostId, Limits, Member, Position, SlotId, WorkerId
 
 

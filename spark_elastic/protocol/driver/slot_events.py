@@ -6,29 +6,30 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.driver_state import JobRecord, SlotEnd, SlotRecord, Turn
 from spark_elastic.protocol.driver.durable import job_is_gone
 from spark_elastic.protocol.driver.ending import end
-from spark_elastic.protocol.driver.evidence import STOPPED, lose_slot
+from spark_elastic.protocol.driver.evidence import lose_slot
 from spark_elastic.protocol.driver.jobs import follow, give_back, hasten, refuse
 from spark_elastic.protocol.driver.listing import refusal
+from spark_elastic.protocol.driver.state import JobRecord, SlotEnd, SlotRecord, Turn
 from spark_elastic.protocol.driver.worker_events import adopt
+from spark_elastic.protocol.types import NOT_RUNNING
 
 
 def slot_registered(turn: Turn, event: on.SlotRegistered) -> None:
     state = turn.state
     known = state.slots.get(event.slot)
-    job = state.jobs.get(event.job)
+    job = state.jobs.get(event.launch)
     if known is not None:
         turn.put_slot(replace(known, heard=turn.now))
     elif event.slot in state.gone_slots:
         turn.say(ReleaseSlot(f"slot {event.slot} was given up: {state.gone_slots[event.slot]}", event.slot))
     elif job is None:
-        refuse(turn, event.slot, f"slot {event.slot} belongs to slot job {event.job}, which is over")
+        refuse(turn, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
     else:
         extra = job.slots > 0
         slot = SlotRecord(
-            event.slot, event.job, event.host, turn.now, extra, node=event.node, unfit=event.unfit
+            event.slot, event.launch, event.host, turn.now, extra, node=event.node, unfit=event.unfit
         )
         _receive(turn, slot, job)
 
@@ -65,22 +66,22 @@ def slot_beat(turn: Turn, event: on.SlotBeat) -> None:
         if event.worker not in state.workers:
             adopt(turn, slot, event.worker)
         worker = state.workers.get(event.worker)
-        if worker is not None and event.state not in STOPPED:
+        if worker is not None and event.state not in NOT_RUNNING:
             turn.put(replace(worker, heard=turn.now))
 
 
-def slot_job_ended(turn: Turn, event: on.SlotJobEnded) -> None:
+def slot_job_ended(turn: Turn, event: on.LaunchEnded) -> None:
     state = turn.state
-    job = state.jobs.get(event.job)
+    job = state.jobs.get(event.launch)
     if job is None:
         return
-    how = SlotEnd.DISOWNED if event.host_lost else SlotEnd.SEEN
-    for slot in turn.slots_of(event.job):
-        lose_slot(turn, slot, f"slot job {event.job} ended: {event.reason}", how)
-    job_is_gone(turn, event.job, event.host_lost)
-    state.jobs = state.jobs.drop(event.job)
+    how = SlotEnd.DISOWNED if event.executor_lost else SlotEnd.SEEN
+    for slot in turn.slots_of(event.launch):
+        lose_slot(turn, slot, f"slot job {event.launch} ended: {event.reason}", how)
+    job_is_gone(turn, event.launch, event.executor_lost)
+    state.jobs = state.jobs.drop(event.launch)
     if event.cancelled:
-        end(turn, Outcome.CANCELLED, f"slot job {event.job} was cancelled: {event.reason}")
+        end(turn, Outcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
     elif state.done_since is None:
         follow(turn, job, event.reason)
 

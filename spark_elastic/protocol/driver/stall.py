@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_elastic.protocol.driver.driver_state import Stage, Turn
-from spark_elastic.protocol.driver.evidence import STOPPED
+from spark_elastic.protocol.driver.state import Stage, Turn
 from spark_elastic.protocol.events import SlotBeat, WorkerStalled
-from spark_elastic.protocol.types import Member, SlotId, World
+from spark_elastic.protocol.types import NOT_RUNNING, Member, SlotId, World
 
 SILENT_BEATS = 2.5  # that have not come from a slot
 STATES = {
@@ -60,7 +59,7 @@ def stalls(
             continue  # it is lost by then, not late
         if beat is None or member.slot not in fresh:
             how = f"its slot has been silent for {now - (beat.now if beat is not None else since):.1f} s"
-        elif beat.worker == member.worker and beat.state in STOPPED:
+        elif beat.worker == member.worker and beat.state in NOT_RUNNING:
             how = f"its process {STATES.get(beat.state, beat.state)}"
         elif beat.worker == member.worker and not beat.waits and beat.seconds >= after / 2:
             how = f"its process {STATES.get(beat.state, f'is in state {beat.state}')}"
@@ -74,7 +73,7 @@ def _waited(member: Member, beat: SlotBeat | None) -> float:
     """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
     if beat is None or beat.worker != member.worker:
         return 0.0
-    return beat.seconds if beat.waits and beat.state not in STOPPED else 0.0
+    return beat.seconds if beat.waits and beat.state not in NOT_RUNNING else 0.0
 
 
 def _sentence(member: Member, waited: float, how: str, beat: SlotBeat | None) -> str:

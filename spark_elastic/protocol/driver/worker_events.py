@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.driver_state import Failure, Gone, SlotRecord, Stage, Turn, WorkerRecord
 from spark_elastic.protocol.driver.durable import seen_dead
 from spark_elastic.protocol.driver.ending import end
 from spark_elastic.protocol.driver.evidence import (
@@ -20,15 +19,21 @@ from spark_elastic.protocol.driver.evidence import (
 from spark_elastic.protocol.driver.failures import blame, spell, starve
 from spark_elastic.protocol.driver.jobs import give_back, strike
 from spark_elastic.protocol.driver.listing import unwanted
-from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, WorkerStatus
-from spark_elastic.protocol.worker_machine import SILENT_DRIVER
+from spark_elastic.protocol.driver.state import Failure, Gone, SlotRecord, Stage, Turn, WorkerRecord
+from spark_elastic.protocol.types import (
+    DRIVER_SILENT_EXIT_CODE,
+    KILLED_EXIT_CODES,
+    Fence,
+    Position,
+    SlotId,
+    WorkerId,
+    WorkerStatus,
+)
 
-OWN_CODES = (1, SILENT_DRIVER)  # exit codes with which the worker, not the user's function, ends its process
-KILLED = (
-    -9,
-    -15,
-    SILENT_DRIVER,
-)  # exit codes of processes that were killed, or ended because the driver was silent
+OWN_CODES = (
+    1,
+    DRIVER_SILENT_EXIT_CODE,
+)  # exit codes with which the worker, not the user's function, ends its process
 KILLS_PER_SLOT = 20  # kills within the failure window that count as losses, not as failures
 # Kills of one slot's workers in a row, before they took part in a world, that count as losses.
 KILLS_BORNE = 2
@@ -170,7 +175,7 @@ def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
     worker, gone = state.workers.get(event.worker), state.gone_workers.get(event.worker)
     how = event.reason or f"exit code {event.exit_code}"
     if worker is not None:
-        losing = lose_from_outside if event.exit_code in KILLED else lose
+        losing = lose_from_outside if event.exit_code in KILLED_EXIT_CODES else lose
         losing(turn, worker, f"its process ended ({how})")
         detail = f"the process of {turn.title(worker)} ended: {how}"
         _count(turn, event, took_part(worker), _own_word(turn, worker, event.exit_code), detail)
@@ -178,7 +183,7 @@ def worker_exited(turn: Turn, event: on.WorkerExited) -> None:
         ended = Gone(f"its process ended ({how})", WorkerStatus.FAILURE)
         state.gone_workers = state.gone_workers.put(event.worker, ended)
     elif gone.liable and event.exit_code != 0:
-        if event.exit_code not in KILLED:  # why its connection broke
+        if event.exit_code not in KILLED_EXIT_CODES:  # why its connection broke
             state.taken = state.taken.drop(event.worker)
         state.gone_workers = state.gone_workers.put(event.worker, replace(gone, liable=False))
         _count(turn, event, gone.took_part, "", f"the process of worker {event.worker} ended: {how}")
@@ -200,7 +205,7 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
         return
     if event.out_of_memory:
         starve(turn, detail, end)
-    elif event.exit_code in KILLED:
+    elif event.exit_code in KILLED_EXIT_CODES:
         kills = 0 if took_part else state.kills.get(slot, 0) + 1
         state.kills = state.kills.put(slot, kills)
         often = _killed(turn, slot)
@@ -211,7 +216,7 @@ def _count(turn: Turn, event: on.WorkerExited, took_part: bool, fingerprint: str
         else:
             detail += f"; {often} of its slot ended so within {state.limits.failure_window:g} s"
     # The step is not known: failures in worlds that began at the same position count as failures at one place.
-    position = state.world.begins_at if state.world is not None else None
+    position = state.world.start_position if state.world is not None else None
     crash = ""
     if event.crashed_at:
         detail = f"{detail} in {event.crashed_at}"

@@ -8,7 +8,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
 from spark_elastic.local.launcher import Hosts, LocalLauncher
-from spark_elastic.protocol.events import DriverEvent, SlotJobEnded, SlotRegistered
+from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotRegistered
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 
 
@@ -25,7 +25,7 @@ def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
             slot = driver.heard(SlotRegistered).slot
             driver.server.release_slot(slot, "localhost has no torch")
         ended = posted.get(timeout=30.0)
-        assert isinstance(ended, SlotJobEnded)
+        assert isinstance(ended, LaunchEnded)
         assert ("localhost has no torch" if key == KEY else "key") in ended.reason
     finally:
         assert launcher.close(10.0) == []
@@ -44,7 +44,7 @@ def test_ctrl_c_is_the_drivers_to_answer() -> None:
         launcher.kill(1, signal.SIGINT)
         driver.server.release_slot(slot, "the caller was interrupted")
         ended = posted.get(timeout=30.0)
-        assert isinstance(ended, SlotJobEnded)
+        assert isinstance(ended, LaunchEnded)
         assert ended.reason == "the caller was interrupted"
     finally:
         assert launcher.close(10.0) == []

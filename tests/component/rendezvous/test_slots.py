@@ -18,7 +18,7 @@ def test_each_message_becomes_its_event(driver: Driver) -> None:
     assert slot.beat("3-0.1", "R") == Pace(BEAT_EVERY)
     assert slot.exited("3-0.1", -9, "killed") == Acknowledged()
     registered = driver.heard(events.SlotRegistered)
-    assert (registered.slot, registered.host, registered.job) == ("3-0", "host-a", 3)
+    assert (registered.slot, registered.host, registered.launch) == ("3-0", "host-a", 3)
     started = driver.heard(events.WorkerStarted)
     assert (started.slot, started.worker) == ("3-0", "3-0.1")
     beat = driver.heard(events.SlotBeat)

@@ -152,7 +152,7 @@ def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen
     assert screen.fits()
     screen.shoot("status-after-loss")
 
-    job.on(on.SlotJobEnded(0, 2, "its host is lost"))
+    job.on(on.LaunchEnded(0, 2, "its host is lost"))
     job.joins(4, step=46)
     job.trains(46, 80)
     screen.shows("3 of 3", "1 joined in")

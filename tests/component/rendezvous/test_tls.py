@@ -50,7 +50,7 @@ def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
     client.close()
     with pytest.raises(ConnectionClosed):
         waiting.result(PATIENCE)
-    assert not driver.heard(events.ConnectionLost).failed, "it was closed, not lost on its way (R18)"
+    assert not driver.heard(events.ConnectionLost).reset, "it was closed, not lost on its way (R18)"
 
 
 def test_another_certificate_is_refused_at_once(driver: Driver) -> None:

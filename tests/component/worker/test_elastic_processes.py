@@ -167,7 +167,7 @@ def test_a_drained_host_leaves_at_a_step_boundary() -> None:
     job.at_step(10, drain)
     result = job.run()
     assert sizes(result)[:2] == [3, 2]
-    assert not any("GroupBroke" in line or "broke" in line for line in result.story)
+    assert not any("GroupBroken" in line or "broke" in line for line in result.story)
 
 
 def test_newcomers_join_while_the_others_train() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from spark_elastic.data.store import memory_store
 from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.ports import Contact
-from spark_elastic.protocol.events import CancelRequested, SlotJobEnded, SlotsWanted
+from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.state.mail import Box, Mail
 from spark_elastic.testing.fakes import FakeClock
 
@@ -22,7 +22,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), events.append)
     launcher.launch(3)
     for letter in (
-        {"ended": 3, "reason": "lost", "cancelled": False, "host_lost": True},
+        {"ended": 3, "reason": "lost", "cancelled": False, "executor_lost": True},
         {"wanted": "others", "taken": True},
         {"cancel": "stop"},
     ):
@@ -33,7 +33,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     client.turn()
     assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3}]
     assert events == [
-        SlotJobEnded(clock.now(), 3, "lost", False, True),
+        LaunchEnded(clock.now(), 3, "lost", False, True),
         SlotsWanted(clock.now(), "others", True),
         CancelRequested(clock.now(), "stop"),
     ]

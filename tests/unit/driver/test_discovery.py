@@ -13,7 +13,7 @@ from spark_elastic.driver import discovery
 from spark_elastic.driver.discovery import FixedHosts, HostPolling, JobHandle, parse_hosts, script, steered
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsListed
+from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
 from tests.patience import until
 
 CLOCK = SystemClock()
@@ -33,7 +33,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _listed(event: DriverEvent) -> dict[str, int]:
-    assert isinstance(event, HostsListed)
+    assert isinstance(event, HostsDiscovered)
     assert event.hosts is not None
     return dict(event.hosts)
 
@@ -153,7 +153,7 @@ def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
     watch.close()
     handle.cancel("too late")
     kinds = [type(event) for event in posted]
-    assert kinds == [HostsListed, DrainRequested, DrainRequested, CancelRequested]
+    assert kinds == [HostsDiscovered, DrainRequested, DrainRequested, CancelRequested]
     assert isinstance(posted[1], DrainRequested)
     assert (posted[1].rank, posted[1].reason) == (2, "maintenance")
 

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.launch.job_monitor import JobMonitor, NullListener
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.driver_state import Stage
+from spark_elastic.protocol.driver.state import Stage
 from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -77,6 +77,6 @@ def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> No
     play(on.WorkerExited(0, name(1), -9))
     assert bench.state.stage is Stage.REGROUPING
     assert heard == [True, False], "the slot starts another worker"
-    play(on.SlotJobEnded(0, 1, "executor lost", host_lost=True))
+    play(on.LaunchEnded(0, 1, "executor lost", executor_lost=True))
     play(on.Tick(0))
     assert heard == [True, False, True]

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
 from spark_elastic.local.launcher import Hosts, LocalLauncher
-from spark_elastic.protocol.events import DriverEvent, SlotJobEnded
+from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 
 
 def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.
     for job in (1, 2):
         launcher.launch(job)
         ended = posted.get(timeout=10.0)
-        assert isinstance(ended, SlotJobEnded)
-        assert ended.job == job
+        assert isinstance(ended, LaunchEnded)
+        assert ended.launch == job
         assert "could not be started ([Errno 11] Resource temporarily unavailable)" in ended.reason
     assert launcher.close(1.0) == []

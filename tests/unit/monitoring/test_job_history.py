@@ -117,7 +117,7 @@ def test_all_lost_is_a_restart() -> None:
     job.start([1])
     job.report(7)
     job.loses(1, step=0, regroup=0.0)
-    job.on(on.SlotJobEnded(0, 1, "its host is lost"))
+    job.on(on.LaunchEnded(0, 1, "its host is lost"))
     job.comes(2)
     job.form()
     assert job.told[-1].kind is Kind.RESTART

@@ -9,7 +9,7 @@ from typing import TypeVar
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Publish
-from spark_elastic.protocol.driver.driver_state import DriverState
+from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
 from tests.simulator.invariants import DriverInvariants
 

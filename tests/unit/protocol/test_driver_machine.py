@@ -31,13 +31,13 @@ def _done(bench: Bench, *jobs: int) -> None:
 
 
 def test_a_job_begins_with_a_launch_per_slot() -> None:
-    assert [launch.job for launch in Bench().all(LaunchSlot)] == [1, 2, 3, 4]
+    assert [launch.launch for launch in Bench().all(LaunchSlot)] == [1, 2, 3, 4]
 
 
 def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(on.SlotJobEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
+    bench.on(on.LaunchEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
     assert bench.end.outcome is Outcome.CANCELLED
     assert len(bench.all(LaunchSlot)) == 4
 

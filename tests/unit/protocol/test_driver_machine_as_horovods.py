@@ -25,7 +25,7 @@ def _slots(bench: Bench, *jobs: int) -> None:
 
 def _bench(**limits: object) -> Bench:
     bench = Bench(replace(FOUR, **limits))  # type: ignore[arg-type]
-    bench.on(on.HostsListed(0, TWO_HOSTS))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS))
     return bench
 
 
@@ -51,11 +51,11 @@ def test_rank_and_size_with_host_failure() -> None:
 @pytest.mark.scenario("U1")
 def test_rank_and_size_with_host_added() -> None:
     bench = _bench(gather_timeout=1.0)
-    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     _slots(bench, 1, 2)
     bench.wait(1.1, beating=[1, 2])
     bench.form()
-    bench.on(on.HostsListed(0, TWO_HOSTS))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS))
     _slots(bench, 3, 4)
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(5, name(1), name(2))
@@ -75,7 +75,7 @@ def test_wait_for_available_slots() -> None:
 @pytest.mark.scenario("U1")
 def test_wait_for_min_hosts() -> None:
     bench = _bench(min_workers=3, start_timeout=5.0)
-    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     _slots(bench, 1, 2)
     bench.wait(6.0, beating=[1, 2])
     assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
@@ -138,12 +138,12 @@ def test_worker_notification_manager() -> None:
 def test_worker_notification_manager_notifications_without_assignments() -> None:
     """A change before there is a world, or of hosts that nobody needs, announces nothing."""
     bench = _bench(max_workers=2, num_workers=2)
-    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
-    bench.on(on.HostsListed(0, TWO_HOSTS))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS))
     _slots(bench, 1, 2)
     bench.form()
-    bench.on(on.HostsListed(0, (*TWO_HOSTS, ("host-3", 2))))
-    bench.on(on.HostsListed(0, TWO_HOSTS[:1]))
+    bench.on(on.HostsDiscovered(0, (*TWO_HOSTS, ("host-3", 2))))
+    bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     bench.wait(1.0, beating=[1, 2])
     assert not bench.all(Announce)
 
@@ -154,7 +154,7 @@ def test_order_available_hosts() -> None:
     bench = _bench(num_workers=2, gather_timeout=1.0)
     _slots(bench, 3, 4)
     bench.form()
-    bench.on(on.HostsListed(0, tuple(reversed(TWO_HOSTS))))
+    bench.on(on.HostsDiscovered(0, tuple(reversed(TWO_HOSTS))))
     _slots(bench, 1, 2)
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(5, name(3), name(4))
@@ -166,7 +166,7 @@ def test_update_available_hosts() -> None:
     bench = _bench()
     _slots(bench, 1, 2, 3, 4)
     bench.form()
-    bench.on(on.HostsListed(0, (("host-1", 1), ("host-2", 2))))  # a slot fewer
+    bench.on(on.HostsDiscovered(0, (("host-1", 1), ("host-2", 2))))  # a slot fewer
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(5, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
@@ -180,7 +180,7 @@ def test_blacklist_host() -> None:
     bench.form()
     for job in (1, 2):
         bench.on(on.WorkerExited(0, name(job), 1))
-        bench.on(on.SlotJobEnded(0, job, "released"))
+        bench.on(on.LaunchEnded(0, job, "released"))
     for job in (5, 6):
         bench.on(on.SlotRegistered(0, f"{job}-0", "host-1", job))
     assert not {"5-0", "6-0"} & set(bench.state.slots)

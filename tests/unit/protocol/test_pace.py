@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.types import beat_every
+from spark_elastic.protocol.types import heartbeat_interval
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from spark_elastic.protocol.types import beat_every
     ],
 )
 def test_seconds_between_two_beats(lease: float, slots: int, seconds: float) -> None:
-    assert beat_every(lease, slots) == pytest.approx(seconds)
+    assert heartbeat_interval(lease, slots) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("lease", [1.0, 5.0, 30.0])
 def test_r12_half_a_lease_is_never_without_a_beat(lease: float) -> None:
     """The driver takes itself for deaf then; and one lost beat is no lost worker."""
     for slots in (1, 10, 300, 3000, 10**6):
-        assert beat_every(lease, slots) < lease / 2
-        assert 2 * beat_every(lease, slots) < lease
+        assert heartbeat_interval(lease, slots) < lease / 2
+        assert 2 * heartbeat_interval(lease, slots) < lease

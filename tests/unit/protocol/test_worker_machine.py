@@ -19,7 +19,7 @@ from spark_elastic.protocol.commands import (
     WorkerCommand,
 )
 from spark_elastic.protocol.driver.membership import Place, assign, source_of
-from spark_elastic.protocol.types import START, Fence, Position, World
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, World
 from tests.unit.protocol.driver_bench import at
 
 ME = "a"
@@ -41,8 +41,8 @@ class Me:
     def running(self, step: int = 5) -> Me:
         """In world 1 with b, at that step."""
         self.on(on.Warm(0))
-        self.on(on.GotWorld(0, _world(1, a=None, b=None)))
-        self.on(on.Formed(0, Fence(1, 1)))
+        self.on(on.WorldReceived(0, _world(1, a=None, b=None)))
+        self.on(on.GroupFormed(0, Fence(1, 1)))
         self.on(on.Applied(0, Fence(1, 1), at(step)))
         return self
 
@@ -51,16 +51,16 @@ def test_from_warm_to_running() -> None:
     me = Me()
     assert me.on(on.Warm(0)) == [Join]
     assert me.commands[0] == Join(me.commands[0].reason, None, None)
-    assert me.on(on.GotWorld(0, _world(1, a=None, b=None))) == [Form]
-    assert me.on(on.Formed(0, Fence(1, 1))) == [Run]
+    assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [Form]
+    assert me.on(on.GroupFormed(0, Fence(1, 1))) == [Run]
     assert me.state.position == START
 
 
 def test_r05_a_joiner_holds_no_state_before_it_is_synced() -> None:
     me = Me()
     me.on(on.Warm(0))
-    me.on(on.GotWorld(0, _world(3, b=at(7), a=None)))
-    assert me.on(on.Formed(0, Fence(1, 3))) == [Sync]
+    me.on(on.WorldReceived(0, _world(3, b=at(7), a=None)))
+    assert me.on(on.GroupFormed(0, Fence(1, 3))) == [Sync]
     assert me.state.position is None
     assert me.on(on.Synced(0, Fence(1, 3), at(7))) == [Run]
     assert me.state.position == at(7)
@@ -68,18 +68,18 @@ def test_r05_a_joiner_holds_no_state_before_it_is_synced() -> None:
 
 def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
     me = Me().running(step=5)
-    me.on(on.GroupBroke(0, Fence(1, 1), (1,), "reset"))
-    me.on(on.GotWorld(0, _world(2, a=at(5), c=at(6))))
-    assert me.on(on.Formed(0, Fence(1, 2))) == [Sync]
-    assert me.on(on.GroupBroke(0, Fence(1, 2), (1,), "reset")) == [CloseGroup, Join]
+    me.on(on.GroupBroken(0, Fence(1, 1), (1,), "reset"))
+    me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(6))))
+    assert me.on(on.GroupFormed(0, Fence(1, 2))) == [Sync]
+    assert me.on(on.GroupBroken(0, Fence(1, 2), (1,), "reset")) == [CloseGroup, Join]
     assert me.commands[1] == Join("reset", Fence(1, 2), at(5), ("c",), planned=False)
 
 
 def test_who_stands_where_the_source_does_hands_on_and_keeps_its_position() -> None:
     me = Me().running(step=5)
-    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
-    me.on(on.GotWorld(0, _world(2, a=at(5), c=None)))
-    assert me.on(on.Formed(0, Fence(1, 2))) == [Sync]
+    me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
+    me.on(on.WorldReceived(0, _world(2, a=at(5), c=None)))
+    assert me.on(on.GroupFormed(0, Fence(1, 2))) == [Sync]
     assert me.on(on.Synced(0, Fence(1, 2), at(5))) == [Run]
 
 
@@ -88,7 +88,7 @@ def test_r06_at_a_boundary_the_group_stays_open_until_the_next_world() -> None:
     me = Me().running(step=5)
     assert me.on(on.Boundary(0, Fence(1, 1), "the membership changes")) == [Join]
     assert me.commands[0] == Join("the membership changes", Fence(1, 1), at(5), planned=True)
-    assert me.on(on.GotWorld(0, _world(2, a=at(5), c=None))) == [CloseGroup, Form]
+    assert me.on(on.WorldReceived(0, _world(2, a=at(5), c=None))) == [CloseGroup, Form]
     assert isinstance(me.commands[0], CloseGroup)
     assert me.commands[0].fence == Fence(1, 1)
 
@@ -98,43 +98,43 @@ def test_r06_at_a_boundary_the_group_stays_open_until_the_next_world() -> None:
     [(Fence(1, 0), []), (Fence(1, 1), [AbortGroup]), (Fence(1, 2), []), (Fence(0, 9), [])],
 )
 def test_r10_an_abort_is_for_its_own_world(fence: Fence, commands: list[type]) -> None:
-    assert Me().running().on(on.AbortHeard(0, fence, "over")) == commands
+    assert Me().running().on(on.AbortReceived(0, fence, "over")) == commands
 
 
 def test_r10_a_newer_abort_is_kept_for_its_world() -> None:
     me = Me().running(step=5)
-    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.AbortHeard(0, Fence(1, 2), "over")) == []
-    assert me.on(on.GotWorld(0, _world(2, a=at(5), b=at(5)))) == [Join]
+    me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
+    assert me.on(on.AbortReceived(0, Fence(1, 2), "over")) == []
+    assert me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5)))) == [Join]
     assert isinstance(me.commands[0], Join)
     assert me.commands[0].fence == Fence(1, 2)
 
 
 def test_a_world_that_is_over_before_it_is_formed_is_left() -> None:
     me = Me().running(step=5)
-    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
-    me.on(on.GotWorld(0, _world(2, a=at(5), b=at(5))))
-    assert me.on(on.AbortHeard(0, Fence(1, 2), "over")) == [AbortGroup]
-    assert me.on(on.Formed(0, Fence(1, 2))) == [CloseGroup, Join]
+    me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
+    me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5))))
+    assert me.on(on.AbortReceived(0, Fence(1, 2), "over")) == [AbortGroup]
+    assert me.on(on.GroupFormed(0, Fence(1, 2))) == [CloseGroup, Join]
 
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_an_older_world_is_answered_with_the_question_again(generation: int) -> None:
     me = Me().running(step=5)
-    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.GotWorld(0, _world(generation, a=None, b=None))) == [Join]
+    me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
+    assert me.on(on.WorldReceived(0, _world(generation, a=None, b=None))) == [Join]
 
 
 def test_a_world_without_me_is_the_end_of_me() -> None:
     me = Me()
     me.on(on.Warm(0))
-    assert me.on(on.GotWorld(0, _world(4, b=at(1)))) == [Exit]
+    assert me.on(on.WorldReceived(0, _world(4, b=at(1)))) == [Exit]
 
 
 def test_a_world_for_a_position_that_i_do_not_hold_does_not_begin() -> None:
     me = Me().running(step=5)
-    me.on(on.GroupBroke(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.GotWorld(0, _world(2, a=at(4), b=at(4)))) == [Join]
+    me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
+    assert me.on(on.WorldReceived(0, _world(2, a=at(4), b=at(4)))) == [Join]
     assert me.commands[0] == Join(me.commands[0].reason, Fence(1, 2), at(5))
 
 
@@ -143,19 +143,19 @@ def test_r13_an_exception_is_reported_before_the_group_closes() -> None:
     assert me.on(on.UserRaised(0, "f", "Traceback")) == [ReportFailure, CloseGroup, Exit]
     assert me.commands[0] == ReportFailure(me.commands[0].reason, Fence(1, 1), at(5), "f", "Traceback")
     assert me.commands[2] == Exit(me.commands[2].reason, 1)
-    assert me.on(on.GroupBroke(0, Fence(1, 1), (), "reset")) == [Exit]
+    assert me.on(on.GroupBroken(0, Fence(1, 1), (), "reset")) == [Exit]
 
 
 def test_r15_the_done_wait_and_can_take_part_again() -> None:
     me = Me().running(step=5)
     assert me.on(on.Finished(0, Fence(1, 1), "42")) == [ReportDone]
-    assert me.on(on.GotWorld(0, _world(1, a=None, b=None))) == [ReportDone]  # a late copy: it asks again
-    assert me.on(on.GotWorld(0, _world(2, a=at(5), c=at(5)))) == [CloseGroup, Form]
+    assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [ReportDone]  # a late copy: it asks again
+    assert me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(5)))) == [CloseGroup, Form]
 
 
 @pytest.mark.parametrize(
     ("event", "code"),
-    [(on.StopHeard(0, "done"), 0), (on.DriverSilent(0, 61.0), worker_machine.SILENT_DRIVER)],
+    [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)],
 )
 def test_r12_told_to_stop_or_left_alone_it_ends(event: on.WorkerEvent, code: int) -> None:
     me = Me().running()
@@ -168,12 +168,12 @@ def test_events_of_another_world_are_ignored() -> None:
     me = Me().running(step=5)
     before = me.state
     for event in (
-        on.Formed(0, Fence(1, 0)),
+        on.GroupFormed(0, Fence(1, 0)),
         on.Applied(0, Fence(1, 0), at(9)),
         on.Boundary(0, Fence(1, 2), ""),
-        on.GroupBroke(0, Fence(1, 0), (), ""),
+        on.GroupBroken(0, Fence(1, 0), (), ""),
         on.Finished(0, Fence(1, 0), ""),
-        on.GotWorld(0, _world(2, a=None)),
+        on.WorldReceived(0, _world(2, a=None)),
     ):
         assert me.on(event) == []
         assert me.state == replace(before)

@@ -10,7 +10,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver.driver_state import DriverState, Stage
+from spark_elastic.protocol.driver.state import DriverState, Stage
 from spark_elastic.protocol.events import DriverEvent, WorkerJoins
 from spark_elastic.testing import ReplayDiffers, replay
 from tests.simulator.fault_plan import Kind, random_plan
@@ -120,7 +120,7 @@ def test_a_torn_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
         ("", "holds 0 jobs"),
         ('{"at": 1}\n', "line 1 does not belong to a job"),
         ('{"journal": 9}\n', "it has format 9, and this release knows 2"),
-        ('{"journal": 2, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
+        ('{"journal": 3, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
         ("[1]\n", "is not a journal"),
     ],
 )

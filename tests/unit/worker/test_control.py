@@ -13,8 +13,7 @@ from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.events import UserRaised
-from spark_elastic.protocol.types import START, Fence
-from spark_elastic.protocol.worker_machine import SILENT_DRIVER
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence
 from spark_elastic.rendezvous.messages import News, NextWorld
 from spark_elastic.worker.loop import Control, Identity, WorkerLoop
 
@@ -57,7 +56,7 @@ def test_r12_a_silent_driver_ends_the_main_thread_as_it_ends_the_control_thread(
     program: Any = SimpleNamespace(close=lambda: None)
     nothing: Any = None
     loop = WorkerLoop(Identity("1-0.1", "1-0"), program, driver, nothing, SystemClock(), 5.0)
-    assert loop.run() == SILENT_DRIVER
+    assert loop.run() == DRIVER_SILENT_EXIT_CODE
 
 
 def test_r12_nor_does_it_hide_what_user_code_raised() -> None:

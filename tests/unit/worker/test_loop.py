@@ -41,7 +41,7 @@ def test_r10_an_abort_that_the_control_thread_carries_out_late_spares_the_next_w
     def go_on(generation: int) -> None:
         loop._group, loop._world = groups[generation - 1], _world(generation)  # type: ignore[assignment]
 
-    for event in (on.Warm(0), on.GotWorld(0, _world(1)), on.Formed(0, Fence(1, 1))):
+    for event in (on.Warm(0), on.WorldReceived(0, _world(1)), on.GroupFormed(0, Fence(1, 1))):
         loop._post(event)
     go_on(1)
     post = loop._post
@@ -52,7 +52,7 @@ def test_r10_an_abort_that_the_control_thread_carries_out_late_spares_the_next_w
         return commands
 
     loop._post = held_up  # type: ignore[method-assign]
-    loop.hear(on.AbortHeard(0, Fence(1, 1), "world 1 is over"))
+    loop.hear(on.AbortReceived(0, Fence(1, 1), "world 1 is over"))
     assert groups[1].aborted == []
 
 

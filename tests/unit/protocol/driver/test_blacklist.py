@@ -107,14 +107,14 @@ def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> Non
     _crash(bench, 2)
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["2-0"]
     bench.regroup(3, name(1), name(3), name(4))
-    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.on(on.LaunchEnded(0, 2, "released"))
     bench.on(on.SlotRegistered(0, "5-0", "h2", 5))
     assert "blacklisted" in bench.all(ReleaseSlot)[-1].reason
-    bench.on(on.SlotJobEnded(0, 5, "refused"))
+    bench.on(on.LaunchEnded(0, 5, "refused"))
     bench.on(on.SlotRegistered(0, "6-0", "h9", 6))
     assert "6-0" in bench.state.slots
     bench.wait(21.0, beating=[1, 3, 4, 6])
-    bench.on(on.SlotJobEnded(0, 6, "lost"))
+    bench.on(on.LaunchEnded(0, 6, "lost"))
     bench.on(on.SlotRegistered(0, "7-0", "h2", 7))
     assert "7-0" in bench.state.slots
 
@@ -182,10 +182,10 @@ def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklist
     bench.regroup(3, name(2))
     bench.form()
     bench.on(on.HostLost(0, "h2", "a spot instance went"))
-    bench.on(on.SlotJobEnded(0, 2, "its executor was lost"))
+    bench.on(on.LaunchEnded(0, 2, "its executor was lost"))
     bench.wait(1.0)
     assert not bench.all(End)
-    job = bench.all(LaunchSlot)[-1].job
+    job = bench.all(LaunchSlot)[-1].launch
     bench.on(on.SlotRegistered(0, f"{job}-0", "h2", job))
     bench.on(on.WorkerStarted(0, f"{job}-0", name(job)))
     bench.join(name(job))
@@ -197,7 +197,7 @@ def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(20.0, 60.0)))
     bench.start(1)
     _crash(bench, 1)
-    bench.on(on.SlotJobEnded(0, 1, "released"))
+    bench.on(on.LaunchEnded(0, 1, "released"))
     assert not bench.all(End)
     bench.wait(14.0)
     assert len(bench.all(LaunchSlot)) == 1  # no sooner than it would be let in

@@ -33,7 +33,11 @@ def test_r18_the_newest_count_and_what_comes_late_changes_nothing() -> None:
     for step in (3, 6, 5, 9):
         written(bench, step)
     published = bench.all(PublishCheckpoint)
-    assert [[each.position.step for each in command.kept] for command in published] == [[3], [6, 3], [9, 6]]
+    assert [[each.position.step for each in command.checkpoints] for command in published] == [
+        [3],
+        [6, 3],
+        [9, 6],
+    ]
 
 
 def test_r18_another_attempts_or_a_future_world_s_never_counts() -> None:
@@ -64,7 +68,7 @@ def test_r18_a_driver_that_opens_a_run_begins_from_its_newest() -> None:
     bench.warm(1, 2, 3, 4)
     assert bench.world.resume == found
     written(bench, 2, generation=1, attempt=2)
-    assert bench.all(PublishCheckpoint)[-1].kept == (checkpoint(2, attempt=2), *found)
+    assert bench.all(PublishCheckpoint)[-1].checkpoints == (checkpoint(2, attempt=2), *found)
 
 
 def test_r18_old_members_that_may_live_are_waited_for() -> None:
@@ -83,7 +87,7 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
         bench.join(name(job, 2))
     bench.wait(2.0, beating=[1, 2, 3])
     assert len(bench.all(Publish)) == 1, "a world while one of the old may be training"
-    bench.on(on.SlotJobEnded(0, 4, "its executor was lost"))
+    bench.on(on.LaunchEnded(0, 4, "its executor was lost"))
     assert bench.all(Publish)[-1].world.resume == (checkpoint(3),)
 
 
@@ -95,7 +99,7 @@ def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], N
         hung_up(bench)
     for job in (1, 2, 3, 4):
         bench.on(on.HostLost(0, f"h{job}", "its executor is lost"))
-        bench.on(on.SlotJobEnded(0, job, "its executor is lost", host_lost=True))
+        bench.on(on.LaunchEnded(0, job, "its executor is lost", executor_lost=True))
     if after is not None:
         after(bench)
     return bench
@@ -153,7 +157,7 @@ def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> N
     def some_are_reset(bench: Bench) -> None:
         for job in (1, 2, 3, 4):
             bench.on(on.ConnectionLost(0, f"{job}-0"))
-            bench.on(on.ConnectionLost(0, f"{job}-0", name(job), failed=True))
+            bench.on(on.ConnectionLost(0, f"{job}-0", name(job), reset=True))
 
     assert goes_on_after(disowned(some_are_reset), 5, 6, 7, 8) < 2.0
     assert goes_on_after(disowned(None, some_are_reset), 5, 6, 7, 8) < 2.0

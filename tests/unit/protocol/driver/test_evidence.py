@@ -24,7 +24,7 @@ def _running() -> Bench:
     [
         on.WorkerExited(0, W2, -9),
         on.WorkerFailed(0, W2, None, None, "f", "ValueError: x"),
-        on.SlotJobEnded(0, 2, "task failed"),
+        on.LaunchEnded(0, 2, "task failed"),
         on.HostLost(0, "h2", "executor lost"),
         on.WorkerStarted(0, "2-0", name(2, 2)),
     ],

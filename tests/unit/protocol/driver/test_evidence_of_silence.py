@@ -8,8 +8,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, ReleaseSlot
-from spark_elastic.protocol.types import Limits
-from spark_elastic.protocol.worker_machine import SILENT_DRIVER
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 ALL = (1, 2, 3, 4)
@@ -102,7 +101,7 @@ def test_r12_workers_that_ended_for_want_of_the_driver_are_nobodys_failures(know
             bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
         bench.wait(bench.limits.reconnect_grace + 1.0, beating=sixteen)
     for job in sixteen:
-        bench.on(on.WorkerExited(0, name(job), SILENT_DRIVER))
+        bench.on(on.WorkerExited(0, name(job), DRIVER_SILENT_EXIT_CODE))
     assert not bench.state.workers
     assert not bench.all(End)
     assert not bench.state.blacklist
@@ -115,7 +114,7 @@ def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
     for started in range(1, 25):
         if bench.all(End):
             break
-        bench.on(on.WorkerExited(0, name(1, started), SILENT_DRIVER))
+        bench.on(on.WorkerExited(0, name(1, started), DRIVER_SILENT_EXIT_CODE))
         bench.on(on.WorkerStarted(0, "1-0", name(1, started + 1)))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
@@ -127,7 +126,7 @@ def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [on.HostsListed(0, (("h1", 1), ("h2", 1))), on.DrainRequested(0, "it goes", host="h9")]
+    "order", [on.HostsDiscovered(0, (("h1", 1), ("h2", 1))), on.DrainRequested(0, "it goes", host="h9")]
 )
 def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until_it_has_surely_ended(
     order: on.DriverEvent,

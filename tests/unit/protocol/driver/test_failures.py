@@ -74,7 +74,7 @@ def _killed(bench: Bench, world: int) -> None:
 
 
 def _gone_with_its_slot(bench: Bench, world: int) -> None:
-    bench.on(on.SlotJobEnded(0, 2 + world, "its executor is lost"))
+    bench.on(on.LaunchEnded(0, 2 + world, "its executor is lost"))
     bench.warm(3 + world)
 
 
@@ -172,7 +172,7 @@ def test_lost_hosts_and_drains_cost_no_budget() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(on.HostLost(0, "h2", "executor lost"))
     bench.on(on.WorkerExited(0, name(2), -9))
-    bench.on(on.SlotJobEnded(0, 3, "task failed"))
+    bench.on(on.LaunchEnded(0, 3, "task failed"))
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
     bench.regroup(3, name(1), name(4))
     bench.on(on.WorkerExited(0, name(4), 0))

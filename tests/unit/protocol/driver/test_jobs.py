@@ -16,12 +16,12 @@ def test_a_slot_job_that_ended_is_launched_again_later_and_later() -> None:
     bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
     delays = []
     for job in range(1, 12):
-        bench.on(on.SlotJobEnded(0, job, "no room"))
+        bench.on(on.LaunchEnded(0, job, "no room"))
         ended = bench.now
-        while bench.all(LaunchSlot)[-1].job == job:
+        while bench.all(LaunchSlot)[-1].launch == job:
             bench.wait(0.05)
         delays.append(bench.now - ended)
-    assert [launch.job for launch in bench.all(LaunchSlot)] == list(range(1, 13))
+    assert [launch.launch for launch in bench.all(LaunchSlot)] == list(range(1, 13))
     assert delays == pytest.approx([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0], abs=0.06)
 
 
@@ -29,8 +29,8 @@ def test_a_slot_job_that_had_worked_is_launched_again_at_once() -> None:
     bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
     for job in range(1, 5):
         bench.warm(job)
-        bench.on(on.SlotJobEnded(0, job, "executor lost"))
-    assert [launch.job for launch in bench.all(LaunchSlot)] == [1, 2, 3, 4, 5]
+        bench.on(on.LaunchEnded(0, job, "executor lost"))
+    assert [launch.launch for launch in bench.all(LaunchSlot)] == [1, 2, 3, 4, 5]
 
 
 def _free_of_work(bench: Bench, seconds: float, host: str) -> int:
@@ -40,7 +40,7 @@ def _free_of_work(bench: Bench, seconds: float, host: str) -> int:
         for job in tuple(bench.state.jobs):
             if job not in bench.state.put_off:
                 bench.on(on.SlotRegistered(0, f"{job}-0", host, job))
-                bench.on(on.SlotJobEnded(0, job, "released"))
+                bench.on(on.LaunchEnded(0, job, "released"))
         bench.wait(0.5)
     return len(bench.all(LaunchSlot)) - before
 
@@ -53,12 +53,12 @@ def test_a_host_with_room_that_may_not_be_used_is_asked_less_and_less() -> None:
 
 def test_a_host_that_is_listed_again_is_not_kept_waiting_by_the_jobs_that_it_refused() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
-    bench.on(on.HostsListed(0, (("h2", 1),)))
+    bench.on(on.HostsDiscovered(0, (("h2", 1),)))
     _free_of_work(bench, 130.0, "h1")
     (job,) = bench.state.put_off
-    bench.on(on.HostsListed(0, (("h1", 1), ("h2", 1))))
+    bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
     assert bench.commands == (bench.all(LaunchSlot)[-1],)
-    assert bench.all(LaunchSlot)[-1].job == job
+    assert bench.all(LaunchSlot)[-1].launch == job
 
 
 def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_after_that() -> None:
@@ -67,7 +67,7 @@ def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_afte
     _free_of_work(bench, 130.0, "h1")
     (job,) = bench.state.put_off
     bench.on(on.HostAppeared(0, "h2"))
-    assert [command.job for command in bench.commands if isinstance(command, LaunchSlot)] == [job]
+    assert [command.launch for command in bench.commands if isinstance(command, LaunchSlot)] == [job]
     assert _free_of_work(bench, 120.0, "h1") <= 5
 
 
@@ -75,10 +75,10 @@ def test_a_host_that_appears_is_asked_although_all_others_are_blacklisted() -> N
     bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
     bench.warm(1)
     bench.on(on.WorkerFailed(0, name(1), None, None, "f", "boom"))
-    bench.on(on.SlotJobEnded(0, 1, "released"))
+    bench.on(on.LaunchEnded(0, 1, "released"))
     assert list(bench.state.put_off) == [2]
     bench.on(on.HostAppeared(0, "h2"))
-    assert [launch.job for launch in bench.all(LaunchSlot)] == [1, 2]
+    assert [launch.launch for launch in bench.all(LaunchSlot)] == [1, 2]
 
 
 # ---- idle slots
@@ -92,7 +92,7 @@ def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lo
     assert not bench.all(ReleaseSlot)
     bench.wait(6.0, beating=[1, 2, 3, 4])
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["4-0"]
-    bench.on(on.SlotJobEnded(0, 4, "released"))
+    bench.on(on.LaunchEnded(0, 4, "released"))
     assert len(bench.all(LaunchSlot)) == 4
     bench.on(on.WorkerExited(0, name(1), -9))
     assert len(bench.all(LaunchSlot)) == 5
@@ -121,7 +121,7 @@ def _copied(host: str = "h9") -> Bench:
 ORDERS = (
     on.DrainRequested(0, "decommissioned", host="h9"),
     on.DrainRequested(0, "wanted elsewhere", worker="1-1.1"),
-    on.HostsListed(0, (("h1", 1), ("h2", 1))),
+    on.HostsDiscovered(0, (("h1", 1), ("h2", 1))),
 )
 
 
@@ -143,14 +143,14 @@ def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_
 def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
-    bench.on(on.HostsListed(0, (("h1", 1), ("h2", 1))))
+    bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
     bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
     bench.join("1-1.1")
     bench.on(on.SlotRegistered(0, "3-0", "h9", 3))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"], "that one is alone"
-    bench.on(on.SlotJobEnded(0, 1, "killed"))
+    bench.on(on.LaunchEnded(0, 1, "killed"))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"]
-    assert bench.all(LaunchSlot)[-1].job == 4
+    assert bench.all(LaunchSlot)[-1].launch == 4
     assert not bench.state.barred
 
 
@@ -160,7 +160,7 @@ def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent
     bench.on(on.SlotRegistered(0, "1-1", "h9", 1, unfit="host h9 has no torch"))
     bench.on(on.SlotRegistered(0, "3-0", "h9", 3, unfit="host h9 has no torch"))
     assert bench.all(ReleaseSlot) == [ReleaseSlot("host h9 has no torch", "3-0")]
-    bench.on(on.HostsListed(0, (("h1", 1), ("h2", 1), ("h9", 2))))
+    bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 2))))
     bench.on(on.HostLost(0, "h1", "executor lost"))
     assert bench.all(ReleaseSlot)[-1] == ReleaseSlot("host h9 has no torch", "1-1")
 
@@ -169,7 +169,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_host_is_listed() -> None:
     bench = _copied()
     bench.stop_planned(1, name(1), name(2))
     bench.form()
-    bench.on(on.HostsListed(0, (("h1", 1), ("h2", 1))))
+    bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
     bench.wait(0.5, beating=[1, 2])
     bench.stop_planned(2, *bench.members())
     assert bench.members() == [name(1), name(2)]
@@ -177,7 +177,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_host_is_listed() -> None:
     bench.join("1-1.2")
     bench.form()
     assert set(bench.state.barred) == {"1-1"}
-    bench.on(on.HostsListed(0, (("h1", 1), ("h2", 1), ("h9", 1))))
+    bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 1))))
     bench.wait(0.5, beating=[1, 2])
     bench.stop_planned(3, *bench.members())
     assert bench.members() == [name(1), name(2), "1-1.2"]
@@ -239,7 +239,7 @@ def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
     bench.warm(1, 2)
     bench.on(on.SlotsWanted(0, "another fit"))
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
-    bench.on(on.SlotJobEnded(0, 1, "released"))
+    bench.on(on.LaunchEnded(0, 1, "released"))
     bench.wait(3.9)
     assert len(bench.all(LaunchSlot)) == 4
     bench.wait(0.2)
@@ -292,7 +292,7 @@ def _parted() -> Bench:
 def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -> None:
     bench = _parted()
     for job in (2, 3):
-        bench.on(on.SlotJobEnded(0, job, "executor lost", host_lost=True))
+        bench.on(on.LaunchEnded(0, job, "executor lost", executor_lost=True))
     bench.join(name(1), bench.fence, at(7))
     bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
@@ -302,7 +302,7 @@ def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -
 def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
     bench = _parted()
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
-    bench.on(on.SlotJobEnded(0, 3, "executor lost", host_lost=True))
+    bench.on(on.LaunchEnded(0, 3, "executor lost", executor_lost=True))
     bench.join(name(1), bench.fence, at(7))
     bench.join(name(2), bench.fence, at(7))
     bench.on(on.SlotsWanted(0, "another fit"))
@@ -312,8 +312,8 @@ def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
 def test_a_slot_job_that_was_not_asked_for_yet_is_no_reason() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     while not bench.all(End):
-        asked = bench.all(LaunchSlot)[-1].job
-        bench.on(on.SlotJobEnded(0, asked, "no room"))
+        asked = bench.all(LaunchSlot)[-1].launch
+        bench.on(on.LaunchEnded(0, asked, "no room"))
         bench.wait(0.2)
     assert "did not start" not in bench.end.reason
 
@@ -331,8 +331,8 @@ def test_r18_a_slot_that_was_told_to_end_may_live_until_its_job_is_over() -> Non
     bench.start(1, 2)
     bench.on(on.ConnectionLost(0, "2-0", name(2)))
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
-    bench.on(on.HostsListed(0, (("h1", 1),)))
+    bench.on(on.HostsDiscovered(0, (("h1", 1),)))
     assert set(bench.state.slots) == {"1-0"}
     assert set(bench.state.unsure) == {name(2)}
-    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.on(on.LaunchEnded(0, 2, "released"))
     assert not bench.state.unsure

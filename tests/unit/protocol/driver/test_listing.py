@@ -9,9 +9,9 @@ from spark_elastic.protocol.commands import (
     Abort,
     Announce,
     LaunchSlot,
+    NotifyUser,
     Publish,
     ReleaseSlot,
-    Remark,
 )
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
@@ -19,7 +19,7 @@ ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
 
 
 def _list(bench: Bench, *hosts: tuple[str, int]) -> None:
-    bench.on(on.HostsListed(0, hosts))
+    bench.on(on.HostsDiscovered(0, hosts))
 
 
 def _running(limits: object = None) -> Bench:
@@ -66,8 +66,8 @@ def test_who_is_no_longer_listed_leaves_at_a_boundary_and_nothing_is_aborted() -
     assert not bench.all(Abort)
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-0"]
     assert bench.state.version == 1
-    bench.on(on.SlotJobEnded(0, 1, "released"))
-    assert bench.all(LaunchSlot)[-1].job == 5  # another host may have room
+    bench.on(on.LaunchEnded(0, 1, "released"))
+    assert bench.all(LaunchSlot)[-1].launch == 5  # another host may have room
 
 
 def test_fewer_slots_of_a_host_send_the_last_comers_away() -> None:
@@ -122,7 +122,7 @@ def test_hosts_that_are_not_needed_may_come_and_go() -> None:
 def test_no_listing_any_more_lets_everybody_in() -> None:
     bench = Bench()
     _list(bench, ("h1", 1))
-    bench.on(on.HostsListed(0, None))
+    bench.on(on.HostsDiscovered(0, None))
     bench.slot(2)
     assert "2-0" in bench.state.slots
 
@@ -140,7 +140,7 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.on(on.LaunchEnded(0, 2, "released"))
     bench.form()
     assert len(bench.all(LaunchSlot)) == 4
     bench.on(on.WorkerExited(0, name(3), -9))
@@ -164,7 +164,7 @@ def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
     bench.start(1, 2)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
     bench.on(on.WorkerExited(0, name(2), -9))
-    bench.on(on.SlotJobEnded(0, 2, "released"))
+    bench.on(on.LaunchEnded(0, 2, "released"))
     bench.regroup(3, name(1))
     bench.on(on.Tick(0))
     assert len(bench.all(LaunchSlot)) == 3
@@ -180,7 +180,7 @@ def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() ->
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(3), name(4)]
-    bench.on(on.SlotJobEnded(0, 1, "released"))
+    bench.on(on.LaunchEnded(0, 1, "released"))
     bench.on(on.SlotRegistered(0, "5-0", "executor 9", 5, "left"))
     assert "5-0" not in bench.state.slots
 
@@ -188,13 +188,13 @@ def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() ->
 @pytest.mark.parametrize("order", [{"rank": 1}, {"worker": name(2)}])
 def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, object]) -> None:
     bench = Bench()
-    bench.on(on.DrainRequested(0, "wanted elsewhere", by_hand=True, **order))  # type: ignore[arg-type]
+    bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]
     bench.start(1, 2, 3, 4)
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
     bench.wait(0.2, beating=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert not bench.all(Remark)
+    assert not bench.all(NotifyUser)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
 def test_a_drain_that_meets_nobody_is_said(order: dict[str, object], said: str) -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(on.DrainRequested(0, "wanted elsewhere", by_hand=True, **order))  # type: ignore[arg-type]
-    (remark,) = bench.all(Remark)
+    bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]
+    (remark,) = bench.all(NotifyUser)
     assert said in remark.reason
     assert "wanted elsewhere" in remark.reason
     assert not bench.state.draining
@@ -219,4 +219,4 @@ def test_spark_decommissions_executors_that_this_job_has_no_slot_on() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "executor 9 is being decommissioned", host="9"))
-    assert not bench.all(Remark)
+    assert not bench.all(NotifyUser)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.driver.driver_state import WorkerRecord
 from spark_elastic.protocol.driver.membership import compose, names
+from spark_elastic.protocol.driver.state import WorkerRecord
 from spark_elastic.protocol.types import Limits
 from tests.unit.protocol.driver_bench import at
 
