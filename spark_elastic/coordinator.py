@@ -36,8 +36,8 @@ from spark_elastic.monitoring.log_forwarding import (
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
-from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail, Pulse, await_stillness
+from spark_elastic.state.run_lease import RunLease
 
 log = logging.getLogger("spark_elastic")
 
@@ -48,7 +48,7 @@ LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
 
 @dataclass(frozen=True)
 class Coordinator:
-    """What is shipped to the task. run: id, attempt and checkpoints of a `HeldRun`."""
+    """What is shipped to the task. run: id, attempt and checkpoints of a `RunLease`."""
 
     box: Box = field(repr=False)
     limits: Limits
@@ -62,7 +62,7 @@ class Coordinator:
         """Drive the job to its end, and tell the client of it. host: where its server listens. Blocks."""
         clock = SystemClock()
         launcher = MailLauncher(self.box, clock, patience(self.config))
-        run = None if self.run is None else HeldRun(self.box.store, *self.run)
+        run = None if self.run is None else RunLease(self.box.store, *self.run)
         site = Site(
             bind=host,
             encrypted=self.encrypted,

@@ -26,8 +26,8 @@ from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.state.held_run import HeldRun
 from spark_elastic.state.mail import Box
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.worker.forking import importable
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Order:
     limits: Limits
     name: str
     preload: tuple[str, ...] = ()
-    run: HeldRun | None = None
+    run: RunLease | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -31,8 +31,8 @@ from spark_elastic.spark.dataframes.materialize import (
 )
 from spark_elastic.spark.dataframes.scan import Missing
 from spark_elastic.spark.dataframes.schema import check_columns, check_marks
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -60,7 +60,7 @@ class RowSource(Protocol):
         ...
 
     def held(
-        self, request: Request, store: Store, run: HeldRun
+        self, request: Request, store: Store, run: RunLease
     ) -> AbstractContextManager[tuple[RunRecord, Store]]:
         """The run's record, and the store that its rows lie in, for as long as the run needs them."""
         ...
@@ -113,7 +113,7 @@ class TableRows:
         self._known = record.manifest
 
     @contextmanager
-    def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
+    def held(self, request: Request, store: Store, run: RunLease) -> Iterator[tuple[RunRecord, Store]]:
         """The rows are written for later fits, too (`keep_data`), or to a folder of the run until it has succeeded.
 
         A run that goes on goes on with the rows that it was begun with.
@@ -127,7 +127,7 @@ class TableRows:
                 run.check()
                 record.save(store, run.run_id)
             except BaseException:
-                run.forget(own)
+                run.delete(own)
                 raise
             self._known = record.manifest
         else:
@@ -137,7 +137,7 @@ class TableRows:
 
 
 @contextmanager
-def forgotten_unless_it_goes_on(request: Request, store: Store, run: HeldRun, rows: str) -> Iterator[None]:
+def forgotten_unless_it_goes_on(request: Request, store: Store, run: RunLease, rows: str) -> Iterator[None]:
     """Afterwards, `rows`, a folder of the run ("": none), go; they and the record of a run that can go on stay."""
     try:
         yield
@@ -145,9 +145,9 @@ def forgotten_unless_it_goes_on(request: Request, store: Store, run: HeldRun, ro
         if _goes_on(request, store, run.run_id):
             log.warning("run %s can go on: fit again with run_id=%r", run.run_id, run.run_id)
         else:
-            run.forget(rows)
+            run.delete(rows)
         raise
-    run.let_go(rows)
+    run.release(rows)
 
 
 def recorded(request: Request, data: str, manifest: Manifest, seen: Manifest | None) -> RunRecord:
@@ -163,7 +163,7 @@ def _inside(store: Store, folder: str) -> Store:
 def _goes_on(request: Request, store: Store, run_id: str) -> bool:
     """Whether something of the failed run is worth its rows' room."""
     try:
-        return request.store is not None and bool(Checkpoints(store, run_id).published())
+        return request.store is not None and bool(CheckpointStore(store, run_id).published())
     except StoreError:
         return True  # for all that is known
 
@@ -264,7 +264,7 @@ class FileRows:
         return bool(self._seen)
 
     @contextmanager
-    def held(self, request: Request, store: Store, run: HeldRun) -> Iterator[tuple[RunRecord, Store]]:
+    def held(self, request: Request, store: Store, run: RunLease) -> Iterator[tuple[RunRecord, Store]]:
         """A run that goes on needs the files that it was begun with."""
         assert self._described is not None
         record = RunRecord.load(store, run.run_id)

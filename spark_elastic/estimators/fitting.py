@@ -38,8 +38,8 @@ from spark_elastic.monitoring.progress import ProgressListener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import Order, Platform, going_on, platform_of
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.training.spec import Clipping, Rows, TrainSpec
 from spark_elastic.worker.program import Program
 
@@ -94,7 +94,9 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
             with _watched(request) as shown:
                 platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
                 training = _Training(platform, rows, request, framework, store, ledger, shown)
-                trained = going_on(lambda: _trained(training, run_id), Checkpoints(store, run_id).published)
+                trained = going_on(
+                    lambda: _trained(training, run_id), CheckpointStore(store, run_id).published
+                )
             result = trained.result
         weights = _weights(store, result)
         features = _inputs(request, trained.record.rows())
@@ -166,7 +168,7 @@ class _Trained:
 def _trained(training: _Training, run_id: str) -> _Trained:
     """Train from the beginning, or from the newest checkpoint of an unfinished run."""
     request, framework, store = training.request, training.framework, training.store
-    run = HeldRun.take(store, run_id)
+    run = RunLease.acquire(store, run_id)
     if RunResult.load(store, run_id) is not None:  # another driver's, which ended it while this one waited
         record, ended = _so_far(training.rows, request, store, run_id)
         if record is not None and ended is not None:
@@ -189,7 +191,7 @@ def _trained(training: _Training, run_id: str) -> _Trained:
         run.check()
         ended.save(store, run_id)  # before anything goes that the run could go on with
         sample = _sample(request, data, manifest)
-    run.let_go(f"runs/{run_id}/checkpoints")
+    run.release(f"runs/{run_id}/checkpoints")
     return _Trained(record, ended, launched.worlds, launched.report, sample)
 
 
@@ -262,7 +264,7 @@ def _spec(
     store: Store,
     data: Store,
     record: RunRecord,
-    run: HeldRun,
+    run: RunLease,
     result: str,
     ledger: str | None,
 ) -> TrainSpec:
@@ -295,7 +297,7 @@ def _spec(
     )
 
 
-def _train(training: _Training, spec: TrainSpec, run: HeldRun) -> LaunchResult:
+def _train(training: _Training, spec: TrainSpec, run: RunLease) -> LaunchResult:
     request, framework = training.request, training.framework
     # Pickled by `launch`: what workers train are copies of the model and the optimizer.
     task = framework.task(spec, request.brought)

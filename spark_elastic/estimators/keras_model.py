@@ -21,7 +21,7 @@ from spark_elastic.errors import StoreError
 from spark_elastic.estimators.predictor import Floats, gpu_for, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.share import Inputs, ordered_labels
+from spark_elastic.keras.train.batching import Inputs, ordered_labels
 from spark_elastic.training.spec import changed
 
 PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"

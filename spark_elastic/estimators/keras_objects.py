@@ -16,8 +16,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_objects import DRAWING
 from spark_elastic.estimators.validation import kind
 from spark_elastic.keras.train.archive import Archive, things_of
-from spark_elastic.keras.train.objective import Objective
-from spark_elastic.keras.train.share import ordered_features, ordered_labels
+from spark_elastic.keras.train.batching import ordered_features, ordered_labels
+from spark_elastic.keras.train.objective import CompiledLosses
 from spark_elastic.keras.train.task import KerasBrought
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 
@@ -203,7 +203,7 @@ def _check_losses(model: Any) -> None:
     if not getattr(model, "outputs", None):
         return
     outputs = getattr(model, "output", model.outputs[0])  # a Sequential has been called by nobody
-    Objective(model, outputs, outputs)
+    CompiledLosses(model, outputs, outputs)
     if model._compile_metrics is not None:
         try:
             model._compile_metrics.build(outputs, outputs)

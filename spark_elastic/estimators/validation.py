@@ -19,7 +19,7 @@ from spark_elastic.data.store import url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import Missing
-from spark_elastic.state import held_run
+from spark_elastic.state import run_lease
 from spark_elastic.training.spec import reshaping
 
 # How messages name values. Pure.
@@ -94,7 +94,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
     objects = _reshaping(brought(values), columns)
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
-        held_run.check_name(run_id)
+        run_lease.check_name(run_id)
     return Request(
         brought=objects,
         learning_rate=values["learning_rate"],

@@ -43,7 +43,7 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind, make_room
 from spark_elastic.rendezvous.status_door import StatusDoor
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 
 # How a job's end is told to its caller: its results, or an error of the class that fits. Pure.
 
@@ -105,7 +105,7 @@ class Site:
     advertise: str | None = None
     encrypted: bool = False
     admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
-    run: HeldRun | None = None
+    run: RunLease | None = None
     key: bytes | None = field(default=None, repr=False)
     gathered: Callable[[], None] = field(default=lambda: None)
     lacks: Callable[[bool], None] = field(default=lambda slots: None)
@@ -183,7 +183,7 @@ def _unpublished(kept: tuple[Checkpoint, ...]) -> None:
     """A job without a run has nowhere to write, and writes nothing."""
 
 
-def _log_files(run: HeldRun | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
+def _log_files(run: RunLease | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
     if run is None or not config.log_bytes:
         return None
     return LogFiles(run.store, run.run_id, run.attempt, config.log_bytes, clock)
@@ -195,7 +195,7 @@ def _close_launcher(launcher: Launcher) -> None:
         log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
 
 
-def _results(end: End, run: HeldRun | None) -> tuple[str, ...]:
+def _results(end: End, run: RunLease | None) -> tuple[str, ...]:
     """As `results`. A job whose run another driver took over fails of what that one does to the run's checkpoints."""
     try:
         return results(end)

@@ -30,8 +30,8 @@ from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import Order, going_on, platform_of
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
-from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.worker.context import current
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import decode
@@ -146,7 +146,7 @@ class Call:
                 return results(platform.launch(order, narrator))
             return going_on(
                 lambda: results(platform.launch(dataclasses.replace(order, run=self.held()), narrator)),
-                Checkpoints(store, run_id).published,
+                CheckpointStore(store, run_id).published,
             )
 
     def over(
@@ -159,14 +159,14 @@ class Call:
         with self.watched() as narrator:
             return results(supervise(launcher, discovery, site, limits, config, self.name, narrator))
 
-    def held(self) -> HeldRun | None:
+    def held(self) -> RunLease | None:
         """The run, which is this driver's from here on; None without a `run_id`.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
         run_id, store = self.options.run_id, self.store()
-        return None if run_id is None or store is None else HeldRun.take(store, run_id)
+        return None if run_id is None or store is None else RunLease.acquire(store, run_id)
 
     def store(self) -> Store | None:
         return self.options.opened()

@@ -10,7 +10,7 @@ from typing import IO, Any
 from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.store import Store, url_of
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state import held_run
+from spark_elastic.state import run_lease
 
 # Horovod's name -> ours.
 ALIASES = {
@@ -175,7 +175,7 @@ def _check(mine: dict[str, Any]) -> None:
     if not isinstance(mine.get("storage_options", {}), Mapping):
         raise InvalidInput("storage_options must map the names of fsspec's options to their values.")
     if "run_id" in mine:
-        held_run.check_name(mine["run_id"])
+        run_lease.check_name(mine["run_id"])
     if not hasattr(mine.get("stdout", _Writes), "write"):
         raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
 

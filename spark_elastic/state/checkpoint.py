@@ -26,7 +26,7 @@ log = logging.getLogger("spark_elastic.state")
 MANIFEST = "manifest.json"
 
 
-class Checkpoints:
+class CheckpointStore:
     """Those of one run."""
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -155,7 +155,7 @@ TELL_EVERY = 60.0  # seconds
 class CheckpointWriter:
     """tell: hands a written checkpoint to the driver, which decides whether it counts."""
 
-    def __init__(self, checkpoints: Checkpoints, tell: Callable[[Checkpoint], object]) -> None:
+    def __init__(self, checkpoints: CheckpointStore, tell: Callable[[Checkpoint], object]) -> None:
         self._checkpoints = checkpoints
         self._tell = tell
         self._changed = threading.Condition()

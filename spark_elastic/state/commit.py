@@ -28,7 +28,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Tray:
+class SnapshotBuilder:
     """What a version is made of, laid out one after the other."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Tray:
     def put(self, memory: Bytes, mark: Callable[[], int] | None = None) -> Place:
         """Have `memory` copied: before the commit returns, or in the background where `mark` is given.
 
-        mark: a number that changes with each change of the memory; nobody may change it before `Commits.wait`.
+        mark: a number that changes with each change of the memory; nobody may change it before `SnapshotBuffer.wait`.
         """
         place = Place(self.end, memory.nbytes)
         if mark is None:
@@ -64,7 +64,7 @@ class Snapshot:
 class _Copy:
     """Fills a snapshot, by `run` or in a thread of its own; `torn` once it is through: something changed meanwhile."""
 
-    def __init__(self, snapshot: Snapshot, tray: Tray) -> None:
+    def __init__(self, snapshot: Snapshot, tray: SnapshotBuilder) -> None:
         self.snapshot = snapshot
         self.torn = False
         self._pieces = tray.later
@@ -93,7 +93,7 @@ class _Copy:
             self._through.release()
 
 
-class Commits:
+class SnapshotBuffer:
     """The newest complete version, and the one that is being copied."""
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class Commits:
         self._running: _Copy | None = None
         self._hurried = False
 
-    def take(self, version: int, capture: Callable[[Tray], Any]) -> None:
+    def take(self, version: int, capture: Callable[[SnapshotBuilder], Any]) -> None:
         """Begin a version; `capture` puts what is large on the tray and returns the rest of the picture."""
         self.wait()
-        tray = Tray()
+        tray = SnapshotBuilder()
         picture = capture(tray)
         snapshot = Snapshot(version, picture, self.spare(tray.end))
         _copy(tray.now, snapshot.memory)

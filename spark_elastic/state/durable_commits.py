@@ -15,7 +15,7 @@ import numpy as np
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints, CheckpointWriter, Schedule
+from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore, CheckpointWriter, Schedule
 from spark_elastic.state.commit import Snapshot
 from spark_elastic.state.handover import pickled
 
@@ -29,7 +29,7 @@ class DurableCommits:
     def __init__(
         self, store: Store, policy: CheckpointPolicy, clock: Clock, tell: Callable[[Checkpoint], object]
     ) -> None:
-        self._checkpoints = Checkpoints(store, policy.run_id)
+        self._checkpoints = CheckpointStore(store, policy.run_id)
         self._schedule = Schedule(policy, clock)
         self._writer = CheckpointWriter(self._checkpoints, tell)
         self._handed = 0  # number of the newest commit that was

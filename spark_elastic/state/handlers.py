@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from spark_elastic.data.sampler import ElasticSampler
-from spark_elastic.state.commit import Bytes, Commits, Tray
+from spark_elastic.state.commit import Bytes, SnapshotBuffer, SnapshotBuilder
 
 
 class StateHandler(ABC):
@@ -46,7 +46,7 @@ class StateHandler(ABC):
         """The world changed."""
 
 
-class PictureHandler(StateHandler):
+class SnapshotHandler(StateHandler):
     """A handler whose value is part of the state's one snapshot: complete together with all others, or not at all.
 
     By itself, `save` and `restore` work as Horovod's do; `sync` is the state's.
@@ -54,10 +54,10 @@ class PictureHandler(StateHandler):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._commits = Commits()
+        self._commits = SnapshotBuffer()
 
     @abstractmethod
-    def capture(self, tray: Tray) -> Any:
+    def capture(self, tray: SnapshotBuilder) -> Any:
         """A small picklable picture that shares nothing with the value; what is large goes on the tray."""
 
     @abstractmethod
@@ -80,10 +80,10 @@ class PictureHandler(StateHandler):
         self.value = value
 
 
-class StateDictHandler(PictureHandler):
+class StateDictHandler(SnapshotHandler):
     """Anything small with `state_dict` and `load_state_dict`: learning-rate schedulers and their like."""
 
-    def capture(self, tray: Tray) -> Any:
+    def capture(self, tray: SnapshotBuilder) -> Any:
         return copy.deepcopy(self.value.state_dict())
 
     def load(self, picture: Any, memory: Bytes) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.errors import StoreError
-from spark_elastic.state.commit import Bytes, Commits, Snapshot
+from spark_elastic.state.commit import Bytes, Snapshot, SnapshotBuffer
 
 
-def hand_over(group: Group, commits: Commits, source: int) -> Snapshot | None:
+def hand_over(group: Group, commits: SnapshotBuffer, source: int) -> Snapshot | None:
     """The snapshot of rank `source`, on all other ranks; None there. Collective over the whole group.
 
     What arrives lies in the spare memory of `commits`, which goes on as it is until it adopts the snapshot.

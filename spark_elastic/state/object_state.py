@@ -12,9 +12,9 @@ from typing import Any
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint
-from spark_elastic.state.commit import Commits, Snapshot, Tray
+from spark_elastic.state.commit import Snapshot, SnapshotBuffer, SnapshotBuilder
 from spark_elastic.state.durable_commits import DurableCommits
-from spark_elastic.state.handlers import REGISTRY, PictureHandler, Registry, StateHandler, handler_for
+from spark_elastic.state.handlers import REGISTRY, Registry, SnapshotHandler, StateHandler, handler_for
 from spark_elastic.state.handover import hand_over, pickled
 from spark_elastic.state.state import Seat, State
 from spark_elastic.state.variables import (
@@ -39,7 +39,7 @@ class ObjectState(State):
         self._handlers: dict[str, StateHandler] = {}
         self._plain: list[str] = []
         super().__init__()
-        self._commits = Commits()
+        self._commits = SnapshotBuffer()
         for name, value in values.items():
             self._add(name, value)
         self.save_again()
@@ -113,11 +113,11 @@ class ObjectState(State):
             handler.sync()
 
     def sit(self, seat: Seat | None) -> None:
-        own = [name for name, h in self._handlers.items() if not isinstance(h, PictureHandler)]
+        own = [name for name, h in self._handlers.items() if not isinstance(h, SnapshotHandler)]
         if seat is not None and seat.durable is not None and own:
             raise InvalidInput(
                 f"run_id= makes a state durable as one picture, and the handler of {own[0]!r} takes no part in it: "
-                "have it be a PictureHandler, or leave run_id out."
+                "have it be a SnapshotHandler, or leave run_id out."
             )
         super().sit(seat)
 
@@ -152,12 +152,12 @@ class ObjectState(State):
         return set(kept.picture) == {"", *self._pictured()}
 
     def _custom(self) -> list[StateHandler]:
-        return [handler for handler in self._handlers.values() if not isinstance(handler, PictureHandler)]
+        return [handler for handler in self._handlers.values() if not isinstance(handler, SnapshotHandler)]
 
-    def _pictured(self) -> dict[str, PictureHandler]:
-        return {name: h for name, h in self._handlers.items() if isinstance(h, PictureHandler)}
+    def _pictured(self) -> dict[str, SnapshotHandler]:
+        return {name: h for name, h in self._handlers.items() if isinstance(h, SnapshotHandler)}
 
-    def _capture(self, tray: Tray) -> dict[str, Any]:
+    def _capture(self, tray: SnapshotBuilder) -> dict[str, Any]:
         picture: dict[str, Any] = {name: h.capture(tray) for name, h in self._pictured().items()}
         picture[""] = self._pickled()
         return picture

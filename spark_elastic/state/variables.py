@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.commit import Bytes, Place, Tray
-from spark_elastic.state.handlers import PictureHandler
+from spark_elastic.state.commit import Bytes, Place, SnapshotBuilder
+from spark_elastic.state.handlers import SnapshotHandler
 
 
 class _Frozen(NamedTuple):
@@ -45,14 +45,14 @@ class LikeKerasOptimizer(Protocol):
     def apply_gradients(self, grads_and_vars: Any) -> Any: ...
 
 
-class VariablesHandler(PictureHandler):
+class VariablesHandler(SnapshotHandler):
     """A list of variables."""
 
     def variables(self) -> Sequence[Any]:
         """Those there are now, in an order that is the same on all workers."""
         return list(self.value)
 
-    def capture(self, tray: Tray) -> Any:
+    def capture(self, tray: SnapshotBuilder) -> Any:
         return [_freeze(array_of(variable), tray) for variable in self.variables()]
 
     def load(self, picture: Any, memory: Bytes) -> None:
@@ -111,7 +111,7 @@ def array_of(variable: Any) -> npt.NDArray[Any]:
     return np.asarray(inner.numpy())
 
 
-def _freeze(array: npt.NDArray[Any], tray: Tray) -> _Frozen:
+def _freeze(array: npt.NDArray[Any], tray: SnapshotBuilder) -> _Frozen:
     flat = np.ascontiguousarray(array).reshape(-1)
     return _Frozen(tray.put(flat.view(np.uint8)), array.dtype, array.shape)
 

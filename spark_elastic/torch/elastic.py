@@ -21,9 +21,9 @@ from spark_elastic.ops.topology import rank, size
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
     REGISTRY,
-    PictureHandler,
     Registry,
     SamplerStateHandler,
+    SnapshotHandler,
     StateHandler,
 )
 from spark_elastic.state.state import State
@@ -37,8 +37,8 @@ __all__ = [
     "ModelStateHandler",
     "ObjectState",
     "OptimizerStateHandler",
-    "PictureHandler",
     "SamplerStateHandler",
+    "SnapshotHandler",
     "State",
     "StateHandler",
     "TorchState",

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.commit import Bytes, Place, Tray
-from spark_elastic.state.handlers import PictureHandler
+from spark_elastic.state.commit import Bytes, Place, SnapshotBuilder
+from spark_elastic.state.handlers import SnapshotHandler
 
 
 class _Frozen(NamedTuple):
@@ -32,7 +32,7 @@ class _Views:
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
 
-    def put(self, tray: Tray, tensor: torch.Tensor, *, later: bool) -> Place:
+    def put(self, tray: SnapshotBuilder, tensor: torch.Tensor, *, later: bool) -> Place:
         known = self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             memory, shared = _bytes_of(tensor)
@@ -43,7 +43,7 @@ class _Views:
         return tray.put(known[2], known[3] if later else None)
 
 
-class ModelStateHandler(PictureHandler):
+class ModelStateHandler(SnapshotHandler):
     """Parameters, buffers and extra state of a module. trained: ids of the parameters that may be copied later."""
 
     def __init__(self, value: torch.nn.Module) -> None:
@@ -56,7 +56,7 @@ class ModelStateHandler(PictureHandler):
         super().set_value(value)
         self._extra = self._with_extra()
 
-    def capture(self, tray: Tray) -> Any:
+    def capture(self, tray: SnapshotBuilder) -> Any:
         put, trained = self._views.put, self.trained
         return {
             "parameters": {n: put(tray, p, later=id(p) in trained) for n, p in self.value.named_parameters()},
@@ -88,14 +88,14 @@ class ModelStateHandler(PictureHandler):
         return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
 
 
-class OptimizerStateHandler(PictureHandler):
+class OptimizerStateHandler(SnapshotHandler):
     """Settings and state of an optimizer."""
 
     def __init__(self, value: torch.optim.Optimizer) -> None:
         super().__init__(value)
         self._views = _Views()
 
-    def capture(self, tray: Tray) -> Any:
+    def capture(self, tray: SnapshotBuilder) -> Any:
         groups = self.value.param_groups
         settings = [
             {k: self._freeze(v, tray, later=False) for k, v in g.items() if k != "params"} for g in groups
@@ -119,7 +119,7 @@ class OptimizerStateHandler(PictureHandler):
         """Gradients of the world before are void."""
         self.value.zero_grad()
 
-    def _freeze(self, value: Any, tray: Tray, *, later: bool) -> Any:
+    def _freeze(self, value: Any, tray: SnapshotBuilder, *, later: bool) -> Any:
         if isinstance(value, torch.Tensor):
             return _Frozen(self._views.put(tray, value, later=later), value.dtype, tuple(value.shape))
         if value is None or isinstance(value, bool | int | float | str):

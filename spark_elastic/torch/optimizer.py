@@ -31,7 +31,7 @@ from spark_elastic.torch.gradients.rounds import (
 from spark_elastic.torch.gradients.terms import build_specs, find_trainable, options_from_env
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.tensors import disable_compile
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.worker.context import current
 from spark_elastic.worker.seat import engine_of_process
 
@@ -154,7 +154,7 @@ class AdasumSync:
         self._exchange_trailer(group, rows=1)
         self._steps = group, 1 + (self._steps[1] if self._steps[0] is group else 0)
 
-    def _exchange_trailer(self, group: Group, rows: int) -> Verdict:
+    def _exchange_trailer(self, group: Group, rows: int) -> StepDecision:
         everything = np.ones(len(self._parameters), np.bool_)
         return exchange_trailer(group, self._layout, everything, ~everything, 0, rows)
 

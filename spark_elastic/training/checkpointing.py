@@ -16,8 +16,8 @@ from typing import Any
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Checkpoint, Fence, Position
-from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints, CheckpointWriter, Schedule
-from spark_elastic.training.learner import Objects, TrainingState
+from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore, CheckpointWriter, Schedule
+from spark_elastic.training.trainer import Objects, TrainingState
 
 
 class Checkpointing:
@@ -29,7 +29,7 @@ class Checkpointing:
         self._schedule = Schedule(policy, clock)
         self._clock = clock
         self.seconds = 0.0  # for which copying held up the training thread
-        self._writer = CheckpointWriter(Checkpoints(store, policy.run_id), tell)
+        self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), tell)
         self._copied: tuple[Position, Callable[[], Objects]] | None = None
 
     def applied(self, state: TrainingState) -> None:
@@ -65,7 +65,7 @@ def restore(store: Store, run_id: str, candidates: tuple[Checkpoint, ...], state
     Raises:
         StoreError: none of them is.
     """
-    _, objects = Checkpoints(store, run_id).read_newest(candidates)
+    _, objects = CheckpointStore(store, run_id).read_newest(candidates)
     state.restore(objects)
 
 

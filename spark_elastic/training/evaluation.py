@@ -14,9 +14,9 @@ from typing import Any
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position, World
-from spark_elastic.training.learner import Learner
 from spark_elastic.training.spec import Rows, TrainSpec
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.step_summary import StepDecision
+from spark_elastic.training.trainer import ModelTrainer
 from spark_elastic.worker.program import Session
 
 # An epoch's sums over its steps, and the entry of the history that is made of them.
@@ -29,11 +29,11 @@ def begun() -> dict[str, Any]:
     return {"loss": 0.0, "divisor": 0.0, "rows": 0, "steps": 0, "seconds": 0.0, "sizes": []}
 
 
-def add_step(sums: dict[str, Any], verdict: Verdict, steps: int, size: int, seconds: float) -> None:
+def add_step(sums: dict[str, Any], decision: StepDecision, steps: int, size: int, seconds: float) -> None:
     """Add a step that was applied. steps: of the epoch so far. size: workers of the world. seconds: that it took."""
-    sums["loss"] += verdict.loss
-    sums["divisor"] += verdict.denominator
-    sums["rows"] += verdict.rows
+    sums["loss"] += decision.loss
+    sums["divisor"] += decision.denominator
+    sums["rows"] += decision.rows
     sums["steps"] = steps
     sums["seconds"] += seconds
     if size not in sums["sizes"]:
@@ -87,7 +87,7 @@ class Evaluation:
     """The validation of one model on one data set. `run` takes the steps that are left of the position's epoch."""
 
     def __init__(
-        self, spec: TrainSpec, rows: Rows, learner: Learner, sealed: Callable[[World, int], None]
+        self, spec: TrainSpec, rows: Rows, learner: ModelTrainer, sealed: Callable[[World, int], None]
     ) -> None:
         """sealed: called when an exchange is complete, which says that the step before it is history (R1)."""
         self._rows, self._learner, self._sealed = rows, learner, sealed
@@ -101,11 +101,11 @@ class Evaluation:
             self._loader.steps(0, here.step, group.rank, group.size) as steps,
         ):
             for rows in steps:
-                verdict = learner.evaluate(group, rows, session.membership_version())
-                self._count(verdict)
+                decision = learner.evaluate(group, rows, session.membership_version())
+                self._count(decision)
                 session.tell(learner.state.position)
-                self._sealed(world, verdict.version)
-                if verdict.version > world.version:
+                self._sealed(world, decision.version)
+                if decision.version > world.version:
                     return False
         return True
 
@@ -119,12 +119,12 @@ class Evaluation:
     def close(self) -> None:
         self._reader.close()
 
-    def _count(self, verdict: Verdict) -> None:
+    def _count(self, decision: StepDecision) -> None:
         state = self._learner.state
         sums, here = state.extras["validation"], state.position
-        sums["loss"] += verdict.loss
-        sums["divisor"] += verdict.denominator
-        sums["rows"] += verdict.rows
+        sums["loss"] += decision.loss
+        sums["divisor"] += decision.denominator
+        sums["rows"] += decision.rows
         last = here.step + 1 == self._rows.plan.steps
         state.position = (
             Position(here.epoch, Phase.CLOSE, 0) if last else Position(here.epoch, here.phase, here.step + 1)

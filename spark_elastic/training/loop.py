@@ -23,17 +23,17 @@ from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_
 from spark_elastic.training import evaluation
 from spark_elastic.training.checkpointing import Checkpointing, restore
 from spark_elastic.training.evaluation import Evaluation, no_sums
-from spark_elastic.training.learner import Learner
 from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.step_summary import StepDecision
+from spark_elastic.training.trainer import ModelTrainer
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Session, Stopped
 
 
 class TrainingLoop:
     """What a worker of an estimator runs."""
 
-    def __init__(self, spec: TrainSpec, learner: Learner) -> None:
+    def __init__(self, spec: TrainSpec, learner: ModelTrainer) -> None:
         self._spec = spec
         self._learner = learner
         self._begun = False
@@ -139,17 +139,17 @@ class TrainingLoop:
                     self._mark("read", group)
                 began = self._clock.now()
 
-                def account(verdict: Verdict, began: float = began) -> Position:
-                    return self._account(verdict, group.size, self._clock.now() - began)
+                def account(decision: StepDecision, began: float = began) -> Position:
+                    return self._account(decision, group.size, self._clock.now() - began)
 
                 self._hooks.step_begins(rows.epoch, rows.step)
                 with self._located(rows):
                     heard = session.membership_version()
-                    verdict = self._learner.take(group, rows, heard, account, self._show_step)
+                    decision = self._learner.take(group, rows, heard, account, self._show_step)
                 session.tell(self._state.position)
                 self._keep(world, applied=True)
-                self._report(group, session, verdict.loss / (verdict.denominator or 1.0), verdict.rows)
-                version = verdict.version
+                self._report(group, session, decision.loss / (decision.denominator or 1.0), decision.rows)
+                version = decision.version
                 if self._state.position.phase is not Phase.TRAIN:
                     break
                 if version > world.version:
@@ -172,14 +172,14 @@ class TrainingLoop:
             )
             raise
 
-    def _account(self, verdict: Verdict, size: int, seconds: float) -> Position:
+    def _account(self, decision: StepDecision, size: int, seconds: float) -> Position:
         """Add a step to the epoch's sums, which are part of the state. Returns the position after the step."""
         sums, here = self._state.extras, self._state.position
-        evaluation.add_step(sums, verdict, here.step + 1, size, seconds)
+        evaluation.add_step(sums, decision, here.step + 1, size, seconds)
         self._hooks.applied()
-        loss = verdict.loss / (verdict.denominator or 1.0)
-        sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": verdict.rows}
-        if verdict.ends:
+        loss = decision.loss / (decision.denominator or 1.0)
+        sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": decision.rows}
+        if decision.ends:
             sums["stopped"] = "a callback ended the training"
         elif here.step + 1 < self._spec.plan.steps:
             return Position(here.epoch, here.phase, here.step + 1)

@@ -107,7 +107,7 @@ R = TypeVar("R", bound=Cuttable)
 
 
 @dataclass(frozen=True)
-class Share(Generic[R]):
+class LocalBatch(Generic[R]):
     """This rank's rows of a step: features and labels (n_r, ...), weights (n_r,) or None.
 
     planned: rows of the step over all ranks. row_ids: (n_r,), for the ledger.
@@ -122,7 +122,7 @@ class Share(Generic[R]):
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    def micro_batches(self, rows: int) -> Iterator[Share[R]]:
+    def micro_batches(self, rows: int) -> Iterator[LocalBatch[R]]:
         """Parts of at most `rows` rows, as even as can be: BatchNorm takes no part of a single row."""
         parts = -(-len(self) // rows)
         if parts == 1:
@@ -130,7 +130,7 @@ class Share(Generic[R]):
             return
         for number in range(parts):
             part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
-            yield Share(
+            yield LocalBatch(
                 self.planned,
                 self.row_ids[part],
                 tuple(each[part] for each in self.features),

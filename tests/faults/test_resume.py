@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Program
 from tests.component.torch.job import (
@@ -40,7 +40,7 @@ def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -
     first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
     try:
         until = time.monotonic() + 240
-        while not Checkpoints(store, RUN).published():
+        while not CheckpointStore(store, RUN).published():
             assert first.poll() is None
             assert time.monotonic() < until, "no checkpoint"
             time.sleep(0.01)
@@ -53,7 +53,7 @@ def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -
     workers = draw.choice([1, 2, 3])
     other = replace(job, workers=workers, batch_size=whole // workers)
     assert other.plan(manifest) == job.plan(manifest)
-    run = HeldRun.take(store, RUN)
+    run = RunLease.acquire(store, RUN)
     ours, result = train_elastic(
         other,
         store,
@@ -91,7 +91,7 @@ def test_p7_all_workers_are_killed_at_random_moments_and_the_driver_lives(tmp_pa
         made.append(launcher(task, room=job.workers))
         return made[0]
 
-    ledger, run = tmp_path / "ledger", HeldRun.take(store, RUN)
+    ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
     ours, result = train_elastic(job, store, manifest, str(ledger), Follower(strike), make, run=run)
     for thread in struck:
         thread.join()

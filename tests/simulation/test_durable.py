@@ -14,7 +14,7 @@ from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.worker_machine import Answer, WorkerState
 from spark_elastic.state import checkpoint
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment, Share
 from tests.simulator.invariants import Violation
@@ -142,7 +142,7 @@ def test_p7_damage_that_nobody_sees_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_r10_a_driver_that_publishes_what_it_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeldRun, "check", lambda self: None)
+    monkeypatch.setattr(RunLease, "check", lambda self: None)
     assert _caught(durable(TAKEN_OVER, every=1), match="attempt 1 published")
 
 

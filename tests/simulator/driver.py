@@ -17,7 +17,7 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.types import Checkpoint, Fence, World
-from spark_elastic.state.held_run import HeldRun, Several
+from spark_elastic.state.run_lease import CheckpointList, RunLease
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, Story, Violation
 
@@ -34,7 +34,7 @@ Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.Drive
 class SimDesk:
     """Where everything that is said to the driver arrives."""
 
-    def __init__(self, sim: Simulation, driver_step: Step, held: HeldRun, story: Story) -> None:
+    def __init__(self, sim: Simulation, driver_step: Step, held: RunLease, story: Story) -> None:
         self.sim = sim
         self.step = driver_step
         self.run = held
@@ -257,11 +257,11 @@ class SimDesk:
         }
         return not gone_on & {member.worker for member in its.members}
 
-    def _publish_checkpoint(self, kept: Several) -> None:
+    def _publish_checkpoint(self, kept: CheckpointList) -> None:
         if self.dead:
             return
         try:
-            self.run.carry_out(kept)
+            self.run.publish_now(kept)
         except JobCancelled as taken:
             self.post(on.CancelRequested(0, str(taken)))
             return

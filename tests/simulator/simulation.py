@@ -20,8 +20,8 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World
-from spark_elastic.state.checkpoint import Checkpoints, name_of
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore, name_of
+from spark_elastic.state.run_lease import RunLease
 from tests.simulator.driver import SimDesk, Step
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment
 from tests.simulator.group import SimGroup
@@ -47,17 +47,17 @@ Chain = tuple[int, int]
 class SimRun:
     """make: a driver that holds the run."""
 
-    def __init__(self, sim: Simulation, make: Callable[[HeldRun], SimDesk]) -> None:
+    def __init__(self, sim: Simulation, make: Callable[[RunLease], SimDesk]) -> None:
         self.sim = sim
         self.durability = Durability(sim.story)
         self.desks: list[SimDesk] = []
         self._make = make
         self._store = memory_store()
-        self._checkpoints = Checkpoints(self._store, RUN)
+        self._checkpoints = CheckpointStore(self._store, RUN)
 
     def open(self) -> None:
         """A driver takes the run, and goes on from what counts."""
-        held = HeldRun.take(self._store, RUN)
+        held = RunLease.acquire(self._store, RUN)
         self.durability.opened(held.attempt)
         self.desks.append(self._make(held))
         self.desks[-1].open()

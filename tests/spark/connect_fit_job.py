@@ -21,7 +21,7 @@ import torch
 
 from spark_elastic.data.store import Store
 from spark_elastic.spark import carrying
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing import Blow, ClusterFaults
 from spark_elastic.torch.callbacks import progress
 from tests.component.torch.job import ledger_of
@@ -37,7 +37,7 @@ class Coordinators(logging.Handler):
 
     def __init__(self, store: Store, run: str) -> None:
         super().__init__()
-        self.kept = Checkpoints(store, run)
+        self.kept = CheckpointStore(store, run)
         self.addresses: list[str] = []
         self.told: list[str] = []
 

@@ -14,7 +14,7 @@ import torch
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointStore
 from tests.scenarios import Fault
 from tests.spark.estimators import Net, close_to, estimator, mse, plain, table
 from tests.spark.fits import EPOCHS as STEPS
@@ -35,7 +35,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     for module in (Dawdling.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     gate, df, cancelled = tmp_path / "gate", table(spark), threading.Event()
-    net, checkpoints = Dawdling(gate), Checkpoints(Store.open(str(tmp_path)), "mine")
+    net, checkpoints = Dawdling(gate), CheckpointStore(Store.open(str(tmp_path)), "mine")
 
     def follow(numbers: Mapping[str, Any]) -> None:
         if not cancelled.is_set() and numbers["epoch"] >= 6 and checkpoints.published():
@@ -92,7 +92,7 @@ def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession,
     }
     with pytest.raises(TimeLimitReached, match=r"had its 90 s \(max_runtime\)"):
         estimator(tmp_path, max_runtime=90.0, **given).fit(df)
-    (last,) = Checkpoints(Store.open(str(tmp_path)), "mine").published()
+    (last,) = CheckpointStore(Store.open(str(tmp_path)), "mine").published()
     gate.touch()
     model = estimator(tmp_path, **given).fit(df)
     assert f"goes on from checkpoint {last.name}" in model.summary.worlds[0].reason

@@ -25,7 +25,7 @@ _FOREIGN = ("params", "model")  # belong to the training, not to the callback
 
 
 class KerasHooks:
-    """The callbacks of one worker, in order. See `training.learner.Hooks`."""
+    """The callbacks of one worker, in order. See `training.trainer.Hooks`."""
 
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
         """params: what Keras's callbacks are told of a training: epochs, steps, verbose."""

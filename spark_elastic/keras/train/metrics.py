@@ -15,7 +15,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.training.spec import Arrays, Share, StepPart
+from spark_elastic.training.spec import Arrays, LocalBatch, StepPart
 
 
 class StepMetrics:
@@ -54,7 +54,9 @@ class StepMetrics:
         if self._compiled is not None and not self._compiled.built:
             self._compiled.build(labels, outputs)
 
-    def add(self, part: Share[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays) -> None:
+    def add(
+        self, part: LocalBatch[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays
+    ) -> None:
         """A part of this rank's rows. losses: each loss's own part of the step's."""
         logged = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
         weights = [] if part.weights is None else [part.weights]

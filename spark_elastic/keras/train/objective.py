@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.spec import Share
+from spark_elastic.training.spec import LocalBatch
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -32,7 +32,7 @@ class _Part:
     reduction: str
 
 
-class Objective:
+class CompiledLosses:
     """Losses of one compiled model."""
 
     def __init__(self, model: Any, labels: Any, outputs: Any) -> None:
@@ -58,7 +58,7 @@ class Objective:
         """Of the losses that the history tells one by one."""
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
-    def factors(self, group: Group, share: Share[npt.NDArray[Any]]) -> list[float]:
+    def factors(self, group: Group, share: LocalBatch[npt.NDArray[Any]]) -> list[float]:
         """What each loss's sum is to be multiplied with; agreed on by all ranks where row weights divide it."""
         everywhere = float(share.planned)
         if share.weights is not None and any(p.reduction == "mean_with_sample_weight" for p in self._parts):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from elastic_collectives import Group
 from spark_elastic.protocol.types import START, Phase, Position
-from spark_elastic.training.learner import Bytes, handed_over
+from spark_elastic.training.trainer import Bytes, handed_over
 
 # Values as JSON with arrays beside them, and back; what is neither is left out. Pure.
 

@@ -1,6 +1,6 @@
 """One optimizer step of the whole world, in three parts that know nothing of each other: gradients, exchange, apply.
 
-`StepTaker.take` either applies the step or leaves everything as it was and raises (R1, R3). Main thread only.
+`TrainStep.take` either applies the step or leaves everything as it was and raises (R1, R3). Main thread only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.keras.train.metrics import StepMetrics
-from spark_elastic.keras.train.objective import Objective
+from spark_elastic.keras.train.objective import CompiledLosses
 from spark_elastic.keras.train.state import LearnerState, value_of
 from spark_elastic.protocol.types import Position
-from spark_elastic.training.learner import sentence, uninterrupted
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.spec import Share, TrainSpec
-from spark_elastic.training.trailer import Trailer, Verdict, exchange
+from spark_elastic.training.spec import LocalBatch, TrainSpec
+from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.training.trainer import sentence, uninterrupted
 
 # Arrays of one step, summed over the world in the group's memory: gradients, and running statistics.
 #
@@ -96,7 +96,7 @@ class Exchange:
 _SEED = "seed_generator_state"
 
 
-class Moving:
+class RunningStats:
     """Variables that layers themselves write, such as BatchNorm's statistics.
 
     They are averaged over the ranks by rows, and put back where a step is given up. Seeds of random layers follow from
@@ -169,7 +169,7 @@ class Structure:
 class Gradients:
     """Gradients of the step's loss over this rank's rows, as TensorFlow functions."""
 
-    def __init__(self, model: Any, objective: Objective, structure: Structure, eager: bool) -> None:
+    def __init__(self, model: Any, objective: CompiledLosses, structure: Structure, eager: bool) -> None:
         self._model, self._objective, self._structure = model, objective, structure
         self._variables = list(model.trainable_variables)
         graph = (lambda function: function) if eager else tf.function(reduce_retracing=True)
@@ -177,18 +177,18 @@ class Gradients:
         self._with_gradients = graph(self._differentiate)
 
     def __call__(
-        self, part: Share[Array], factors: Sequence[float]
+        self, part: LocalBatch[Array], factors: Sequence[float]
     ) -> tuple[list[Array | None], list[Array], list[Any]]:
         """(gradients, losses: their weighted sum, then each, outputs) of a part of the rows."""
         gradients, losses, outputs = self._with_gradients(*self._arguments(part, factors))
         return [None if g is None else np.asarray(g) for g in gradients], _arrays(losses), _arrays(outputs)
 
-    def score(self, part: Share[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
+    def score(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
         """(losses, outputs) as in validation."""
         losses, outputs = self._scored(*self._arguments(part, factors))
         return _arrays(losses), _arrays(outputs)
 
-    def _arguments(self, part: Share[Array], factors: Sequence[float]) -> tuple[Any, ...]:
+    def _arguments(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[Any, ...]:
         weights = None if part.weights is None else tf.constant(part.weights)
         return (
             [tf.constant(array) for array in part.features],
@@ -235,7 +235,7 @@ class Apply:
         self._optimizer.apply(gradients, self._variables)
 
 
-class StepTaker:
+class TrainStep:
     """Takes steps on one state."""
 
     def __init__(
@@ -243,7 +243,7 @@ class StepTaker:
         spec: TrainSpec,
         model: Any,
         state: LearnerState,
-        objective: Objective,
+        objective: CompiledLosses,
         structure: Structure,
         metrics: StepMetrics,
         ledger: Ledger,
@@ -251,7 +251,7 @@ class StepTaker:
         eager = bool(model.run_eagerly)
         self._spec, self._state, self._objective, self._metrics = spec, state, objective, metrics
         self._gradients, self._apply = Gradients(model, objective, structure, eager), Apply(model, eager)
-        self._moving, self._ledger = Moving(model), ledger
+        self._moving, self._ledger = RunningStats(model), ledger
         self._count = len(model.trainable_variables)
         variables = [*model.trainable_variables, *self._moving.variables]
         self._exchange = Exchange(
@@ -262,13 +262,13 @@ class StepTaker:
     def take(
         self,
         group: Group,
-        share: Share[Array],
+        share: LocalBatch[Array],
         version: int,
-        after: Callable[[Verdict], Position],
+        after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
         ends: bool,
-    ) -> Verdict:
-        """See `training.learner.Learner.take`. ends: see `Trailer`.
+    ) -> StepDecision:
+        """See `training.trainer.ModelTrainer.take`. ends: see `StepSummary`.
 
         Raises:
             CollectiveError: the exchange broke; the state is as before the step.
@@ -285,26 +285,26 @@ class StepTaker:
             self._metrics.gather(group)
             there = np.array([*(g is not None for g in gradients), *written])
             hashed, rows = self._exchange.layout_hash, len(share)
-            verdict = exchange(
+            decision = exchange_summaries(
                 group,
-                Trailer(here, version, hashed, rows, loss * share.planned, float(rows), there, ends=ends),
+                StepSummary(here, version, hashed, rows, loss * share.planned, float(rows), there, ends=ends),
             )
             if self._spec.terminate_on_nan:
-                verdict.check_finite(here)
+                decision.check_finite(here)
         except BaseException:
             self._moving.restore()
             self._metrics.drop()
             raise
         with uninterrupted():
             before_apply()
-            self._apply(sums[: self._count], verdict.present[: self._count])
-            self._moving.apply(sums[self._count :], verdict.present[self._count :])
+            self._apply(sums[: self._count], decision.present[: self._count])
+            self._moving.apply(sums[self._count :], decision.present[self._count :])
             self._metrics.commit()
-            state.position = after(verdict)
+            state.position = after(decision)
             self._ledger.applied(group.fence, here, group.size)
-        return verdict
+        return decision
 
-    def evaluate(self, group: Group, share: Share[Array], version: int) -> Verdict:
+    def evaluate(self, group: Group, share: LocalBatch[Array], version: int) -> StepDecision:
         """One step of validation; the position stays."""
         here, loss = self._state.position, 0.0
         try:
@@ -314,20 +314,22 @@ class StepTaker:
                 loss += float(losses[0])
                 self._metrics.add(part, losses[1:], outputs)
             self._metrics.gather(group)
-            trailer = Trailer(
+            trailer = StepSummary(
                 here, version, 0, len(share), loss * share.planned, float(len(share)), np.zeros(0, np.bool_)
             )
-            verdict = exchange(group, trailer)
+            decision = exchange_summaries(group, trailer)
         except BaseException:
             self._metrics.drop()
             raise
         self._metrics.commit()
-        return verdict
+        return decision
 
     def close(self) -> None:
         self._exchange.close()
 
-    def _backward(self, share: Share[Array], factors: Sequence[float]) -> tuple[list[Array | None], float]:
+    def _backward(
+        self, share: LocalBatch[Array], factors: Sequence[float]
+    ) -> tuple[list[Array | None], float]:
         """Sums over this rank's rows; a rank without rows runs no forward (R8)."""
         total: list[Array | None] = [None] * self._count
         loss = 0.0

@@ -17,18 +17,18 @@ from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import some_row
 from spark_elastic.keras.train.archive import Archive, saved
+from spark_elastic.keras.train.batching import Columns, Inputs, ordered_labels
 from spark_elastic.keras.train.hooks import KerasHooks
 from spark_elastic.keras.train.metrics import StepMetrics
-from spark_elastic.keras.train.objective import Objective
-from spark_elastic.keras.train.share import Columns, Inputs, ordered_labels
+from spark_elastic.keras.train.objective import CompiledLosses
 from spark_elastic.keras.train.state import LearnerState
-from spark_elastic.keras.train.step import StepTaker, Structure, world_dependence
+from spark_elastic.keras.train.step import Structure, TrainStep, world_dependence
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.training.checkpointing import digest
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.spec import Share, TrainSpec, Transformation
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.spec import LocalBatch, TrainSpec, Transformation
+from spark_elastic.training.step_summary import StepDecision
 
 # What the user brings to a training with Keras. Shipped to the workers; no thread.
 
@@ -55,11 +55,11 @@ class KerasTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
 
     def __init__(self, spec: TrainSpec, brought: KerasBrought) -> None:
-        super().__init__(spec, KerasLearner(spec, brought))
+        super().__init__(spec, KerasTrainer(spec, brought))
 
 
-class KerasLearner:
-    """See `training.learner.Learner`."""
+class KerasTrainer:
+    """See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, brought: KerasBrought) -> None:
         self._spec = spec
@@ -84,7 +84,7 @@ class KerasLearner:
         self._columns = Columns(spec, inputs, labels, change, brought.class_weight)
         self._seen = Columns(spec, inputs, labels, change, None)  # as Keras validates
         known = structure.outputs(list(self._seen.share(row).labels))
-        objective = Objective(model, known, outputs)
+        objective = CompiledLosses(model, known, outputs)
         self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(known, outputs)
         params = {"epochs": spec.epochs, "steps": spec.plan.steps, "verbose": 0}
@@ -92,20 +92,20 @@ class KerasLearner:
         replicas = [*model.weights, *model.optimizer.variables]
         extras.update(losses={}, trained={})
         self.state = LearnerState(replicas, self._metrics.variables, self.hooks, extras)
-        self._taker = StepTaker(spec, model, self.state, objective, structure, self._metrics, ledger)
+        self._train_step = TrainStep(spec, model, self.state, objective, structure, self._metrics, ledger)
 
     def take(
         self,
         group: Group,
         rows: StepRows,
         version: int,
-        after: Callable[[Verdict], Position],
+        after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
-    ) -> Verdict:
+    ) -> StepDecision:
         self._metrics.sums = self.state.extras["losses"]
 
-        def accounted(verdict: Verdict) -> Position:
-            position, extras = after(verdict), self.state.extras
+        def accounted(decision: StepDecision) -> Position:
+            position, extras = after(decision), self.state.extras
             extras["losses"] = self._metrics.sums
             if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
                 extras["trained"] = self._metrics.results()
@@ -114,17 +114,17 @@ class KerasLearner:
             return position
 
         share, ends = self._columns.share(rows), self.hooks.ends()
-        return self._taker.take(group, share, version, accounted, before_apply, ends)
+        return self._train_step.take(group, share, version, accounted, before_apply, ends)
 
     def evaluating(self) -> AbstractContextManager[None]:
         self.hooks.tests_begin()
         return nullcontext()
 
-    def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
+    def evaluate(self, group: Group, rows: StepRows, version: int) -> StepDecision:
         self._metrics.sums = self.state.extras["losses"]
-        verdict = self._taker.evaluate(group, self._seen.share(rows), version)
+        decision = self._train_step.evaluate(group, self._seen.share(rows), version)
         self.state.extras["losses"] = self._metrics.sums
-        return verdict
+        return decision
 
     def numbers(self) -> dict[str, Any]:
         found = {"learning_rate": float(np.asarray(self.model.optimizer.learning_rate))}
@@ -144,7 +144,7 @@ class KerasLearner:
         return saved(self.model)
 
     def close(self) -> None:
-        self._taker.close()
+        self._train_step.close()
 
     def _row(self) -> StepRows:
         """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
@@ -159,7 +159,7 @@ class KerasLearner:
         }
         return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)
 
-    def _tried(self, row: Share[Any]) -> tuple[Structure, Any]:
+    def _tried(self, row: LocalBatch[Any]) -> tuple[Structure, Any]:
         """How inputs and outputs are nested, and the outputs of the row."""
         nested = getattr(self.model, "input", None) if getattr(self.model, "inputs", None) else None
 

@@ -23,7 +23,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
 from spark_elastic.torch.gradients.terms import ExchangeOptions
-from spark_elastic.training.trailer import Trailer, Verdict, exchange
+from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.worker.context import current, floor_of_process
 from spark_elastic.worker.seat import engine_of_process, group_of, group_of_process
 
@@ -171,23 +171,23 @@ class GradientSync:
         try:
             with world_ranks_in_errors(group):
                 self.exchange.finish()
-                verdict = self._exchange_trailer(
+                decision = self._exchange_trailer(
                     group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0
                 )
         finally:
             self.exchange.clear()
-        return verdict.rows > 0
+        return decision.rows > 0
 
     def _trailer(self, group: Group, there: Marks) -> Marks:
         return self._exchange_trailer(group, there, rows=1).present
 
-    def _exchange_trailer(self, group: Group, there: Marks, rows: int) -> Verdict:
+    def _exchange_trailer(self, group: Group, there: Marks, rows: int) -> StepDecision:
         swap = self.exchange
-        verdict = exchange_trailer(
+        decision = exchange_trailer(
             group, swap.layout_hash, there, swap.sparse_parameters, swap.bucket_bytes, rows
         )
-        swap.apply_agreement(verdict.found_sparse, verdict.bucket_bytes)
-        return verdict
+        swap.apply_agreement(decision.found_sparse, decision.bucket_bytes)
+        return decision
 
 
 def get_optimizers_in_use() -> WeakSet[Joinable]:
@@ -229,18 +229,18 @@ def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
 
 def exchange_trailer(
     group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int, rows: int = 1
-) -> Verdict:
+) -> StepDecision:
     """Exchange the trailer of a step in the current world, by which it also hears of planned changes (R6).
 
     rows: 0 on a rank that has joined.
     """
     here = current()
     version = 0 if here is None or here.session is None else here.session.membership_version()
-    mine = Trailer(START, version, layout, rows, 0.0, 1.0, present, found_sparse, bucket_bytes)
-    verdict = exchange(group, mine)
+    mine = StepSummary(START, version, layout, rows, 0.0, 1.0, present, found_sparse, bucket_bytes)
+    decision = exchange_summaries(group, mine)
     if here is not None and here.group is group:  # what a part of the world heard is no agreement of all
-        here.floor.agree(verdict.version)
-    return verdict
+        here.floor.agree(decision.version)
+    return decision
 
 
 def _number(ranks: tuple[int, ...]) -> int:

@@ -30,7 +30,7 @@ class Hooks:
         self.begins(group)
 
     def begins(self, group: Group) -> None:
-        """See `training.learner.Hooks`."""
+        """See `training.trainer.Hooks`."""
         self._training.rank, self._training.size = group.rank, group.size
         if not self._begun:
             self._begun = True

@@ -14,8 +14,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, attach_trainer
-from spark_elastic.torch.train.objective import RowLoss, Scored, autocast, given_loss, widened
-from spark_elastic.training.spec import Share
+from spark_elastic.torch.train.loss import LossResult, RowLoss, autocast, given_loss, widened
+from spark_elastic.training.spec import LocalBatch
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
 # What Lightning's Trainer calls of a module around the steps of a fit; nothing calls it here.
@@ -80,10 +80,10 @@ class LightningLoss:
         self._logged: dict[str, float] = {}
         self._here, self._rank, self._size = START, 0, 1
 
-    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
         self._here, self._rank, self._size = here, group.rank, group.size
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         batch = Batch(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
         batch.columns = dict(zip(self._columns, (*part.features, *part.labels), strict=False))
         self._logged = {}
@@ -100,9 +100,9 @@ class LightningLoss:
                 )
             value = value.get("loss")
         if value is None and evaluates:
-            return Scored(torch.zeros(()), math.nan, logged=self._logged)
+            return LossResult(torch.zeros(()), math.nan, logged=self._logged)
         summed = self._loss(widened(value), part.labels, part.weights)
-        return Scored(summed.total, summed.denominator, logged=self._logged)
+        return LossResult(summed.total, summed.denominator, logged=self._logged)
 
     def _trainer(self, training: bool) -> TrainerStandIn:
         here, steps = self._here, self._plan.num_training_batches

@@ -15,7 +15,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.objective import Scored, by_element, widened
+from spark_elastic.torch.train.loss import LossResult, by_element, widened
 from spark_elastic.training.spec import StepPart
 
 
@@ -37,7 +37,7 @@ class Metrics:
         self._updates = 0
         self._part = StepPart()
 
-    def add(self, scored: Scored, labels: Sequence[torch.Tensor]) -> None:
+    def add(self, scored: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """A part of this rank's rows."""
         if self._given and not scored.outputs:
             raise InvalidInput(

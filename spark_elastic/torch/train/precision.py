@@ -1,6 +1,6 @@
 """How gradients are made and applied in 16-bit arithmetic: scaled for fp16, as they are otherwise.
 
-A step whose gradients overflowed is not applied. All ranks come to the same verdict, since they look at the same sums.
+A step whose gradients overflowed is not applied. All ranks come to the same decision, since they look at the same sums.
 Main thread only.
 """
 

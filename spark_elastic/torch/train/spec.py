@@ -17,16 +17,16 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from spark_elastic.torch.optimizers import TrainerPlan, build_optimizer
 from spark_elastic.torch.train.lightning import LightningLoss
-from spark_elastic.torch.train.objective import (
+from spark_elastic.torch.train.loss import (
+    DtypeHints,
     FunctionLoss,
+    LossFn,
     ModelLoss,
-    ModelLosses,
-    Objective,
-    TypesTold,
+    MultiOutputLoss,
     module_of,
 )
 from spark_elastic.training.checkpointing import PLAIN, WEIGHTS, digest, text
-from spark_elastic.training.spec import Share, TrainSpec, transformed
+from spark_elastic.training.spec import LocalBatch, TrainSpec, transformed
 
 # What the torch objects of a training are, as digests that are the same in every process (R19).
 #
@@ -155,11 +155,11 @@ class Brought:
             WEIGHTS: weights(self.model),
         }
 
-    def objective(self, spec: TrainSpec) -> Objective:
+    def objective(self, spec: TrainSpec) -> LossFn:
         columns = [*(column.name for column in spec.features), *spec.labels]
-        return TypesTold(self._objective(spec, columns), columns)
+        return DtypeHints(self._objective(spec, columns), columns)
 
-    def _objective(self, spec: TrainSpec, columns: list[str]) -> Objective:
+    def _objective(self, spec: TrainSpec, columns: list[str]) -> LossFn:
         weighted = spec.weight is not None
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
@@ -169,7 +169,7 @@ class Brought:
             return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
         pairs = zip(spec.labels, zip(self.losses, weights, strict=True), strict=True)
-        return ModelLosses(dict(pairs), weighted, spec.precision)
+        return MultiOutputLoss(dict(pairs), weighted, spec.precision)
 
 
 def trainer_plan(spec: TrainSpec) -> TrainerPlan:
@@ -203,9 +203,9 @@ class Columns:
         self._label_shapes = label_shapes
         self._transformation = transformation
 
-    def share(self, rows: StepRows) -> Share[torch.Tensor]:
+    def share(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
         columns = transformed(rows, self._wanted, self._transformation)
-        return Share(
+        return LocalBatch(
             planned=rows.planned,
             row_ids=rows.row_ids,
             features=tuple(self._feature(columns[c.name], c.shape) for c in self._features),

@@ -21,7 +21,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.train.snapshot import rng_state, set_rng_state
-from spark_elastic.training.learner import Bytes, handed_over
+from spark_elastic.training.trainer import Bytes, handed_over
 
 # A captured training state as bytes, and back: torch's own format, read without unpickling anything but tensors and
 # plain values. Pure; any thread.

@@ -1,6 +1,6 @@
 """One optimizer step of the whole world: forward, backward, exchange, trailer, apply (R1, R3, R6, R8).
 
-`StepTaker.take` either applies the step or leaves everything as it was and raises; nothing interrupts its apply
+`TrainStep.take` either applies the step or leaves everything as it was and raises; nothing interrupts its apply
 section. It owns no data and no loop. Main thread only.
 """
 
@@ -21,15 +21,15 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+from spark_elastic.torch.train.loss import LossFn
 from spark_elastic.torch.train.metrics import Metrics
-from spark_elastic.torch.train.objective import Objective
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, has_buffers
 from spark_elastic.torch.train.state import LearnerState
-from spark_elastic.training.learner import output_parts, sentence, uninterrupted
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.spec import Clipping, Share
-from spark_elastic.training.trailer import Trailer, Verdict, exchange
+from spark_elastic.training.spec import Clipping, LocalBatch
+from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.training.trainer import output_parts, sentence, uninterrupted
 
 # Running statistics of a model (BatchNorm's and their like), averaged over the ranks by rows, so that replicas agree.
 #
@@ -113,7 +113,7 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Rules:
+class StepOptions:
     """batch_size: most rows in one forward pass. seed: of what forward passes draw. terminate_on_nan: a loss that is no
     number ends the training, with the weights as they were."""
 
@@ -123,15 +123,15 @@ class Rules:
     terminate_on_nan: bool = False
 
 
-class StepTaker:
+class TrainStep:
     """Takes steps on one state."""
 
     def __init__(
         self,
         state: LearnerState,
-        objective: Objective,
+        objective: LossFn,
         exchange: GradientExchange,
-        rules: Rules,
+        rules: StepOptions,
         ledger: Ledger,
         metrics: Metrics,
         scaling: Scaling,
@@ -151,15 +151,15 @@ class StepTaker:
     def take(
         self,
         group: Group,
-        share: Share[torch.Tensor],
+        share: LocalBatch[torch.Tensor],
         version: int,
-        after: Callable[[Verdict], Position],
+        after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None] = lambda: None,
         ends: bool = False,
-    ) -> Verdict:
+    ) -> StepDecision:
         """One step. version: newest membership version heard of. before_apply: called once the exchange is complete, so
-        that the step before is sealed. after: part of the apply section; accounts for the verdict and returns the next
-        position. ends: see `Trailer`.
+        that the step before is sealed. after: part of the apply section; accounts for the decision and returns the next
+        position. ends: see `StepSummary`.
 
         Raises:
             CollectiveError: the exchange broke; the state is as before the step.
@@ -173,23 +173,23 @@ class StepTaker:
             if shared:
                 self._buffers.send(group, before, len(share), share.planned)
             self._metrics.gather(group)
-            verdict = exchange(group, self._trailer(share, version, loss, denominator, ends=ends))
+            decision = exchange_summaries(group, self._trailer(share, version, loss, denominator, ends=ends))
             if self._rules.terminate_on_nan:
-                verdict.check_finite(here)
+                decision.check_finite(here)
         except BaseException:
             before.restore()
             self._metrics.drop()
             raise
         with uninterrupted():
             before_apply()
-            self._apply(verdict, share.planned, shared)
+            self._apply(decision, share.planned, shared)
             self._metrics.commit()
-            self._exchange.apply_agreement(verdict.found_sparse, verdict.bucket_bytes)
-            state.position = after(verdict)
+            self._exchange.apply_agreement(decision.found_sparse, decision.bucket_bytes)
+            state.position = after(decision)
             self._ledger.applied(group.fence, here, group.size)
-        return verdict
+        return decision
 
-    def _gradients(self, group: Group, share: Share[torch.Tensor]) -> tuple[float, float]:
+    def _gradients(self, group: Group, share: LocalBatch[torch.Tensor]) -> tuple[float, float]:
         """Exchanged with all ranks; this rank's loss and its denominator."""
         here = self._state.position
         # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
@@ -205,9 +205,9 @@ class StepTaker:
         return loss, denominator
 
     def _trailer(
-        self, share: Share[torch.Tensor], version: int, loss: float, denominator: float, *, ends: bool
-    ) -> Trailer:
-        return Trailer(
+        self, share: LocalBatch[torch.Tensor], version: int, loss: float, denominator: float, *, ends: bool
+    ) -> StepSummary:
+        return StepSummary(
             self._state.position,
             version,
             self._exchange.layout_hash,
@@ -220,7 +220,7 @@ class StepTaker:
             ends=ends,
         )
 
-    def _backward(self, parts: Sequence[Share[torch.Tensor]]) -> tuple[float, float]:
+    def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[float, float]:
         """Accumulate the gradients of (sum of losses / planned rows); returns that sum and its denominator."""
         loss, denominator = 0.0, 0.0
         here = self._state.position
@@ -241,11 +241,11 @@ class StepTaker:
             denominator += scored.denominator
         return loss, denominator
 
-    def _apply(self, verdict: Verdict, planned: int, shared: bool) -> None:
-        divisor = verdict.denominator or 1.0  # 0: a loss that the user wants summed
+    def _apply(self, decision: StepDecision, planned: int, shared: bool) -> None:
+        divisor = decision.denominator or 1.0  # 0: a loss that the user wants summed
         if divisor != planned:
             self._exchange.scale(planned / divisor)
-        self._exchange.drop_absent(verdict.present)
+        self._exchange.drop_absent(decision.present)
         if shared:
             self._buffers.apply()
         self._scaling.unscale(self._state.optimizer)

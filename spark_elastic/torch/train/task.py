@@ -25,12 +25,12 @@ from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import drawing_by
 from spark_elastic.torch.train.spec import Brought, Columns, trainer_plan
 from spark_elastic.torch.train.state import LearnerState, values_dumps
-from spark_elastic.torch.train.step import Rules, StepTaker, world_dependence
-from spark_elastic.training.learner import input_dtype
+from spark_elastic.torch.train.step import StepOptions, TrainStep, world_dependence
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.trailer import Trailer, Verdict, exchange
+from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.training.trainer import input_dtype
 from spark_elastic.worker.seat import engine_of_process
 
 
@@ -38,11 +38,11 @@ class TorchTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
 
     def __init__(self, spec: TrainSpec, brought: Brought) -> None:
-        super().__init__(spec, TorchLearner(spec, brought))
+        super().__init__(spec, TorchTrainer(spec, brought))
 
 
-class TorchLearner:
-    """See `training.learner.Learner`."""
+class TorchTrainer:
+    """See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, brought: Brought) -> None:
         self._spec = spec
@@ -69,8 +69,8 @@ class TorchLearner:
         self._exchange = GradientExchange(
             model.named_parameters(), options_from_env(wire=spec.wire), engine=engine_of_process
         )
-        rules = Rules(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
-        self._taker = StepTaker(
+        rules = StepOptions(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
+        self._train_step = TrainStep(
             self.state, self._objective, self._exchange, rules, ledger, metrics[0], self._scaling
         )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
@@ -82,11 +82,11 @@ class TorchLearner:
         group: Group,
         rows: StepRows,
         version: int,
-        after: Callable[[Verdict], Position],
+        after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
-    ) -> Verdict:
+    ) -> StepDecision:
         share, ends = self._columns.share(rows), self.hooks.ends()
-        return self._taker.take(group, share, version, after, before_apply, ends)
+        return self._train_step.take(group, share, version, after, before_apply, ends)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class TorchLearner:
             for part in still:
                 part.training = False
 
-    def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
+    def evaluate(self, group: Group, rows: StepRows, version: int) -> StepDecision:
         spec, here, metrics = self._spec, self.state.position, self._metrics[1]
         share, loss, denominator = self._columns.share(rows), 0.0, 0.0
         try:
@@ -113,12 +113,14 @@ class TorchLearner:
                     denominator += scored.denominator
             metrics.gather(group)
             nothing = np.zeros(0, np.bool_)
-            verdict = exchange(group, Trailer(here, version, 0, len(share), loss, denominator, nothing))
+            decision = exchange_summaries(
+                group, StepSummary(here, version, 0, len(share), loss, denominator, nothing)
+            )
         except BaseException:
             metrics.drop()
             raise
         metrics.commit()
-        return verdict
+        return decision
 
     def numbers(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}

@@ -17,8 +17,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.keras.train.task import KerasBrought, KerasTrainTask
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.spec import TrainSpec
 from tests.component.blows import await_blow, blows, kill
@@ -114,7 +114,7 @@ def trained(job: Job, folder: Path, strike: Any) -> LaunchResult:
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site = Site(run=HeldRun.take(store, RUN))
+    site = Site(run=RunLease.acquire(store, RUN))
     with blows(folder / "blows", {"epoch 1": lambda: strike(launcher, store)}):
         result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
     assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
@@ -143,7 +143,7 @@ def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -
 @pytest.mark.faults
 def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
     def strike(launcher: ProcessLauncher, store: Store) -> None:
-        until(Checkpoints(store, RUN).published)
+        until(CheckpointStore(store, RUN).published)
         for slot in launcher.slots():
             fault(kill, launcher, slot)
 

@@ -17,8 +17,8 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.launch.job import Site, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.blows import await_blow, blows, kill
 from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
@@ -71,7 +71,7 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site, config = Site(run=HeldRun.take(store, RUN)), ElasticConfig()
+    site, config = Site(run=RunLease.acquire(store, RUN)), ElasticConfig()
     with blows(tmp_path / "blows", {place: partial(act, launcher, store) for place, act in acts.items()}):
         result = supervise(launcher, NoDiscovery(), site, limits, config, "test", Follower())
     assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
@@ -108,7 +108,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     killed: list[int] = []
 
     def strike(launcher: ProcessLauncher, store: Store) -> None:
-        until(Checkpoints(store, RUN).published)
+        until(CheckpointStore(store, RUN).published)
         for slot in launcher.slots():
             killed.append(slot)
             fault(kill, launcher, slot)

@@ -20,7 +20,7 @@ from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.local.launcher import Hosts, LocalLauncher
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
 from tests.component.local.watched import watched
 from tests.component.worker.moments import Held
@@ -105,10 +105,10 @@ def test_a_run_id_goes_on_behind_a_killed_command(tmp_path: Path) -> None:
         folder.mkdir()
     with watched(folders[0], fault, "-np", "2", *durable) as job:
         store = Store.open(str(tmp_path / "store"))
-        job.wait_for(lambda: bool(Checkpoints(store, "mine").published()), "a durable commit")
+        job.wait_for(lambda: bool(CheckpointStore(store, "mine").published()), "a durable commit")
         job.process.kill()
         assert job.ended() == -signal.SIGKILL
-    newest = max(each.position.step for each in Checkpoints(store, "mine").published())
+    newest = max(each.position.step for each in CheckpointStore(store, "mine").published())
     with watched(folders[1], fault, "-np", "1", *durable) as job:
         assert job.await_size(1)
         assert job.stop() == 0

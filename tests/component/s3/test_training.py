@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spark_elastic.data.store import Store
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill
@@ -50,14 +50,14 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Sto
         return made[0]
 
     def strike() -> None:
-        until(lambda: any(each.position.epoch == 1 for each in Checkpoints(store, RUN).published()))
+        until(lambda: any(each.position.epoch == 1 for each in CheckpointStore(store, RUN).published()))
         for slot in made[0].slots():
             kill(made[0], slot)
 
     ledger = tmp_path / "ledger"
     with blows(tmp_path / "blows", {"epoch 1": strike}):
-        run = HeldRun.take(store, RUN)
+        run = RunLease.acquire(store, RUN)
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     assert any("goes on from checkpoint" in world.reason for world in result.worlds)
     assert difference(ours, train_plain(job, here, manifest)) < 1e-9
-    assert len(Checkpoints(store, RUN).published()) == 3
+    assert len(CheckpointStore(store, RUN).published()) == 3

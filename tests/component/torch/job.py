@@ -29,7 +29,7 @@ from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.checkpoint import CheckpointPolicy
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import callbacks, draw_rows
 from spark_elastic.torch.train.spec import Brought
@@ -176,7 +176,7 @@ def train_elastic(
     launcher_for: Callable[[TorchTrainTask], ProcessLauncher],
     discovery: Discovery | None = None,
     lease: float = 5.0,
-    run: HeldRun | None = None,
+    run: RunLease | None = None,
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
     launcher = launcher_for(job.task(store, manifest, ledger))

@@ -17,7 +17,7 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
@@ -113,18 +113,18 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from tests.component.torch import test_column_kinds as here
 
 folder, reader = Path(sys.argv[1]), sys.argv[2]
 store, manifest = here.data_in(folder)
 
 def die(epoch, step):
-    if Checkpoints(store, here.RUN).published():
+    if CheckpointStore(store, here.RUN).published():
         os.kill(os.getpid(), signal.SIGKILL)
 
-run = HeldRun.take(store, here.RUN)
+run = RunLease.acquire(store, here.RUN)
 here.train_elastic(
     here.make_job(reader, 2, 3), store, manifest, str(folder / "ledger"), here.Follower(die),
     lambda task: here.launcher(task, room=2), run=run,
@@ -139,7 +139,7 @@ def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path
     (store, manifest), job = data_in(tmp_path), make_job(reader, 2, 3)
     first = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), reader], timeout=120, check=False)
     assert first.returncode == -signal.SIGKILL
-    ledger, run = tmp_path / "ledger", HeldRun.take(store, RUN)
+    ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
     ours, result = train_elastic(
         job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
     )

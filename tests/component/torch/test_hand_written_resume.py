@@ -17,7 +17,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import TimeLimitReached
 from spark_elastic.protocol.driver import forming
 from spark_elastic.protocol.driver.forming import time_is_up
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointStore
 from tests.component.blows import kill
 from tests.component.torch.hand_written import Run, assert_exact, count, train
 from tests.patience import until
@@ -41,7 +41,7 @@ here.Run(
 
 def newest_step(folder: Path) -> int:
     """Of the run's newest durable commit; 0 where there is none."""
-    published = Checkpoints(Store.open(str(folder)), "mine").published()
+    published = CheckpointStore(Store.open(str(folder)), "mine").published()
     return published[0].position.step if published else 0
 
 

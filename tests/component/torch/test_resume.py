@@ -13,8 +13,8 @@ import pytest
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.state.checkpoint import Checkpoints
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill
@@ -57,7 +57,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
             killed.append(slot)
             fault(kill, made[0], slot)
 
-    ledger, run = tmp_path / "ledger", HeldRun.take(store, RUN)
+    ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
     with blows(tmp_path / "blows", {"epoch 1": strike}):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     again = [world for world in result.worlds if "goes on from checkpoint" in world.reason]
@@ -66,14 +66,14 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     assert "00001-0-" in again[0].reason, "not from the epoch in which all were lost"
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once(ledger, job.epochs)
-    kept = Checkpoints(store, RUN).published()
+    kept = CheckpointStore(store, RUN).published()
     assert len(kept) == 3
     assert kept[0].fence.generation == again_generation(result.story)
 
 
 def epoch_is_durable(store: Store, epoch: int) -> bool:
     """Whether a checkpoint of that epoch counts."""
-    return any(each.position.epoch == epoch for each in Checkpoints(store, RUN).published())
+    return any(each.position.epoch == epoch for each in CheckpointStore(store, RUN).published())
 
 
 def again_generation(story: tuple[str, ...]) -> int:
@@ -100,7 +100,7 @@ def test_p7_the_driver_is_killed_and_another_goes_on_with_fewer_workers(
         finally:
             first.kill()
             first.wait(60)
-    run = HeldRun.take(store, RUN)
+    run = RunLease.acquire(store, RUN)
     fewer = replace(job, workers=2, batch_size=12)
     assert fewer.plan(manifest) == job.plan(manifest)
     ours, result = train_elastic(

@@ -14,7 +14,7 @@ from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
-from spark_elastic.state.checkpoint import CheckpointPolicy, Checkpoints
+from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.task import BESIDE, TorchTrainTask, epoch_numbers
 from spark_elastic.training.loop import CHANGE
@@ -179,4 +179,4 @@ def test_r18_behind_the_last_boundary_the_very_step_is_durable(
     assert in_a_world(2, work) == [(Stopped(CHANGE), here)] * 2
     (checkpoint,) = told
     assert checkpoint.position == here
-    Checkpoints(store, RUN).read_newest((checkpoint,))
+    CheckpointStore(store, RUN).read_newest((checkpoint,))

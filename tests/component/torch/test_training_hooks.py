@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.blows import blows, kill
@@ -31,7 +31,7 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
         for slot in sorted(made[0].slots())[: None if lost == "all" else 1]:
             fault(kill, made[0], slot)
 
-    run = HeldRun.take(store, RUN)
+    run = RunLease.acquire(store, RUN)
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
     with blows(tmp_path / "blows", dict.fromkeys(places, strike)):
         ours, result = train_elastic(job, store, manifest, None, Follower(), make, run=run)

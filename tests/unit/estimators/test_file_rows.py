@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.fit_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.spark.dataframes.scan import Missing
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 from tests.unit.estimators.requests import request
 
 SESSION: Any = SimpleNamespace()
@@ -37,7 +37,7 @@ def found(train: str, *seen: str) -> FileRows:
 def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
-        with found(train, seen).held(request(), store, HeldRun.take(store, "mine")) as (record, data):
+        with found(train, seen).held(request(), store, RunLease.acquire(store, "mine")) as (record, data):
             assert record.rows().rows == 9
             assert [data.exists(name) for name in record.rows().files] == [True]
             validating = record.validating()
@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     write(tmp_path / "t", 10)
     with (
         pytest.raises(InvalidInput, match="was begun on other files than those now in file:"),
-        found(train, seen).held(request(), store, HeldRun.take(store, "mine")),
+        found(train, seen).held(request(), store, RunLease.acquire(store, "mine")),
     ):
         pass
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
 def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     with pytest.raises(ZeroDivisionError):
-        with found(train).held(request(), store, HeldRun.take(store, "mine")):
+        with found(train).held(request(), store, RunLease.acquire(store, "mine")):
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -65,14 +65,14 @@ def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> Non
 
 def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
-    late, lost = HeldRun.take(store, "mine"), HeldRun.take(store, "mine")
+    late, lost = RunLease.acquire(store, "mine"), RunLease.acquire(store, "mine")
     with pytest.raises(JobCancelled, match="was taken over"), found(train).held(request(), store, late):
         pass
     assert RunRecord.load(store, "mine") is None
 
     def loses() -> None:
         with found(train).held(request(), store, lost):
-            HeldRun.take(store, "mine")
+            RunLease.acquire(store, "mine")
             lost.check()
 
     with pytest.raises(JobCancelled, match="was taken over"):

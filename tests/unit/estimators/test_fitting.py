@@ -30,7 +30,7 @@ from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import Request
 from spark_elastic.monitoring import log_forwarding
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 from spark_elastic.torch.train.spec import Brought
 
 
@@ -154,7 +154,7 @@ class Rows:
     order: list[str]
 
     @contextmanager
-    def held(self, wanted: Request, store: Store, run: HeldRun) -> Iterator[tuple[Any, Store]]:
+    def held(self, wanted: Request, store: Store, run: RunLease) -> Iterator[tuple[Any, Store]]:
         for name in ("rows/a", "run.json", "checkpoints/c"):
             store.write_bytes(f"runs/r/{name}", b"{}")
         remove = store.filesystem.rm

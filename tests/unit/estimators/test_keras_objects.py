@@ -17,7 +17,7 @@ from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredict
 from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.predictor import Outputs
 from spark_elastic.keras.train.archive import Archive, custom_of
-from spark_elastic.keras.train.share import ordered_labels
+from spark_elastic.keras.train.batching import ordered_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

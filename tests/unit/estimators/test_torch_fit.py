@@ -14,7 +14,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import trained
 from spark_elastic.estimators.torch_objects import brought
-from spark_elastic.torch.train.task import TorchLearner
+from spark_elastic.torch.train.task import TorchTrainer
 from tests.unit.estimators.requests import values
 
 
@@ -38,7 +38,7 @@ class Centred(torch.nn.Module):
 
 def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
     left = Centred(np.array([1.0, 2.0], np.float32))
-    learner: Any = object.__new__(TorchLearner)
+    learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)
     request: Any = SimpleNamespace(brought=brought(values(model=Centred(np.zeros(2, np.float32)))))
     found, x = trained(request, learner.weights()), torch.rand(3, 2)

@@ -18,7 +18,7 @@ from spark_elastic.launch.job import LaunchResult, Site, supervise
 from spark_elastic.local.launcher import Hosts, LocalLauncher
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state.run_lease import RunLease
 
 
 def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ class NoRoom:
         return []
 
 
-def fails(run: HeldRun | None) -> LaunchResult:
+def fails(run: RunLease | None) -> LaunchResult:
     clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
     return supervise(NoRoom(), FixedHosts({}, clock), Site(run=run), limits, ElasticConfig(), "job")
 
@@ -71,12 +71,12 @@ def test_what_a_job_raises_has_its_report() -> None:
 
 def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the_driver() -> None:
     store = memory_store()
-    run = HeldRun.take(store, "mine")
+    run = RunLease.acquire(store, "mine")
     with pytest.raises(NotEnoughWorkers):
         fails(run)
-    HeldRun.take(store, "mine")
+    RunLease.acquire(store, "mine")
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(JobCancelled, match=re.escape(by)) as lost:
-        fails(HeldRun(store, "mine", run.attempt, ()))
+        fails(RunLease(store, "mine", run.attempt, ()))
     assert isinstance(lost.value.__context__, NotEnoughWorkers), "what it failed of is told, too"
     assert lost.value.report is not None

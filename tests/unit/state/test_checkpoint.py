@@ -14,9 +14,9 @@ import pytest
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state import held_run
-from spark_elastic.state.checkpoint import Checkpoints, CheckpointWriter
-from spark_elastic.state.held_run import HeldRun
+from spark_elastic.state import run_lease
+from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter
+from spark_elastic.state.run_lease import RunLease
 
 
 @pytest.fixture(params=["folder", "objects"])
@@ -29,18 +29,18 @@ def at(step: int) -> Position:
 
 
 def written(store: Store, step: int, attempt: int = 1) -> Checkpoint:
-    return Checkpoints(store, "r").write(Fence(attempt, 2), at(step), {"a": b"%d" % step, "b": b"same"})
+    return CheckpointStore(store, "r").write(Fence(attempt, 2), at(step), {"a": b"%d" % step, "b": b"same"})
 
 
 def test_what_is_written_comes_back(store: Store) -> None:
     checkpoint = written(store, 7)
     assert (checkpoint.fence, checkpoint.position) == (Fence(1, 2), at(7))
-    assert Checkpoints(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
-    assert Checkpoints(store, "r").published() == ()
+    assert CheckpointStore(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
+    assert CheckpointStore(store, "r").published() == ()
 
 
 def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
-    run, old, new = Checkpoints(store, "r"), written(store, 9), written(store, 3, attempt=2)
+    run, old, new = CheckpointStore(store, "r"), written(store, 9), written(store, 3, attempt=2)
     run.publish(1, [old])
     assert run.published() == (old,)
     run.publish(2, [new, old])
@@ -52,7 +52,7 @@ def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     store: Store, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, older, newer = Checkpoints(store, "r"), written(store, 1), written(store, 2)
+    run, older, newer = CheckpointStore(store, "r"), written(store, 1), written(store, 2)
     folder = f"runs/r/checkpoints/{newer.name}"
     match damage:
         case "altered":
@@ -74,31 +74,33 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     taken: list[int] = []
-    threads = [threading.Thread(target=lambda: taken.append(held_run.take(store, "r"))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: taken.append(run_lease.acquire_attempt(store, "r"))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(taken) == [1, 2, 3, 4]
-    assert held_run.highest(store, "r") == 4
-    assert held_run.highest(store, "another") == 0
+    assert run_lease.highest_attempt(store, "r") == 4
+    assert run_lease.highest_attempt(store, "another") == 0
 
 
-def begun(store: Store) -> HeldRun:
+def begun(store: Store) -> RunLease:
     for name in ("run.json", "rows/a"):
         store.write_bytes(f"runs/r/{name}", b"{}")
-    return HeldRun.take(store, "r")
+    return RunLease.acquire(store, "r")
 
 
 def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: Store) -> None:
     first, second = begun(store), begun(store)
-    first.forget("runs/r/rows")
-    first.let_go("runs/r/rows")
-    assert held_run.highest(store, "r") == 2
+    first.delete("runs/r/rows")
+    first.release("runs/r/rows")
+    assert run_lease.highest_attempt(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
-    second.forget("runs/r/rows")
-    assert held_run.highest(store, "r") == 0
+    second.delete("runs/r/rows")
+    assert run_lease.highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
 
 
@@ -110,7 +112,7 @@ def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCa
         raise PermissionError("AccessDenied")
 
     store.filesystem.rm = denied
-    run.forget("runs/r/rows")
+    run.delete("runs/r/rows")
     assert store.exists("runs/r/rows/a")
     assert "AccessDenied" in caplog.text
     assert "Remove runs/r/run.json and runs/r/rows and runs/r/attempts by hand" in caplog.text
@@ -124,7 +126,7 @@ def test_an_object_is_created_once(store: Store) -> None:
 
 
 def test_the_holder_publishes_and_deletes(store: Store) -> None:
-    run = HeldRun.take(store, "r")
+    run = RunLease.acquire(store, "r")
     lost: list[str] = []
     run.start(lost.append)
     first, second = written(store, 1), written(store, 2)
@@ -132,20 +134,20 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run.publish((second,))
     run.close()
     assert not lost
-    assert HeldRun.take(store, "r").checkpoints == (second,)
+    assert RunLease.acquire(store, "r").checkpoints == (second,)
     with pytest.raises(StoreError):
-        Checkpoints(store, "r").read(first)
+        CheckpointStore(store, "r").read(first)
 
 
 def test_what_nobody_published_is_deleted_once_a_newer_one_counts(store: Store) -> None:
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
     left, old = written(store, 9), written(store, 3)
-    Checkpoints(store, "r").publish(1, [old])
-    held_run.take(store, "r")
-    run = HeldRun.take(store, "r")
+    CheckpointStore(store, "r").publish(1, [old])
+    run_lease.acquire_attempt(store, "r")
+    run = RunLease.acquire(store, "r")
     late, new, next_one = (written(store, step, run.attempt) for step in (4, 5, 6))
     store.write_bytes(f"runs/r/checkpoints/{late.name}x/a", b"half")
-    run.carry_out((new, old))
+    run.publish_now((new, old))
     there = {name.rpartition("/")[2] for name in store.list("runs/r/checkpoints")}
     assert there == {old.name, new.name, next_one.name, "published-000001.json", "published-000002.json"}
     assert left.name not in there
@@ -161,21 +163,21 @@ def test_r15_what_the_store_does_not_give_back_is_not_told() -> None:
 
 
 def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_says_who_has_it(store: Store) -> None:
-    old = HeldRun.take(store, "r")
+    old = RunLease.acquire(store, "r")
     lost: list[str] = []
     old.start(lost.append)
-    assert HeldRun.take(store, "r").attempt == 2
+    assert RunLease.acquire(store, "r").attempt == 2
     old.publish((written(store, 1),))
     old.close()
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     assert lost == [f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"]
-    assert Checkpoints(store, "r").published() == ()
+    assert CheckpointStore(store, "r").published() == ()
 
 
 def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:
     told: list[Checkpoint] = []
     free, busy = threading.Event(), threading.Event()
-    writer = CheckpointWriter(Checkpoints(store, "r"), told.append)
+    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
 
     def slow() -> dict[str, bytes]:
         busy.set()
@@ -201,7 +203,7 @@ def test_a_checkpoint_that_cannot_be_made_costs_that_one_alone(
         failed.set()
         raise MemoryError("no room for the bytes")
 
-    writer = CheckpointWriter(Checkpoints(store, "r"), told.append)
+    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
     with caplog.at_level(logging.ERROR, "spark_elastic"):
         writer.offer(Fence(1, 2), at(1), broken)
         assert failed.wait(20.0)
@@ -213,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_made_costs_that_one_alone(
 
 def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "runs").write_text("a file where a folder should be")
-    writer = CheckpointWriter(Checkpoints(Store.open(str(tmp_path)), "r"), lambda checkpoint: None)
+    writer = CheckpointWriter(CheckpointStore(Store.open(str(tmp_path)), "r"), lambda checkpoint: None)
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         writer.offer(Fence(1, 1), at(1), lambda: {"a": b"1"})
         writer.close()

@@ -12,7 +12,7 @@ import pytest
 
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import checkpoint as checkpoint_writer
-from spark_elastic.state.checkpoint import Checkpoints, CheckpointWriter
+from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter
 from tests.patience import until
 
 FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)
@@ -28,7 +28,7 @@ class SlowStore:
 
 
 def begun(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
-    writer = CheckpointWriter(cast("Checkpoints", store), told.append)
+    writer = CheckpointWriter(cast("CheckpointStore", store), told.append)
     writer.offer(FENCE, POSITION, dict)
     return writer
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spark_elastic.state.commit import Commits, Tray
+from spark_elastic.state.commit import SnapshotBuffer, SnapshotBuilder
 
 
-def held(commits: Commits) -> tuple[int, bytes]:
+def held(commits: SnapshotBuffer) -> tuple[int, bytes]:
     newest = commits.newest()
     assert newest is not None
     return newest.version, newest.memory.tobytes()
 
 
 def test_r20_a_version_exists_only_when_it_is_complete() -> None:
-    live, commits = np.full(1 << 20, 1, np.uint8), Commits()
+    live, commits = np.full(1 << 20, 1, np.uint8), SnapshotBuffer()
     commits.take(1, lambda tray: tray.put(live, lambda: 0))
     assert held(commits) == (1, bytes([1]) * (1 << 20))
     live[:] = 2
@@ -27,7 +27,7 @@ def test_r20_a_version_exists_only_when_it_is_complete() -> None:
 
 def test_r20_a_version_that_was_changed_while_it_was_copied_does_not_count() -> None:
     live, changes = np.full(1 << 20, 1, np.uint8), [0]
-    commits = Commits()
+    commits = SnapshotBuffer()
     commits.take(1, lambda tray: tray.put(live, lambda: changes[0]))
     commits.wait()
     marks = iter([0, 1])
@@ -39,21 +39,21 @@ def test_r20_a_version_that_was_changed_while_it_was_copied_does_not_count() -> 
 
 
 def test_what_is_not_marked_is_copied_before_the_commit_returns() -> None:
-    live, commits = np.full(64, 1, np.uint8), Commits()
+    live, commits = np.full(64, 1, np.uint8), SnapshotBuffer()
     commits.take(1, lambda tray: tray.put(live))
     live[:] = 2
     assert held(commits) == (1, bytes([1]) * 64)
 
 
 def test_pieces_are_aligned_and_do_not_overlap() -> None:
-    tray = Tray()
+    tray = SnapshotBuilder()
     places = [tray.put(np.zeros(n, np.uint8)) for n in (1, 64, 0, 65)]
     assert [place.offset for place in places] == [0, 64, 128, 128]
     assert tray.end == 256
 
 
 def test_two_memories_take_turns() -> None:
-    live, commits = np.zeros(128, np.uint8), Commits()
+    live, commits = np.zeros(128, np.uint8), SnapshotBuffer()
     memories = []
     for version in range(4):
         commits.take(version, lambda tray: tray.put(live))
@@ -64,7 +64,7 @@ def test_two_memories_take_turns() -> None:
 
 
 def test_a_state_that_grows_gets_larger_memory() -> None:
-    commits = Commits()
+    commits = SnapshotBuffer()
     for size in (10, 1000, 20):
         commits.take(size, lambda tray, size=size: tray.put(np.full(size, 7, np.uint8)))  # type: ignore[misc]
         newest = commits.newest()

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.state.commit import Bytes, Tray
-from spark_elastic.state.handlers import PictureHandler
+from spark_elastic.state.commit import Bytes, SnapshotBuilder
+from spark_elastic.state.handlers import SnapshotHandler
 from spark_elastic.state.object_state import ObjectState
 
 
@@ -21,8 +21,8 @@ class Weights:
         self.changes += 1
 
 
-class WeightsHandler(PictureHandler):
-    def capture(self, tray: Tray) -> Any:
+class WeightsHandler(SnapshotHandler):
+    def capture(self, tray: SnapshotBuilder) -> Any:
         return tray.put(self.value.numbers.view(np.uint8), lambda: self.value.changes)
 
     def load(self, picture: Any, memory: Bytes) -> None:

@@ -5,19 +5,19 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training import evaluation
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.step_summary import StepDecision
 
 
-def verdict(loss: float, denominator: float, rows: int) -> Verdict:
+def decision(loss: float, denominator: float, rows: int) -> StepDecision:
     none = np.zeros(0, np.bool_)
-    return Verdict(1, rows, loss, denominator, none, none, 0)
+    return StepDecision(1, rows, loss, denominator, none, none, 0)
 
 
 def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
     sums = evaluation.begun()
-    evaluation.add_step(sums, verdict(6.0, 4.0, 4), steps=1, size=2, seconds=0.5)
-    evaluation.add_step(sums, verdict(2.0, 4.0, 4), steps=2, size=3, seconds=0.25)
-    evaluation.add_step(sums, verdict(4.0, 4.0, 3), steps=3, size=2, seconds=0.25)
+    evaluation.add_step(sums, decision(6.0, 4.0, 4), steps=1, size=2, seconds=0.5)
+    evaluation.add_step(sums, decision(2.0, 4.0, 4), steps=2, size=3, seconds=0.25)
+    evaluation.add_step(sums, decision(4.0, 4.0, 3), steps=3, size=2, seconds=0.25)
 
     assert evaluation.entry(sums, epoch=5, planned=12) == {
         "epoch": 5,
@@ -33,7 +33,7 @@ def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
 def test_a_loss_that_is_a_sum_is_averaged_over_the_steps() -> None:
     sums = evaluation.begun()
     for steps in (1, 2):
-        evaluation.add_step(sums, verdict(3.0, 0.0, 4), steps, size=1, seconds=0.0)
+        evaluation.add_step(sums, decision(3.0, 0.0, 4), steps, size=1, seconds=0.0)
 
     assert evaluation.mean_loss(sums, sums["steps"]) == 3.0
 

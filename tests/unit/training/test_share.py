@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.training.spec import Share
+from spark_elastic.training.spec import LocalBatch
 
 ROWS = np.arange(30.0).reshape(10, 3)
 
 
 @pytest.mark.parametrize("made", [np.asarray, torch.from_numpy])
 def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
-    share = Share(25, np.arange(10), (made(ROWS),), (made(ROWS[:, 0]),), made(ROWS[:, 1]))
+    share = LocalBatch(25, np.arange(10), (made(ROWS),), (made(ROWS[:, 0]),), made(ROWS[:, 1]))
     parts = list(share.micro_batches(4))
     assert [len(part) for part in parts] == [3, 3, 4]
     assert np.array_equal(np.concatenate([part.row_ids for part in parts]), share.row_ids)
@@ -27,7 +27,7 @@ def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
 
 
 def test_without_weights_and_without_rows() -> None:
-    share = Share(25, np.arange(10), (ROWS,), (ROWS,), None)
+    share = LocalBatch(25, np.arange(10), (ROWS,), (ROWS,), None)
     assert [part.weights for part in share.micro_batches(10)] == [None]
-    empty = Share(25, np.arange(0), (ROWS[:0],), (ROWS[:0],), None)
+    empty = LocalBatch(25, np.arange(0), (ROWS[:0],), (ROWS[:0],), None)
     assert list(empty.micro_batches(4)) == []

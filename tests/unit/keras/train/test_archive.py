@@ -10,7 +10,7 @@ import pytest
 
 from spark_elastic.errors import StoreError
 from spark_elastic.keras.train.archive import Archive, saved
-from spark_elastic.keras.train.objective import Objective
+from spark_elastic.keras.train.objective import CompiledLosses
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 X = np.random.default_rng(0).normal(size=(8, 2)).astype("f")
@@ -49,7 +49,7 @@ def test_a_worker_cannot_put_code_into_the_model() -> None:
 
 def test_a_trained_model_is_compiled_as_the_user_compiled_it() -> None:
     user, trained = net(), Archive.of(net()).load()
-    Objective(trained, np.zeros((1, 1), "f"), trained(np.zeros((1, 2), "f")))
+    CompiledLosses(trained, np.zeros((1, 1), "f"), trained(np.zeros((1, 2), "f")))
     fitted = Archive(saved(trained), Archive.of(user).custom).load()
     fitted.set_weights(user.get_weights())
     assert fitted.loss.get_config() == user.loss.get_config()

@@ -12,8 +12,8 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.loss import LossResult
 from spark_elastic.torch.train.metrics import Metrics, named
-from spark_elastic.torch.train.objective import Scored
 from spark_elastic.torch.train.state import LearnerState
 from tests.unit.torch.worlds import in_a_world
 
@@ -72,7 +72,7 @@ def counted(metrics: Metrics, group: Group, step: tuple[list[float], list[float]
     """Rank 0 has the rows."""
     if group.rank == 0:
         output, label = (torch.tensor(side) for side in step)
-        metrics.add(Scored(torch.zeros(()), len(label), (output,)), (label,))
+        metrics.add(LossResult(torch.zeros(()), len(label), (output,)), (label,))
     metrics.gather(group)
     metrics.commit()
 
@@ -111,7 +111,9 @@ def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
     metrics = Metrics(named([torch.nn.functional.l1_loss]), ["y"], logs=False)
 
     def work(group: Group) -> Any:
-        metrics.add(Scored(torch.zeros(()), 2, (torch.zeros(2, dtype=kind),)), (torch.ones(2, dtype=kind),))
+        metrics.add(
+            LossResult(torch.zeros(()), 2, (torch.zeros(2, dtype=kind),)), (torch.ones(2, dtype=kind),)
+        )
         metrics.gather(group)
         metrics.commit()
         return metrics.results()
@@ -146,7 +148,7 @@ def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
     with pytest.raises(
         InvalidInput, match="metrics need the model's outputs, and found no tensor among them"
     ):
-        metrics.add(Scored(torch.zeros(()), 1, ()), (torch.zeros(1),))
+        metrics.add(LossResult(torch.zeros(()), 1, ()), (torch.zeros(1),))
 
 
 def test_a_collection_is_its_members() -> None:

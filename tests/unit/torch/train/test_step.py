@@ -15,7 +15,7 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.training.learner import uninterrupted
+from spark_elastic.training.trainer import uninterrupted
 from tests.unit.torch.train.trainees import ROWS, Trainee, X, plain, same
 from tests.unit.torch.worlds import in_a_world
 
@@ -34,9 +34,9 @@ def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> Non
     def work(group: Group) -> tuple[nn.Module, str, Any]:
         trainee = Trainee(NET)
         trainee.take(group, even(group))
-        verdict = trainee.take(group, even(group))
+        decision = trainee.take(group, even(group))
         trainee.exchange.close()
-        return trainee.model, trainee.state.digest(), verdict
+        return trainee.model, trainee.state.digest(), decision
 
     done = in_a_world(size, work)
     assert len({digest for _, digest, _ in done}) == 1

@@ -14,13 +14,13 @@ from elastic_collectives import Group
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.terms import ExchangeOptions
+from spark_elastic.torch.train.loss import ModelLoss
 from spark_elastic.torch.train.metrics import Metrics
-from spark_elastic.torch.train.objective import ModelLoss
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.state import LearnerState
-from spark_elastic.torch.train.step import Rules, StepTaker
+from spark_elastic.torch.train.step import StepOptions, TrainStep
 from spark_elastic.training.ledger import NullLedger
-from spark_elastic.training.spec import Clipping, Share
+from spark_elastic.training.spec import Clipping, LocalBatch
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -52,13 +52,13 @@ class Trainee:
         self.exchange = GradientExchange(self.model.named_parameters(), ExchangeOptions(bucket_bytes=64))
         self.ledger = Order()
         objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        rules = Rules(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
+        rules = StepOptions(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
         metrics = Metrics({}, ["y"], logs=False)
-        self.taker = StepTaker(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
+        self.taker = TrainStep(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
 
-    def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda verdict: NEXT) -> Any:
+    def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:
         part = slice(rows.start, rows.stop)
-        share = Share(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
+        share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
         return self.taker.take(group, share, 0, then)
 
 

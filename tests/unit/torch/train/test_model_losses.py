@@ -13,11 +13,11 @@ from elastic_collectives import MismatchError
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
-from spark_elastic.torch.train.objective import ModelLoss, ModelLosses, TypesTold
-from spark_elastic.training.spec import Share
+from spark_elastic.torch.train.loss import DtypeHints, ModelLoss, MultiOutputLoss
+from spark_elastic.training.spec import LocalBatch
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-PART = Share(4, np.arange(4), (X,), (torch.zeros(4),), None)
+PART = LocalBatch(4, np.arange(4), (X,), (torch.zeros(4),), None)
 
 
 class Pair(NamedTuple):
@@ -62,10 +62,10 @@ def test_a_loss_sees_the_structure_that_the_model_returns(
 
 def test_outputs_by_name_are_labels_in_order() -> None:
     model = Returning(lambda far, near: {"far": far, "near": near})
-    share = Share(4, np.arange(4), (X,), (torch.zeros(4), torch.ones(4)), None)
+    share = LocalBatch(4, np.arange(4), (X,), (torch.zeros(4), torch.ones(4)), None)
 
     def scored(*labels: str) -> Any:
-        losses = ModelLosses({label: (torch.nn.MSELoss(), 1.0) for label in labels}, weighted=False)
+        losses = MultiOutputLoss({label: (torch.nn.MSELoss(), 1.0) for label in labels}, weighted=False)
         losses.begin(FakeFabric(1).group(0), share, START)
         return losses(model, share)
 
@@ -91,9 +91,9 @@ def test_r08_the_loss_of_each_output_does_not_depend_on_how_the_rows_are_split(
     x, y = torch.arange(18.0).reshape(6, 3).sin(), torch.tensor([0, 0, 1, 2, 2, 1])
     weights = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 5.0])
     loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 0.5]), reduction=reduction)
-    share = Share(6, np.arange(6), (x,), (y, x[:, :1]), weights)
+    share = LocalBatch(6, np.arange(6), (x,), (y, x[:, :1]), weights)
     model: Any = lambda x: (x, x[:, :1])  # noqa: E731 - stands for a module
-    losses = ModelLosses({"y": (loss, 1.0), "w": (torch.nn.MSELoss(), 0.5)}, weighted=True)
+    losses = MultiOutputLoss({"y": (loss, 1.0), "w": (torch.nn.MSELoss(), 0.5)}, weighted=True)
     losses.begin(FakeFabric(1).group(0), share, START)
     parts = [(part, losses(model, part)) for part in share.micro_batches(at_once)]
     told = sum(scored.logged["loss_y"] * len(part) for part, scored in parts) / len(share)
@@ -117,8 +117,8 @@ def test_r08_the_loss_of_each_output_does_not_depend_on_how_the_rows_are_split(
 def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
     layer: torch.nn.Module, kind: torch.dtype
 ) -> None:
-    whole = Share(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
-    objective = TypesTold(ModelLoss(torch.nn.MSELoss(), weighted=False), ["n", "y"])
+    whole = LocalBatch(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
+    objective = DtypeHints(ModelLoss(torch.nn.MSELoss(), weighted=False), ["n", "y"])
     with pytest.raises(
         InvalidInput, match=f"given 'n' as {kind}, 'y' as torch.float32: cast the column in Spark"
     ):
@@ -139,5 +139,5 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        TypesTold(ModelLoss(broken, weighted=False), ["x", "y"])(torch.nn.Linear(3, 1), PART)
+        DtypeHints(ModelLoss(broken, weighted=False), ["x", "y"])(torch.nn.Linear(3, 1), PART)
     assert caught.value is error

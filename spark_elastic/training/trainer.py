@@ -18,7 +18,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.step_summary import StepDecision
 
 Objects = Mapping[str, bytes]
 
@@ -80,7 +80,7 @@ class Hooks(Protocol):
     def fit_ends(self, history: list[dict[str, Any]]) -> None: ...
 
 
-class Learner(Protocol):
+class ModelTrainer(Protocol):
     """A model in training. Made by the user's process, prepared in a worker; main thread only.
 
     A step or an evaluation either is applied, or leaves everything as it was and raises.
@@ -101,11 +101,11 @@ class Learner(Protocol):
         group: Group,
         rows: StepRows,
         version: int,
-        after: Callable[[Verdict], Position],
+        after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
-    ) -> Verdict:
+    ) -> StepDecision:
         """One step; what the hooks' `ends` says travels with it (R6). version: newest membership version heard of.
-        before_apply: called once the exchange is complete. after: part of the apply section; accounts for the verdict
+        before_apply: called once the exchange is complete. after: part of the apply section; accounts for the decision
         and returns the next position."""
         ...
 
@@ -113,7 +113,7 @@ class Learner(Protocol):
         """A context around the evaluations of one epoch."""
         ...
 
-    def evaluate(self, group: Group, rows: StepRows, version: int) -> Verdict:
+    def evaluate(self, group: Group, rows: StepRows, version: int) -> StepDecision:
         """One step of validation, its exchange included; the position stays."""
         ...
 

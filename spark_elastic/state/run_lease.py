@@ -18,7 +18,7 @@ from typing import TypeAlias
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
 from spark_elastic.protocol.types import Checkpoint
-from spark_elastic.state.checkpoint import Checkpoints
+from spark_elastic.state.checkpoint import CheckpointStore
 
 # Which driver holds a run: each that opens it takes the next attempt, and the highest is the holder (R10).
 #
@@ -34,37 +34,37 @@ def check_name(run_id: object) -> None:
         raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
 
 
-def take(store: Store, run_id: str) -> int:
+def acquire_attempt(store: Store, run_id: str) -> int:
     """The attempt that is this driver's alone.
 
     Raises:
         StoreError: the store cannot be read or written.
     """
     content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-    attempt = highest(store, run_id)
+    attempt = highest_attempt(store, run_id)
     for _ in range(TRIES):
         attempt += 1
-        if store.create_exclusive(f"{folder(run_id)}/{attempt:06d}", content):
+        if store.create_exclusive(f"{attempts_folder(run_id)}/{attempt:06d}", content):
             return attempt
     raise StoreError(f"Run {run_id!r}: {TRIES} other drivers opened it at the same moment; try again.")
 
 
-def highest(store: Store, run_id: str) -> int:
+def highest_attempt(store: Store, run_id: str) -> int:
     """The attempt that holds the run; 0 where nobody has opened it."""
-    names = [name.rpartition("/")[2] for name in store.list(folder(run_id))]
+    names = [name.rpartition("/")[2] for name in store.list(attempts_folder(run_id))]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def driver_of(store: Store, run_id: str, attempt: int) -> str:
+def describe_holder(store: Store, run_id: str, attempt: int) -> str:
     """For sentences: which driver took it."""
     try:
-        driver = json.loads(store.read_bytes(f"{folder(run_id)}/{attempt:06d}"))
+        driver = json.loads(store.read_bytes(f"{attempts_folder(run_id)}/{attempt:06d}"))
         return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
     except (StoreError, ValueError, TypeError, KeyError):
         return f"attempt {attempt}"
 
 
-def folder(run_id: str) -> str:
+def attempts_folder(run_id: str) -> str:
     """Where a run's attempts are."""
     return f"runs/{run_id}/attempts"
 
@@ -72,38 +72,38 @@ def folder(run_id: str) -> str:
 log = logging.getLogger("spark_elastic.state")
 
 END_WAIT = 30.0  # seconds that closing waits for the store
-Several: TypeAlias = tuple[Checkpoint, ...]
+CheckpointList: TypeAlias = tuple[Checkpoint, ...]
 
 
-class HeldRun:
+class RunLease:
     """run_id: a folder of the store. attempt: this driver's (R10). checkpoints: what it goes on from, newest first."""
 
-    def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: Several) -> None:
+    def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
-        self._folder = Checkpoints(store, run_id)
-        self._orders: queue.SimpleQueue[Several | None] = queue.SimpleQueue()
+        self._folder = CheckpointStore(store, run_id)
+        self._orders: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def take(cls, store: Store, run_id: str) -> HeldRun:
+    def acquire(cls, store: Store, run_id: str) -> RunLease:
         """From here on no other driver holds it.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
-        attempt = take(store, run_id)
-        return cls(store, run_id, attempt, Checkpoints(store, run_id).published())
+        attempt = acquire_attempt(store, run_id)
+        return cls(store, run_id, attempt, CheckpointStore(store, run_id).published())
 
     def check(self) -> None:
         """Raises JobCancelled where another driver holds the run."""
         holder = self._holder()
         if holder != self.attempt:
-            taken_by = driver_of(self.store, self.run_id, holder)
+            taken_by = describe_holder(self.store, self.run_id, holder)
             raise JobCancelled(
                 f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
             )
 
-    def let_go(self, *names: str) -> None:
+    def release(self, *names: str) -> None:
         """Remove what the run needs no more, one after the other ("": nothing): as long as this driver holds the run.
 
         What the store does not let go stays, with all that comes after it, and a warning says so.
@@ -118,15 +118,15 @@ class HeldRun:
                 log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[place:])))
                 return
 
-    def forget(self, *names: str) -> None:
+    def delete(self, *names: str) -> None:
         """Let go of a run that came to nothing: its record, then `names`, then who held it.
 
         In this order: a record without the rows that it tells of could not be gone on with.
         """
-        self.let_go(f"runs/{self.run_id}/run.json", *names, folder(self.run_id))
+        self.release(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
 
     def _holder(self) -> int:
-        return highest(self.store, self.run_id)
+        return highest_attempt(self.store, self.run_id)
 
     def start(self, lost: Callable[[str], None]) -> None:
         """lost: called with a sentence, once, when another driver holds the run."""
@@ -135,7 +135,7 @@ class HeldRun:
         )
         self._thread.start()
 
-    def publish(self, kept: Several) -> None:
+    def publish(self, kept: CheckpointList) -> None:
         self._orders.put(kept)
 
     def close(self) -> None:
@@ -147,14 +147,14 @@ class HeldRun:
     def _run(self, lost: Callable[[str], None]) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                self.carry_out(order)
+                self.publish_now(order)
             except JobCancelled as taken:
                 lost(str(taken))
                 return
             except Exception as error:  # of whatever file system; the next order may fare better
                 log.warning("a checkpoint could not be published: %s", error)
 
-    def carry_out(self, kept: Several) -> None:
+    def publish_now(self, kept: CheckpointList) -> None:
         """Publish `kept`, then delete what they leave without use. Blocks.
 
         Raises:

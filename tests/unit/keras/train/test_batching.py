@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("keras")
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.keras.train.share import Inputs
+from spark_elastic.keras.train.batching import Inputs
 
 
 def test_a_class_of_its_own_is_given_what_a_function_made() -> None:

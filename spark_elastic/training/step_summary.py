@@ -37,7 +37,7 @@ class _Head(NamedTuple):
 _FORM = struct.Struct("<QQqqqqQqddq?")
 
 
-class Trailer(NamedTuple):
+class StepSummary(NamedTuple):
     """One rank's part.
 
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
@@ -58,7 +58,7 @@ class Trailer(NamedTuple):
     ends: bool = False
 
 
-class Verdict(NamedTuple):
+class StepDecision(NamedTuple):
     """What all ranks conclude."""
 
     version: int
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
             )
 
 
-def exchange(group: Group, mine: Trailer) -> Verdict:
+def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
     """Send the trailer and read everyone's.
 
     Raises:
@@ -113,7 +113,7 @@ def exchange(group: Group, mine: Trailer) -> Verdict:
         anywhere = np.unpackbits(np.bitwise_or.reduce(gathered[:, _FORM.size :]), count=2 * count).view(
             np.bool_
         )
-    return Verdict(
+    return StepDecision(
         version=max(head.version for head in heads),
         rows=sum(head.rows for head in heads),
         loss=_in_order(head.loss for head in heads),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.spec import Share, TrainSpec, Transformation, transformed
+from spark_elastic.training.spec import LocalBatch, TrainSpec, Transformation, transformed
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place. Pure; any thread.
 
@@ -111,7 +111,7 @@ class Columns:
         self._shapes = None if shapes is None else dict(zip(spec.labels, shapes, strict=True))
         self._transformation, self._class_weight = transformation, class_weight
 
-    def share(self, rows: StepRows) -> Share[Array]:
+    def share(self, rows: StepRows) -> LocalBatch[Array]:
         wanted = [c.name for c in self._inputs.columns] + [*self._labels, *filter(None, [self._weight])]
         columns = transformed(rows, wanted, self._transformation)
         labels = tuple(self._label(name, np.asarray(columns[name])) for name in self._labels)
@@ -119,7 +119,7 @@ class Columns:
         if self._class_weight is not None:
             by_class = class_weights(labels[0], self._class_weight)
             weights = by_class if weights is None else weights * by_class
-        return Share(rows.planned, rows.row_ids, self._inputs.arrays(columns), labels, weights)
+        return LocalBatch(rows.planned, rows.row_ids, self._inputs.arrays(columns), labels, weights)
 
     def _label(self, name: str, values: Array) -> Array:
         if self._shapes is not None:

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map_only
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
-from spark_elastic.training.learner import output_parts
-from spark_elastic.training.spec import Share
+from spark_elastic.training.spec import LocalBatch
+from spark_elastic.training.trainer import output_parts
 
 # Sums of per-row losses, and what to divide them by, so that any split of a batch gives the same gradient (R8).
 #
@@ -241,7 +241,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Scored:
+class LossResult:
     """total, denominator: as `LossSum`; a denominator that is no number: there is no loss to look at. outputs: of the
     model, detached, one per label or one for all; () where only the loss is known. logged: other numbers of these rows
     by name, their means."""
@@ -252,14 +252,14 @@ class Scored:
     logged: Mapping[str, float] = field(default_factory=dict)
 
 
-class Objective(Protocol):
-    """Called for each part of a step's share; `begin` comes before, on every rank. logs: `Scored.logged` is in use."""
+class LossFn(Protocol):
+    """Called for each micro-batch of a step. Every rank calls `begin` first. logs: `LossResult.logged` is in use."""
 
     logs: bool
 
-    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None: ...
+    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None: ...
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored: ...
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult: ...
 
 
 # Of torch's errors where a layer, or a loss, is given numbers of a type that it does not take. A tensor that any other
@@ -269,18 +269,18 @@ _OF_TYPES = re.compile(
 )
 
 
-class TypesTold:
+class DtypeHints:
     """An objective that says which types its columns have, where a layer or the loss takes others."""
 
-    def __init__(self, objective: Objective, columns: Sequence[str]) -> None:
+    def __init__(self, objective: LossFn, columns: Sequence[str]) -> None:
         """columns: names of the features, then of the labels."""
         self._objective, self._columns = objective, columns
         self.logs = objective.logs
 
-    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
         self._objective.begin(group, share, here)
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         try:
             return self._objective(model, part)
         except (RuntimeError, ValueError) as error:
@@ -310,16 +310,16 @@ class ModelLoss:
         self._loss = RowLoss(loss, weighted, labels[0])
         self._forward = _Forward(precision, labels)
 
-    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
         """Nothing to agree on: the denominator travels in the trailer."""
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights)
-        return Scored(summed.total, summed.denominator, _detached(output_parts(output)))
+        return LossResult(summed.total, summed.denominator, _detached(output_parts(output)))
 
 
-class ModelLosses:
+class MultiOutputLoss:
     """A model of several outputs, with a loss and a weight for each: sum over k of weight_k · mean of loss_k.
 
     Each mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the
@@ -342,7 +342,7 @@ class ModelLosses:
         # By which a loss's sum over rows becomes its part in the step's mean, times the rows of the step.
         self._scales: list[float] = []
 
-    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
         own = [
             loss.denominator((label,), share.weights) if len(share) else 0.0
             for loss, label in zip(self._losses, share.labels, strict=True)
@@ -351,7 +351,7 @@ class ModelLosses:
         # A loss that its user wants summed has no denominator.
         self._scales = [share.planned / (divisor or 1.0) for divisor in everywhere]
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         outputs = output_parts(self._forward(model, part))
         if len(outputs) != len(self._losses):
             raise InvalidInput(
@@ -366,7 +366,7 @@ class ModelLosses:
         ]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
         logged = {name: float(own.detach()) / len(part) for name, own in zip(self._names, each, strict=True)}
-        return Scored(total, float(len(part)), _detached(outputs), logged)
+        return LossResult(total, float(len(part)), _detached(outputs), logged)
 
 
 class FunctionLoss:
@@ -379,14 +379,14 @@ class FunctionLoss:
         self._loss = RowLoss(given_loss, weighted)
         self._precision = precision
 
-    def begin(self, group: Group, share: Share[torch.Tensor], here: Position) -> None:
+    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
         """Nothing to agree on."""
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Scored:
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         with autocast(self._precision):
             value = self._function(model, part.features, part.labels)
         summed = self._loss(widened(value), part.labels, part.weights)
-        return Scored(summed.total, summed.denominator)
+        return LossResult(summed.total, summed.denominator)
 
 
 class _Forward:
@@ -396,7 +396,7 @@ class _Forward:
         """labels: of which the outputs are, in order."""
         self._precision, self._labels = precision, list(labels)
 
-    def __call__(self, model: torch.nn.Module, part: Share[torch.Tensor]) -> Any:
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> Any:
         with autocast(self._precision):
             output = model(*part.features)
         names = list(output) if isinstance(output, Mapping) else self._labels

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.trailer import Verdict
+from spark_elastic.training.step_summary import StepDecision
 
 
-def verdict(loss: float) -> Verdict:
+def decision(loss: float) -> StepDecision:
     none = np.zeros(0, np.bool_)
-    return Verdict(1, 4, loss, 4.0, none, none, 0)
+    return StepDecision(1, 4, loss, 4.0, none, none, 0)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -19,8 +19,8 @@ def test_a_loss_that_is_no_number_is_told_with_its_step(loss: float) -> None:
     with pytest.raises(
         FloatingPointError, match=rf"the loss became {loss} in step 7 of epoch 2: .* learning rate"
     ):
-        verdict(loss).check_finite(Position(2, Phase.TRAIN, 7))
+        decision(loss).check_finite(Position(2, Phase.TRAIN, 7))
 
 
 def test_any_number_will_do() -> None:
-    verdict(-1e300).check_finite(Position(0, Phase.TRAIN, 0))
+    decision(-1e300).check_finite(Position(0, Phase.TRAIN, 0))
