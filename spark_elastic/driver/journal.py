@@ -71,7 +71,7 @@ class Journal:
         self._state = after
         self._tell(event, commands, after)
 
-    def story(self) -> list[str]:
+    def format_entries(self) -> list[str]:
         """One readable line per entry. Uneventful ticks and beats are left out."""
         return [
             f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}"

@@ -87,7 +87,7 @@ class LaunchResult:
 
     results: tuple[str, ...]
     worlds: tuple[WorldSpan, ...]
-    story: tuple[str, ...]
+    event_log: tuple[str, ...]
     report: JobReport = field(default_factory=JobReport)
 
 
@@ -169,7 +169,7 @@ def supervise(
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
-    return LaunchResult(returned, tuple(monitor.worlds), tuple(journal.story()), report)
+    return LaunchResult(returned, tuple(monitor.worlds), tuple(journal.format_entries()), report)
 
 
 def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:

@@ -16,12 +16,12 @@ from typing import Any
 from spark_elastic.monitoring.report import (
     PHASES,
     JobReport,
-    Kind,
     MetricPoint,
     MetricSeries,
     Throughput,
     WorldChange,
-    steps_done,
+    WorldChangeKind,
+    count_steps,
 )
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
@@ -100,7 +100,7 @@ class JobHistory:
             self._speed.add(at, numbers)
             speed = self._speed.rows_per_second
             loss = None if loss is None else float(loss)
-            self._curve.add(MetricPoint(at, steps_done(numbers), loss, speed, int(numbers.get("world", 0))))
+            self._curve.add(MetricPoint(at, count_steps(numbers), loss, speed, int(numbers.get("world", 0))))
 
     def report(self, now: float) -> JobReport:
         """The report of the job so far."""
@@ -112,7 +112,7 @@ class JobHistory:
             return JobReport(
                 seconds=at,
                 phases=phases,
-                changes=tuple(self._changes),
+                world_changes=tuple(self._changes),
                 curve=self._curve.points,
                 checkpoints=self._checkpoints,
                 checkpoint_seconds=self._held_up_before + self._held_up,
@@ -147,7 +147,7 @@ class JobHistory:
         before, now = _members(self._world), _members(world)
         # The world before may have ended without a word: a planned boundary at which nobody had to come again.
         self._stops(at, "planned")
-        kind = self._kind() if before & now or not before else Kind.RESTART
+        kind = self._kind() if before & now or not before else WorldChangeKind.RESTART
         self._changes.append(
             WorldChange(
                 world.fence.generation, at, kind, len(before), len(now), len(now - before),
@@ -156,10 +156,10 @@ class JobHistory:
         )  # fmt: skip
         self._world = world
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> WorldChangeKind:
         if self._world is None:
-            return Kind.START
-        return Kind.LOSS if self._phase == "recovery" else Kind.PLANNED
+            return WorldChangeKind.START
+        return WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
 
     def _formed(self, at: float, event: on.WorkerFormed, after: DriverState | None) -> WorldChange | None:
         """The change, once the last member has built the world."""
@@ -208,7 +208,7 @@ class JobHistory:
         if self._world is None or not self._numbers:
             return 0
         onward = world.start_position
-        return max(0, steps_done(self._numbers) - _done(onward, int(self._numbers.get("steps", 0))))
+        return max(0, count_steps(self._numbers) - _done(onward, int(self._numbers.get("steps", 0))))
 
     def _tell(self, at: float, kind: str, text: str) -> None:
         times = 1

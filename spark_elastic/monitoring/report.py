@@ -85,7 +85,7 @@ class Throughput:
         self._left: int | None = None
 
     def add(self, at: float, numbers: Mapping[str, Any]) -> None:
-        done = steps_done(numbers)
+        done = count_steps(numbers)
         if self._seen and done < self._seen[-1][1]:
             self._seen.clear()  # taken back to a checkpoint
         self._seen.append((at, done))
@@ -95,7 +95,7 @@ class Throughput:
         epochs, steps = numbers.get("epochs"), numbers.get("steps")
         self._left = int(epochs) * int(steps) - done if epochs and steps else None
 
-    def stands_still(self, at: float) -> bool:
+    def is_stalled(self, at: float) -> bool:
         """Whether reports stay away: for longer than a window, and than thrice what lay between those before."""
         if not self._seen:
             return True
@@ -121,7 +121,7 @@ class Throughput:
         return None if self._left is None or speed <= 0 else self._left / speed
 
 
-def steps_done(numbers: Mapping[str, Any]) -> int:
+def count_steps(numbers: Mapping[str, Any]) -> int:
     """Applied steps of the whole run, as far as the report tells."""
     return int(numbers.get("epoch", 0)) * int(numbers.get("steps", 0)) + int(numbers.get("step", 0))
 
@@ -129,7 +129,7 @@ def steps_done(numbers: Mapping[str, Any]) -> int:
 # A change of the world as people want it told: what happened, why, and what it cost. Pure.
 
 
-class Kind(Enum):
+class WorldChangeKind(Enum):
     """What led to a world."""
 
     START = "start"
@@ -138,7 +138,7 @@ class Kind(Enum):
     RESTART = "restart"  # nobody of the last world was left
 
 
-UNPLANNED = (Kind.LOSS, Kind.RESTART)
+UNPLANNED = (WorldChangeKind.LOSS, WorldChangeKind.RESTART)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class WorldChange:
 
     generation: int
     at: float
-    kind: Kind
+    kind: WorldChangeKind
     before: int
     size: int
     joined: int
@@ -167,11 +167,11 @@ class WorldChange:
 
     def _what(self) -> str:
         match self.kind:
-            case Kind.START:
+            case WorldChangeKind.START:
                 return "started"
-            case Kind.LOSS:
+            case WorldChangeKind.LOSS:
                 return f"{self.left} of {self.before} lost, recovered"
-            case Kind.RESTART:
+            case WorldChangeKind.RESTART:
                 return f"all {self.before} lost, started again"
         moves = [(self.joined, "joined"), (self.left, "left as planned")]
         return ", ".join(f"{count} {word}" for count, word in moves if count) or "formed anew"
@@ -187,13 +187,13 @@ PHASES = ("start", "training", "recovery", "planned", "closing")
 
 @dataclass(frozen=True)
 class EpochRows:
-    """How many rows of one epoch entered an applied step (`seen`), and how many fewer (`missing`) or more (`doubled`)
+    """How many rows of one epoch entered an applied step (`seen`), and how many fewer (`missing`) or more (`duplicated`)
     than planned that is. These are counts; `ledger=True` records the ids of the rows."""
 
     epoch: int
     seen: int
     missing: int
-    doubled: int
+    duplicated: int
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class JobReport:
 
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
-    changes: tuple[WorldChange, ...] = ()
+    world_changes: tuple[WorldChange, ...] = ()
     curve: tuple[MetricPoint, ...] = ()
     checkpoints: int = 0
     checkpoint_seconds: float = 0.0
@@ -224,11 +224,11 @@ class JobReport:
     @property
     def recoveries(self) -> tuple[WorldChange, ...]:
         """Worlds that followed a loss."""
-        return tuple(change for change in self.changes if change.kind in UNPLANNED)
+        return tuple(change for change in self.world_changes if change.kind in UNPLANNED)
 
     @property
     def steps_lost(self) -> int:
-        return sum(change.steps_lost for change in self.changes)
+        return sum(change.steps_lost for change in self.world_changes)
 
     def recovery_seconds(self, percent: float) -> float | None:
         """The percentile (nearest rank) of the recoveries' durations; None if there was none."""
@@ -251,7 +251,7 @@ class JobReport:
             InvalidInput: matplotlib is not installed.
         """
 
-        return figure(self)
+        return draw_report(self)
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
@@ -263,7 +263,8 @@ class JobReport:
     def from_json(cls, text: str) -> JobReport:
         values = json.loads(text)
         changes = [
-            WorldChange(**{**change, "kind": Kind(change["kind"])}) for change in values.pop("changes")
+            WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])})
+            for change in values.pop("changes")
         ]
         curve = tuple(MetricPoint(**point) for point in values.pop("curve"))
         epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
@@ -284,7 +285,7 @@ class JobReport:
         )
         lines.append(f"worker-hours: {self.reserved_hours:.3f} reserved, {self.useful_hours:.3f} useful")
         lines += [
-            f"epoch {rows.epoch + 1}: {rows.seen} rows, {rows.missing} missing, {rows.doubled} doubled"
+            f"epoch {rows.epoch + 1}: {rows.seen} rows, {rows.missing} missing, {rows.duplicated} duplicated"
             for rows in self.epochs
         ]
         return "\n".join(lines)
@@ -297,7 +298,7 @@ def _epoch(epoch: int, seen: int, due: int) -> EpochRows:
 # A report as a picture: loss, throughput and world size over time, with losses marked. matplotlib is optional.
 
 
-def figure(report: JobReport) -> Figure:
+def draw_report(report: JobReport) -> Figure:
     """Three plots over one axis of seconds since the launch. Touches neither pyplot nor any window.
 
     Raises:
@@ -326,8 +327,8 @@ def figure(report: JobReport) -> Figure:
 
 
 def _steps(axes: Any, report: JobReport) -> None:
-    times = [change.at for change in report.changes]
-    sizes = [change.size for change in report.changes]
+    times = [change.at for change in report.world_changes]
+    sizes = [change.size for change in report.world_changes]
     if times:
         axes.step(
             [*times, max(report.seconds, times[-1])], [*sizes, sizes[-1]], where="post", color="tab:orange"

@@ -32,7 +32,7 @@ def snapshot(chronicle: JobHistory, name: str, now: float) -> dict[str, Any]:
     """JSON-able. now: of the clock that the events carry; times in the value are seconds since the launch."""
     state, numbers, speed, told = chronicle.look()
     report = chronicle.report(now)
-    moves = not speed.stands_still(report.seconds)
+    moves = not speed.is_stalled(report.seconds)
     return {
         "name": name,
         "seconds": round(report.seconds, 3),
@@ -49,7 +49,7 @@ def snapshot(chronicle: JobHistory, name: str, now: float) -> dict[str, Any]:
                 "at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds,
                 "text": str(change)[:MOST_TEXT],
             }
-            for change in report.changes[-MOST_CHANGES:]
+            for change in report.world_changes[-MOST_CHANGES:]
         ],
         "curve": {
             "at": [round(point.at, 2) for point in report.curve],

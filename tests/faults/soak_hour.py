@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks.parts.report import machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
-from spark_elastic.monitoring.report import Kind, WorldChange  # noqa: E402
+from spark_elastic.monitoring.report import WorldChange, WorldChangeKind  # noqa: E402
 from spark_elastic.testing import Blow, ClusterFaults  # noqa: E402
 from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
@@ -150,7 +150,7 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 def beyond_p3(change: WorldChange) -> int:
     """Steps that a change must not cost: only a restart from a checkpoint goes back, and a loss breaks one step."""
-    allowed = {Kind.RESTART: change.steps_lost, Kind.LOSS: 1}.get(change.kind, 0)
+    allowed = {WorldChangeKind.RESTART: change.steps_lost, WorldChangeKind.LOSS: 1}.get(change.kind, 0)
     return max(0, change.steps_lost - allowed)
 
 
@@ -184,9 +184,9 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
                     "goodput": report.goodput,
                     "recoveries": len(report.recoveries),
                     "steps lost": report.steps_lost,
-                    "lost beyond P3": sum(map(beyond_p3, report.changes)),
-                    "lost by": [str(change) for change in report.changes if change.steps_lost],
-                    "rows missing or doubled": sum(e.missing + e.doubled for e in report.epochs),
+                    "lost beyond P3": sum(map(beyond_p3, report.world_changes)),
+                    "lost by": [str(change) for change in report.world_changes if change.steps_lost],
+                    "rows missing or doubled": sum(e.missing + e.duplicated for e in report.epochs),
                     "to undisturbed": difference(model.getModel().state_dict(), weights),
                 }
             )

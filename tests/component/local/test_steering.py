@@ -77,8 +77,8 @@ def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
     result = _run(program, launcher, AtStep(10, drain), handle=handle)
     assert [world.size for world in result.worlds] == [2, 1]
     assert left == [1]
-    assert "broke" not in " ".join(result.story)
-    assert any("its core is wanted elsewhere" in line for line in result.story)
+    assert "broke" not in " ".join(result.event_log)
+    assert any("its core is wanted elsewhere" in line for line in result.event_log)
 
 
 def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:

@@ -68,7 +68,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     every_row_once(ledger, job.epochs)
     kept = CheckpointStore(store, RUN).published()
     assert len(kept) == 3
-    assert kept[0].fence.generation == again_generation(result.story)
+    assert kept[0].fence.generation == again_generation(result.event_log)
 
 
 def epoch_is_durable(store: Store, epoch: int) -> bool:

@@ -130,7 +130,7 @@ def test_a_stopped_child_is_given_up_after_the_lease() -> None:
 
     job.at_step(10, strike)
     result = job.run(lease=6.0)
-    assert any("its process has not run for" in line for line in result.story)
+    assert any("its process has not run for" in line for line in result.event_log)
     assert not stopped[0].is_running()
 
 
@@ -167,7 +167,7 @@ def test_a_drained_host_leaves_at_a_step_boundary() -> None:
     job.at_step(10, drain)
     result = job.run()
     assert sizes(result)[:2] == [3, 2]
-    assert not any("GroupBroken" in line or "broke" in line for line in result.story)
+    assert not any("GroupBroken" in line or "broke" in line for line in result.event_log)
 
 
 def test_newcomers_join_while_the_others_train() -> None:
@@ -207,7 +207,7 @@ def test_an_exception_on_one_worker_is_borne() -> None:
     program = BrokenOnce(40, 0.03)
     result = run(launcher(program, room=2), 2, Watcher())
     assert_exact(result, program)
-    assert any("one worker's bad moment" in line for line in result.story)
+    assert any("one worker's bad moment" in line for line in result.event_log)
     assert len(result.worlds) >= 2
 
 

@@ -25,7 +25,7 @@ def kill_worker(job: Job, place: int) -> None:
 
 def killed(result: LaunchResult) -> int:
     """How many workers; one that leaves at the end is an exit, too."""
-    return sum("WorkerExited" in line and "exit_code=-9" in line for line in result.story)
+    return sum("WorkerExited" in line and "exit_code=-9" in line for line in result.event_log)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -35,7 +35,7 @@ def test_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
     job.at_world(world, lambda: fault(kill_worker, job, 0))
     result = job.run()
     assert len(sizes(result)) >= world + 1
-    assert any(f"world {world} is over" in line for line in result.story)
+    assert any(f"world {world} is over" in line for line in result.event_log)
 
 
 @pytest.mark.parametrize("role", ["source", "receiver"])
@@ -46,8 +46,8 @@ def test_a_loss_during_sync(role: str, fault: Fault) -> None:
     job.at_line("syncs as rank 2 of world 2", lambda: fault(kill_worker, job, 0 if role == "source" else 2))
     result = job.run(num_workers=2)
     assert sizes(result)[:2] == [2, 3]
-    assert any("world 2 is over" in line for line in result.story)
-    assert not any("from the beginning: nobody" in line for line in result.story)
+    assert any("world 2 is over" in line for line in result.event_log)
+    assert not any("from the beginning: nobody" in line for line in result.event_log)
 
 
 def test_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
@@ -101,7 +101,7 @@ def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
 
     job.at_step(5, lambda: fault(come_and_go))
     result = job.run(num_workers=2)
-    assert any("drains: it is not wanted after all" in line for line in result.story)
+    assert any("drains: it is not wanted after all" in line for line in result.event_log)
     assert not any(f"{min(came)}-0" in world.reason for world in result.worlds[1:])
     assert sizes(result) in ([2], [2, 3])
 
@@ -116,7 +116,7 @@ def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
     job.at_step(10, strike)
     result = job.run()
     assert len(sizes(result)) >= 2
-    assert not any("training begins from nothing" in line for line in result.story)
+    assert not any("training begins from nothing" in line for line in result.event_log)
 
 
 @pytest.mark.scenario("G8")
@@ -164,5 +164,5 @@ def test_a_silent_host_is_given_up_and_fenced_when_it_wakes(fault: Fault) -> Non
     result = job.run(lease=6.0)
     assert sizes(result)[:2] == [3, 2]
     assert 3 in sizes(result)[2:], "its slot brings another worker"
-    assert any("its slot was silent for" in line for line in result.story)
+    assert any("its slot was silent for" in line for line in result.event_log)
     assert not frozen[1].is_running()

@@ -58,7 +58,7 @@ def test_r12_the_server_dies_together_with_a_worker(fault: Fault, caplog: pytest
     result = job.run()
     assert "starts again on the same port" in caplog.text
     assert sizes(result)[0] == 3
-    assert any("WorkerExited" in line for line in result.story), "the loss was heard all the same"
+    assert any("WorkerExited" in line for line in result.event_log), "the loss was heard all the same"
 
 
 class HeldUp(Job):

@@ -28,7 +28,7 @@ def named(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def entry(result: LaunchResult, text: str) -> str:
     """The first line of the story that contains `text`."""
-    return next(line for line in result.story if text in line)
+    return next(line for line in result.event_log if text in line)
 
 
 @pytest.mark.scenario("G4")

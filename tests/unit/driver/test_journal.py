@@ -33,7 +33,7 @@ def test_the_story_leaves_out_what_changed_nothing() -> None:
     journal.record(Tick(10.0), ())
     journal.record(SlotBeat(10.5, "1-0", "1-0.1", "R"), ())
     journal.record(Tick(11.0), (LaunchSlot("a worker is missing", 4),))
-    story = journal.story()
+    story = journal.format_entries()
     assert [line.split()[:3] for line in story] == [
         ["1.000", "event", "Tick"],
         ["1.000", "command", "LaunchSlot"],
@@ -122,4 +122,4 @@ def test_a_full_disk_ends_the_file_and_not_the_job(caplog: pytest.LogCaptureFixt
     journal.record(CancelRequested(1.0, "enough"), (End("enough", Outcome.CANCELLED),))
     journal.close()
     assert caplog.text.count("the journal /dev/full ends here") == 1
-    assert len(journal.story()) == 2
+    assert len(journal.format_entries()) == 2

@@ -33,7 +33,7 @@ def test_it_carries_out_the_first_commands_and_the_end() -> None:
     assert end is not None
     assert end.outcome is Outcome.CANCELLED
     assert [type(c) for c in done[:2]] == [LaunchSlot, LaunchSlot]
-    assert any("CancelRequested" in line and "enough" in line for line in journal.story())
+    assert any("CancelRequested" in line and "enough" in line for line in journal.format_entries())
 
 
 def test_ticks_are_not_starved_by_a_busy_inbox() -> None:

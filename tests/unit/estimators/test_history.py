@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
-from spark_elastic.monitoring.report import JobReport, Kind, WorldChange
+from spark_elastic.monitoring.report import JobReport, WorldChange, WorldChangeKind
 
 
 def test_a_summary_survives_json() -> None:
@@ -22,7 +22,9 @@ def test_a_summary_survives_json() -> None:
 
 
 def test_the_report_survives_json_and_older_summaries_have_none() -> None:
-    report = JobReport(10.0, {"training": 9.0}, (WorldChange(1, 0.0, Kind.START, 0, 2, 2, 0, "first", 0.5),))
+    report = JobReport(
+        10.0, {"training": 9.0}, (WorldChange(1, 0.0, WorldChangeKind.START, 0, 2, 2, 0, "first", 0.5),)
+    )
     summary = FitSummary("run", report=report.with_rows([{"epoch": 0, "rows": 5}], 5))
     assert FitSummary.from_json(summary.to_json()) == summary
     older = {key: value for key, value in json.loads(summary.to_json()).items() if key != "report"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.monitoring.job_history import MAX_ENTRIES
-from spark_elastic.monitoring.report import Kind
+from spark_elastic.monitoring.report import WorldChangeKind
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
 from spark_elastic.protocol.types import Fence, Phase, Position
@@ -27,8 +27,14 @@ def lossy() -> PlayedJob:
 
 def test_a_loss_is_one_change_with_its_cost() -> None:
     start, loss = lossy().told
-    assert (start.kind, start.size, start.seconds) == (Kind.START, 3, 1.0)
-    assert (loss.kind, loss.before, loss.size, loss.seconds, loss.steps_lost) == (Kind.LOSS, 3, 2, 0.5, 1)
+    assert (start.kind, start.size, start.seconds) == (WorldChangeKind.START, 3, 1.0)
+    assert (loss.kind, loss.before, loss.size, loss.seconds, loss.steps_lost) == (
+        WorldChangeKind.LOSS,
+        3,
+        2,
+        0.5,
+        1,
+    )
     assert "host host-2 is lost" in loss.reason
     assert str(loss).startswith("world of 2: 1 of 3 lost, recovered in 0.50 s, 1 step lost (world 2 of")
 
@@ -68,7 +74,7 @@ def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
     job.form()
     joined = job.told[-1]
     assert (joined.kind, joined.joined, joined.left, joined.seconds, joined.steps_lost) == (
-        Kind.PLANNED, 1, 0, 0.25, 0
+        WorldChangeKind.PLANNED, 1, 0, 0.25, 0
     )  # fmt: skip
     assert str(joined).startswith("world of 3: 1 joined in 0.25 s (world")
 
@@ -80,7 +86,7 @@ def test_a_second_loss_before_the_world_stands_prolongs_the_recovery() -> None:
     job.loses(3, step=1, regroup=0.25)
     job.form()
     assert [change.seconds for change in job.told] == [1.0, 0.75]
-    assert [change.seconds for change in job.result.changes] == [1.0, None, 0.75]
+    assert [change.seconds for change in job.result.world_changes] == [1.0, None, 0.75]
 
 
 def test_a_loss_before_the_first_world_stands_is_one() -> None:
@@ -90,7 +96,7 @@ def test_a_loss_before_the_first_world_stands_is_one() -> None:
     job.now = 1.0
     job.loses(2, step=0, regroup=5.0)
     job.form()
-    assert [change.kind for change in job.told] == [Kind.LOSS]
+    assert [change.kind for change in job.told] == [WorldChangeKind.LOSS]
     assert [(change.left, change.seconds) for change in job.result.recoveries] == [(1, 5.0)]
     assert (job.result.phases["start"], job.result.phases["recovery"]) == (1.0, 5.0)
 
@@ -105,7 +111,7 @@ def test_a_loss_once_some_have_returned_is_one() -> None:
     job.now = 8.0
     job.loses(2, step=40, regroup=0.5)
     job.form()
-    assert [change.kind for change in job.told] == [Kind.START, Kind.LOSS]
+    assert [change.kind for change in job.told] == [WorldChangeKind.START, WorldChangeKind.LOSS]
     assert [change.seconds for change in job.result.recoveries] == [0.5]
     assert job.result.phases == pytest.approx(
         {"start": 1.0, "training": 4.0, "closing": 3.0, "recovery": 0.5, "planned": 0.0}
@@ -120,7 +126,7 @@ def test_all_lost_is_a_restart() -> None:
     job.on(on.LaunchEnded(0, 1, "its host is lost"))
     job.comes(2)
     job.form()
-    assert job.told[-1].kind is Kind.RESTART
+    assert job.told[-1].kind is WorldChangeKind.RESTART
     assert job.told[-1].steps_lost == 7
 
 

@@ -58,7 +58,7 @@ def test_a_run_without_reports_stands_still_by_what_is_usual_for_it(
     every: float, still: float, stands: bool
 ) -> None:
     speed = Throughput(over=5.0)
-    assert speed.stands_still(0.0)
+    assert speed.is_stalled(0.0)
     for number in range(10):
         speed.add(number * every, numbers(0, number))
-    assert speed.stands_still(9 * every + still) is stands
+    assert speed.is_stalled(9 * every + still) is stands

@@ -6,18 +6,23 @@ import textwrap
 
 import pytest
 
-from spark_elastic.monitoring.report import EpochRows, JobReport, Kind, MetricPoint, WorldChange
+from spark_elastic.monitoring.report import EpochRows, JobReport, MetricPoint, WorldChange, WorldChangeKind
 from tests.sources import ROOT
 
 
 def loss(seconds: float | None, steps_lost: int = 0) -> WorldChange:
-    return WorldChange(2, 5.0, Kind.LOSS, 3, 2, 0, 1, "host b is lost", seconds, steps_lost)
+    return WorldChange(2, 5.0, WorldChangeKind.LOSS, 3, 2, 0, 1, "host b is lost", seconds, steps_lost)
 
 
 REPORT = JobReport(
     seconds=100.0,
     phases={"start": 5.0, "training": 91.0, "recovery": 4.0, "planned": 0.0, "closing": 0.0},
-    changes=(WorldChange(1, 0.0, Kind.START, 0, 3, 3, 0, "first", 5.0), loss(1.0, 1), loss(None), loss(3.0)),
+    world_world_changes=(
+        WorldChange(1, 0.0, WorldChangeKind.START, 0, 3, 3, 0, "first", 5.0),
+        loss(1.0, 1),
+        loss(None),
+        loss(3.0),
+    ),
     curve=(MetricPoint(6.0, 1, 0.5, 100.0, 3), MetricPoint(7.0, 2, None, 90.0, 2)),
     checkpoints=2,
     checkpoint_seconds=1.0,
@@ -49,14 +54,14 @@ def test_it_reads_well() -> None:
     lines = str(REPORT.with_rows([{"epoch": 0, "rows": 10}], 12)).splitlines()
     assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")
     assert lines[1] == "recoveries: 3, p50 1.00 s, p99 3.00 s; steps lost: 1"
-    assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 doubled"
+    assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 duplicated"
 
 
 def test_the_page_shows_what_is_printed() -> None:
     report = JobReport(
         seconds=62.4,
         phases={"start": 1.9, "training": 59.36, "recovery": 0.8, "planned": 0.2, "closing": 0.1},
-        changes=(loss(0.31, 1), loss(0.49)),
+        world_world_changes=(loss(0.31, 1), loss(0.49)),
         checkpoints=3,
         checkpoint_seconds=0.02,
         reserved_hours=0.068,
