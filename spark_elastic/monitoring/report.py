@@ -1,6 +1,7 @@
-"""The report of a job: where its time went, what losses cost, and which rows were trained. Pure values.
+"""The report of a job: where its time went, what losses cost, and how many rows were trained. Pure values.
 
-Made by `JobHistory.report`; a fitted model keeps it as JSON. Knows neither the driver nor a framework.
+`JobHistory` makes it; a fitted model keeps it as JSON. This module knows neither the driver nor a framework; times are
+arguments, in seconds since the launch.
 """
 
 from __future__ import annotations
@@ -19,34 +20,40 @@ from spark_elastic.errors import InvalidInput
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAX_POINTS = 600  # of a metric series
+THROUGHPUT_WINDOW = 5.0  # seconds
+PHASES = ("start", "training", "recovery", "planned", "closing")
 
-# What rank 0 reports over time, in bounded memory: the speed of a run, and curves that are thinned as they grow.
-#
-# Pure: times are arguments, seconds since the launch.
+
+@dataclass(frozen=True)
+class WorldSpan:
+    """A world and when it began."""
+
+    seconds: float  # since the launch
+    size: int
+    reason: str
 
 
-MOST_POINTS = 600
-SPEED_OVER = 5.0  # seconds
+# ---- what rank 0 reports over time
 
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """step: applied steps of the whole run. rows_per_second: of the whole world, 0 while unknown. loss: None where
-    the program reports none."""
+    """What rank 0 reported at one time."""
 
-    at: float
-    step: int
-    loss: float | None
-    rows_per_second: float
-    world: int
+    at: float  # seconds since the launch
+    step: int  # applied steps of the whole run
+    loss: float | None  # None if the program reports none
+    rows_per_second: float  # of the whole world; 0 while unknown
+    world: int  # number of workers
 
 
 class MetricSeries:
-    """At most `most` points; when there are more, each two neighbours become one."""
+    """Metric points in bounded memory: whenever there are more than `max_points`, each two neighbours become one."""
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
-        self._most = most
-        self._stride = 1  # reports that make one point
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
+        self._stride = 1  # number of reports that are merged into one point
         self._pending: list[MetricPoint] = []
         self._points: list[MetricPoint] = []
 
@@ -54,11 +61,11 @@ class MetricSeries:
         self._pending.append(point)
         if len(self._pending) < self._stride:
             return
-        self._points.append(_merged(self._pending))
+        self._points.append(_merge_points(self._pending))
         self._pending.clear()
-        if len(self._points) > self._most:
+        if len(self._points) > self._max_points:
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
-            self._points = [_merged([first, second]) for first, second in pairs]
+            self._points = [_merge_points([first, second]) for first, second in pairs]
             self._stride *= 2
 
     @property
@@ -66,8 +73,8 @@ class MetricSeries:
         return (*self._points, *self._pending[-1:])
 
 
-def _merged(points: list[MetricPoint]) -> MetricPoint:
-    """Means of loss and speed; the rest is the last one's."""
+def _merge_points(points: list[MetricPoint]) -> MetricPoint:
+    """A point with the means of loss and throughput; everything else is the last point's."""
     last = points[-1]
     losses = [point.loss for point in points if point.loss is not None]
     loss = sum(losses) / len(losses) if losses else None
@@ -76,66 +83,65 @@ def _merged(points: list[MetricPoint]) -> MetricPoint:
 
 
 class Throughput:
-    """Rows and steps a second over the last seconds, from reports with `epoch`, `step`, `steps` and `rows`."""
+    """Rows and steps per second over a sliding window, from metrics with `epoch`, `step`, `steps` and `rows`."""
 
-    def __init__(self, over: float = SPEED_OVER) -> None:
-        self._over = over
-        self._seen: deque[tuple[float, int]] = deque()
-        self._rows = 0.0
-        self._left: int | None = None
+    def __init__(self, window: float = THROUGHPUT_WINDOW) -> None:
+        self._window = window  # seconds
+        self._samples: deque[tuple[float, int]] = deque()  # time, applied steps
+        self._rows_per_step = 0.0
+        self._steps_left: int | None = None
 
-    def add(self, at: float, numbers: Mapping[str, Any]) -> None:
-        done = count_steps(numbers)
-        if self._seen and done < self._seen[-1][1]:
-            self._seen.clear()  # taken back to a checkpoint
-        self._seen.append((at, done))
-        while len(self._seen) > 2 and at - self._seen[0][0] > self._over:
-            self._seen.popleft()
-        self._rows = float(numbers.get("rows", 0) or 0)
-        epochs, steps = numbers.get("epochs"), numbers.get("steps")
-        self._left = int(epochs) * int(steps) - done if epochs and steps else None
+    def add(self, at: float, metrics: Mapping[str, Any]) -> None:
+        done = count_steps(metrics)
+        if self._samples and done < self._samples[-1][1]:
+            self._samples.clear()  # the run went back to a checkpoint
+        self._samples.append((at, done))
+        while len(self._samples) > 2 and at - self._samples[0][0] > self._window:
+            self._samples.popleft()
+        self._rows_per_step = float(metrics.get("rows", 0) or 0)
+        epochs, steps = metrics.get("epochs"), metrics.get("steps")
+        self._steps_left = int(epochs) * int(steps) - done if epochs and steps else None
 
     def is_stalled(self, at: float) -> bool:
-        """Whether reports stay away: for longer than a window, and than thrice what lay between those before."""
-        if not self._seen:
+        """Whether no report has come for longer than the window and than three times the usual interval."""
+        if not self._samples:
             return True
-        usual = (self._seen[-1][0] - self._seen[0][0]) / max(1, len(self._seen) - 1)
-        return at - self._seen[-1][0] > max(self._over, 3 * usual)
+        interval = (self._samples[-1][0] - self._samples[0][0]) / max(1, len(self._samples) - 1)
+        return at - self._samples[-1][0] > max(self._window, 3 * interval)
 
     @property
     def steps_per_second(self) -> float:
-        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return 0.0
-        (first, before), (last, after) = self._seen[0], self._seen[-1]
+        (first, before), (last, after) = self._samples[0], self._samples[-1]
         return (after - before) / (last - first)
 
     @property
     def rows_per_second(self) -> float:
-        """`rows` of a report are those of one step."""
-        return self.steps_per_second * self._rows
+        return self.steps_per_second * self._rows_per_step
 
     @property
     def seconds_left(self) -> float | None:
-        """None while it cannot be told."""
+        """None while unknown."""
         speed = self.steps_per_second
-        return None if self._left is None or speed <= 0 else self._left / speed
+        return None if self._steps_left is None or speed <= 0 else self._steps_left / speed
 
 
-def count_steps(numbers: Mapping[str, Any]) -> int:
-    """Applied steps of the whole run, as far as the report tells."""
-    return int(numbers.get("epoch", 0)) * int(numbers.get("steps", 0)) + int(numbers.get("step", 0))
+def count_steps(metrics: Mapping[str, Any]) -> int:
+    """Applied steps of the whole run, as far as the metrics tell."""
+    return int(metrics.get("epoch", 0)) * int(metrics.get("steps", 0)) + int(metrics.get("step", 0))
 
 
-# A change of the world as people want it told: what happened, why, and what it cost. Pure.
+# ---- changes of the world
 
 
 class WorldChangeKind(Enum):
-    """What led to a world."""
+    """Why a world was formed."""
 
     START = "start"
-    LOSS = "loss"  # a member was lost, others go on
+    LOSS = "loss"  # a member was lost, others survived
     PLANNED = "planned"  # members joined or left at a step boundary
-    RESTART = "restart"  # nobody of the last world was left
+    RESTART = "restart"  # no member of the previous world survived
 
 
 UNPLANNED = (WorldChangeKind.LOSS, WorldChangeKind.RESTART)
@@ -143,87 +149,82 @@ UNPLANNED = (WorldChangeKind.LOSS, WorldChangeKind.RESTART)
 
 @dataclass(frozen=True)
 class WorldChange:
-    """at: seconds since the launch at which it was published. before: size of the world that it follows.
-
-    seconds: for how long nobody trained, until every member had built this world; None: it was never built.
-    steps_lost: applied steps that are taken once more.
-    """
+    """A new world: what happened, why, and what it cost."""
 
     generation: int
-    at: float
+    at: float  # when the world was published, in seconds since the launch
     kind: WorldChangeKind
-    before: int
+    before: int  # size of the previous world
     size: int
-    joined: int
-    left: int
+    joined: int  # members that were not in the previous world
+    left: int  # members of the previous world that are not in this one
     reason: str
-    seconds: float | None = None
-    steps_lost: int = 0
+    seconds: float | None = (
+        None  # downtime until every member had built this world; None if it was never built
+    )
+    steps_lost: int = 0  # applied steps that have to be repeated
 
     def __str__(self) -> str:
         """One line: what happened and what it cost."""
-        cost = "" if self.seconds is None else f" in {self.seconds:.2f} s"
-        return f"world of {self.size}: {self._what()}{cost}{self._steps()} ({self.reason})"
+        duration = "" if self.seconds is None else f" in {self.seconds:.2f} s"
+        return f"world of {self.size}: {self._describe_change()}{duration}{self._describe_steps_lost()} ({self.reason})"
 
-    def _what(self) -> str:
+    def _describe_change(self) -> str:
         match self.kind:
             case WorldChangeKind.START:
                 return "started"
             case WorldChangeKind.LOSS:
                 return f"{self.left} of {self.before} lost, recovered"
             case WorldChangeKind.RESTART:
-                return f"all {self.before} lost, started again"
+                return f"all {self.before} lost, restarted"
         moves = [(self.joined, "joined"), (self.left, "left as planned")]
-        return ", ".join(f"{count} {word}" for count, word in moves if count) or "formed anew"
+        return ", ".join(f"{count} {word}" for count, word in moves if count) or "re-formed"
 
-    def _steps(self) -> str:
+    def _describe_steps_lost(self) -> str:
         if self.kind not in UNPLANNED:
             return ""
         return f", {self.steps_lost or 'no'} step{'' if self.steps_lost == 1 else 's'} lost"
 
 
-PHASES = ("start", "training", "recovery", "planned", "closing")
+# ---- the report
 
 
 @dataclass(frozen=True)
 class EpochRows:
-    """How many rows of one epoch entered an applied step (`seen`), and how many fewer (`missing`) or more (`duplicated`)
-    than planned that is. These are counts; `ledger=True` records the ids of the rows."""
+    """Row counts of one epoch; `ledger=True` records the ids of the rows as well."""
 
     epoch: int
-    seen: int
-    missing: int
-    duplicated: int
+    seen: int  # rows that entered an applied step
+    missing: int  # how many fewer than planned
+    duplicated: int  # how many more than planned
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """seconds: the whole job. phases: seconds of each of PHASES: until the first world was complete; while a world
-    trained; while nobody trained because of losses, or because of planned changes; after the first worker was done.
+    """Where the time of a job went, what losses cost, and how many rows were trained."""
 
-    checkpoint_seconds: how long checkpoints, including the copy of the state, held up training. reserved_hours,
-    useful_hours: of all slots, and of all workers while their world trained. curve: thinned.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # duration of the whole job
+    # Seconds per phase of PHASES. start: until the first world was complete; training: while a whole world trained;
+    # recovery and planned: while training was interrupted by a loss or a planned change; closing: after the first
+    # worker had finished.
     phases: Mapping[str, float] = field(default_factory=dict)
     world_changes: tuple[WorldChange, ...] = ()
-    curve: tuple[MetricPoint, ...] = ()
-    checkpoints: int = 0
-    checkpoint_seconds: float = 0.0
-    reserved_hours: float = 0.0
-    useful_hours: float = 0.0
+    curve: tuple[MetricPoint, ...] = ()  # thinned to MAX_POINTS
+    checkpoints: int = 0  # published ones
+    checkpoint_seconds: float = 0.0  # for how long checkpoints (copying the state) held up training
+    reserved_hours: float = 0.0  # of all slots
+    useful_hours: float = 0.0  # of all workers while their world trained
     epochs: tuple[EpochRows, ...] = ()
 
     @property
     def goodput(self) -> float:
-        """The part of the job's time, from launch to end, when a whole world trained, less what checkpoints took."""
+        """Share of the job's time, from launch to end, in which a whole world trained and no checkpoint held it up."""
         useful = self.phases.get("training", 0.0) - self.checkpoint_seconds
         return max(0.0, useful) / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def recoveries(self) -> tuple[WorldChange, ...]:
-        """Worlds that followed a loss."""
+        """World changes that followed a loss."""
         return tuple(change for change in self.world_changes if change.kind in UNPLANNED)
 
     @property
@@ -236,10 +237,15 @@ class JobReport:
         return known[max(0, math.ceil(percent / 100 * len(known)) - 1)] if known else None
 
     def with_rows(self, history: Iterable[Mapping[str, Any]], data_rows: int) -> JobReport:
-        """With the rows of each epoch: `history` has `epoch` and `rows`, counted by the state of the final weights, and
-        `planned`, for the steps taken; without it `data_rows` were planned."""
+        """This report with the rows of each epoch.
+
+        Args:
+            history: entries with `epoch`, `rows` (as counted by the state that belongs to the final weights) and
+                `planned`, the rows planned for the steps that were taken.
+            data_rows: planned rows of entries without `planned`.
+        """
         epochs = tuple(
-            _epoch(int(entry["epoch"]), int(entry["rows"]), int(entry.get("planned", data_rows)))
+            _count_epoch_rows(int(entry["epoch"]), int(entry["rows"]), int(entry.get("planned", data_rows)))
             for entry in history
         )
         return dataclasses.replace(self, epochs=epochs)
@@ -250,12 +256,11 @@ class JobReport:
         Raises:
             InvalidInput: matplotlib is not installed.
         """
-
         return draw_report(self)
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
-        for change in values["changes"]:
+        for change in values["world_changes"]:
             change["kind"] = change["kind"].value
         return json.dumps(values)
 
@@ -264,14 +269,14 @@ class JobReport:
         values = json.loads(text)
         changes = [
             WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])})
-            for change in values.pop("changes")
+            for change in values.pop("world_changes")
         ]
         curve = tuple(MetricPoint(**point) for point in values.pop("curve"))
         epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
-        return cls(changes=tuple(changes), curve=curve, epochs=epochs, **values)
+        return cls(world_changes=tuple(changes), curve=curve, epochs=epochs, **values)
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """A human-readable summary of a few lines."""
         shares = ", ".join(f"{name} {self.phases.get(name, 0.0):.1f} s" for name in PHASES)
         lines = [f"goodput {self.goodput:.1%} of {self.seconds:.1f} s: {shares}"]
         if self.recoveries:
@@ -291,15 +296,12 @@ class JobReport:
         return "\n".join(lines)
 
 
-def _epoch(epoch: int, seen: int, due: int) -> EpochRows:
-    return EpochRows(epoch, seen, max(0, due - seen), max(0, seen - due))
-
-
-# A report as a picture: loss, throughput and world size over time, with losses marked. matplotlib is optional.
+def _count_epoch_rows(epoch: int, seen: int, planned: int) -> EpochRows:
+    return EpochRows(epoch, seen, max(0, planned - seen), max(0, seen - planned))
 
 
 def draw_report(report: JobReport) -> Figure:
-    """Three plots over one axis of seconds since the launch. Touches neither pyplot nor any window.
+    """Plot loss, throughput and world size over the seconds since the launch; losses are marked. Opens no window.
 
     Raises:
         InvalidInput: matplotlib is not installed.
@@ -308,8 +310,8 @@ def draw_report(report: JobReport) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InvalidInput("plot() needs matplotlib: pip install matplotlib.") from error
-    made = Figure(figsize=(8, 6), layout="constrained")
-    loss, rate, world = made.subplots(3, 1, sharex=True)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    loss, rate, world = figure.subplots(3, 1, sharex=True)
     known = [point for point in report.curve if point.loss is not None]
     loss.plot([point.at for point in known], [point.loss for point in known], color="tab:blue")
     loss.set_ylabel("loss")
@@ -319,14 +321,14 @@ def draw_report(report: JobReport) -> Figure:
         color="tab:green",
     )
     rate.set_ylabel("rows/s")
-    _steps(world, report)
+    _plot_world_size(world, report)
     for axes in (loss, rate, world):
         for change in report.recoveries:
             axes.axvline(change.at, color="tab:red", alpha=0.4, linewidth=1)
-    return made
+    return figure
 
 
-def _steps(axes: Any, report: JobReport) -> None:
+def _plot_world_size(axes: Any, report: JobReport) -> None:
     times = [change.at for change in report.world_changes]
     sizes = [change.size for change in report.world_changes]
     if times:

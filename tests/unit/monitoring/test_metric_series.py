@@ -8,7 +8,7 @@ from spark_elastic.monitoring.report import MetricPoint, MetricSeries, Throughpu
 
 
 def test_a_curve_is_thinned_and_keeps_its_ends_and_means() -> None:
-    curve = MetricSeries(most=8)
+    curve = MetricSeries(max_points=8)
     for number in range(1000):
         curve.add(MetricPoint(float(number), number, float(number % 2), 10.0, 3))
     points = curve.points
@@ -20,7 +20,7 @@ def test_a_curve_is_thinned_and_keeps_its_ends_and_means() -> None:
 
 
 def test_a_short_curve_is_kept_as_it_is() -> None:
-    curve, points = MetricSeries(most=8), [MetricPoint(float(n), n, None, 0.0, 1) for n in range(8)]
+    curve, points = MetricSeries(max_points=8), [MetricPoint(float(n), n, None, 0.0, 1) for n in range(8)]
     for point in points:
         curve.add(point)
     assert curve.points == tuple(points)
@@ -41,7 +41,7 @@ def test_speed_and_time_left_span_epochs() -> None:
 
 
 def test_speed_forgets_what_is_long_ago_and_what_was_taken_back() -> None:
-    speed = Throughput(over=5.0)
+    speed = Throughput(window=5.0)
     for second in range(20):
         speed.add(float(second), numbers(0, second if second < 10 else 10 + 3 * (second - 10)))
     assert speed.steps_per_second == 3.0
@@ -57,7 +57,7 @@ def test_speed_forgets_what_is_long_ago_and_what_was_taken_back() -> None:
 def test_a_run_without_reports_stands_still_by_what_is_usual_for_it(
     every: float, still: float, stands: bool
 ) -> None:
-    speed = Throughput(over=5.0)
+    speed = Throughput(window=5.0)
     assert speed.is_stalled(0.0)
     for number in range(10):
         speed.add(number * every, numbers(0, number))

@@ -17,7 +17,7 @@ def loss(seconds: float | None, steps_lost: int = 0) -> WorldChange:
 REPORT = JobReport(
     seconds=100.0,
     phases={"start": 5.0, "training": 91.0, "recovery": 4.0, "planned": 0.0, "closing": 0.0},
-    world_world_changes=(
+    world_changes=(
         WorldChange(1, 0.0, WorldChangeKind.START, 0, 3, 3, 0, "first", 5.0),
         loss(1.0, 1),
         loss(None),
@@ -61,7 +61,7 @@ def test_the_page_shows_what_is_printed() -> None:
     report = JobReport(
         seconds=62.4,
         phases={"start": 1.9, "training": 59.36, "recovery": 0.8, "planned": 0.2, "closing": 0.1},
-        world_world_changes=(loss(0.31, 1), loss(0.49)),
+        world_changes=(loss(0.31, 1), loss(0.49)),
         checkpoints=3,
         checkpoint_seconds=0.02,
         reserved_hours=0.068,
