@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.validation import kind
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.gradients.terms import find_trainable
+from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import named

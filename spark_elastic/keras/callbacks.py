@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
-from spark_elastic.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
+from spark_elastic.errors import InvalidInput
 from spark_elastic.keras.values import broadcast_variables
-from spark_elastic.ops.arrays import allreduce_arrays
+from spark_elastic.ops.operations import allreduce_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.topology import rank
+from spark_elastic.ops.topology import rank, size
+from spark_elastic.state.variables import plain
 
 __all__ = [
     "BestModelCheckpoint",
@@ -100,3 +103,125 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if rank() == 0:
             super().on_epoch_end(epoch, logs)
+
+
+# Learning rates that follow the epoch, under Horovod's names. Training thread only.
+#
+# With momentum correction (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 3) the velocities, in which the
+# rate of their time is a factor, are brought to the new rate when it changes.
+
+DONE_BEFORE = "spark_elastic_batches"  # in a fit's params: batches of the epoch that earlier fits did
+log = logging.getLogger(__name__)
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+    """From `start_epoch` to before `end_epoch` the rate is `initial_lr` times `multiplier`, a number or f(epoch).
+
+    staircase: it changes at the begin of epochs; else with each batch, `multiplier` being asked for fractions of epochs
+    of `steps_per_epoch` batches (None: what fit knows). With an `elastic.UpdateBatchStateCallback` in the same fit the
+    batches that earlier fits did of the epoch count.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise InvalidInput("initial_lr must be the learning rate before scaling; got None.")
+        self._initial = float(initial_lr)
+        self._multiplier = multiplier
+        self._epochs = start_epoch, end_epoch
+        self._staircase = staircase or not callable(multiplier)
+        self._corrects = momentum_correction
+        self._steps = steps_per_epoch
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._steps = self._steps or (self.params or {}).get("steps")
+        if not self._staircase and not self._steps:
+            raise InvalidInput(
+                f"{type(self).__name__} needs steps_per_epoch: fit does not know it beforehand."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if self._staircase:
+            self._set(float(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if not self._staircase:
+            assert self._steps is not None
+            before = (self.params or {}).get(DONE_BEFORE, 0)
+            self._set(self._epoch + (before + batch) / self._steps)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def factor(self, epoch: float) -> float:
+        """Of the initial rate."""
+        return float(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)
+
+    def _set(self, epoch: float) -> None:
+        begin, end = self._epochs
+        if self._epoch < begin or (end is not None and self._epoch >= end):
+            return
+        before, after = self._rate(), self._initial * self.factor(epoch)
+        if before == after:
+            return
+        optimizer = self.model.optimizer
+        try:
+            optimizer.learning_rate = after
+        except TypeError as error:
+            raise InvalidInput(
+                f"{type(self).__name__} sets the learning rate, which the optimizer takes from a schedule of its own: "
+                "build it with a number."
+            ) from error
+        stepping = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        if self._corrects and before > 0 and getattr(stepping, "momentum", None):
+            for velocity in getattr(stepping, "momentums", ()):
+                # Keras's own product with a number is of float32 on torch.
+                velocity.assign(plain(velocity) * (after / before))
+
+    def _rate(self) -> float:
+        return float(keras.ops.convert_to_tensor(self.model.optimizer.learning_rate))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """From `initial_lr` / size to `initial_lr` within the first `warmup_epochs`; the size is that of the moment."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            initial_lr,
+            self._warm,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._warmup = warmup_epochs
+        self._verbose = verbose
+
+    def _warm(self, epoch: float) -> float:
+        assert self._steps is not None
+        done = min((epoch + 1.0 / self._steps) / self._warmup, 1.0)
+        return (done * (size() - 1) + 1) / size()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self._verbose and epoch == self._warmup - 1 and rank() == 0:
+            log.warning("epoch %d: learning rate warm-up is over, at %g.", epoch + 1, self._rate())

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from spark_elastic.keras.schedules import DONE_BEFORE
+from spark_elastic.keras.callbacks import DONE_BEFORE
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.state import State
 from spark_elastic.worker.seat import KerasState, ObjectState, seat_of_process

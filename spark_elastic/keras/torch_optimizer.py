@@ -12,10 +12,14 @@ import keras
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.distributed_optimizer import (
+    PassCounter,
+    WrappedOptimizer,
+    get_exchange,
+    wrap_optimizer,
+)
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions, Sum
-from spark_elastic.ops.world import PassCounter
-from spark_elastic.ops.wrapped_optimizer import WrappedOptimizer, get_exchange, wrap_optimizer
 from spark_elastic.torch.allreduce import start
 
 Plain = TypeVar("Plain")

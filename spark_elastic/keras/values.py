@@ -10,10 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import allgather_array, allreduce_arrays, broadcast_arrays, reducescatter_array
+from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
+from spark_elastic.ops.operations import (
+    allgather_array,
+    allreduce_arrays,
+    broadcast_arrays,
+    reducescatter_array,
+)
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, resolve_op
-from spark_elastic.ops.rounds.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
 from spark_elastic.state.variables import array_of
 
 

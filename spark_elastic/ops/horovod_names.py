@@ -4,8 +4,7 @@ Each framework's own names are in its package.
 """
 
 from elastic_collectives import CollectiveError as HorovodInternalError
-from spark_elastic.ops.channels import start_timeline, stop_timeline
-from spark_elastic.ops.objects import allgather_object, broadcast_object
+from spark_elastic.ops.operations import allgather_object, broadcast_object, start_timeline, stop_timeline
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.ops.topology import (

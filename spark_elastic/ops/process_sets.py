@@ -8,10 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
+from elastic_collectives import Group
+from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
+from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.world import world
-from spark_elastic.worker.context import floor_of_call
+from spark_elastic.worker.context import current, floor_of_call
+from spark_elastic.worker.seat import group_of
+
+
+class SingleProcessGroup:
+    """The part of `Group` that operations use, for a world of one."""
+
+    rank = 0
+    size = 1
+    members = (0,)
+    fence = (0, 0)
+    timeout = 60.0
+
+    def allreduce(self, array: Array, op: str = "sum", **how: Any) -> None:
+        array[...] = self.reducescatter(
+            array, op, how.get("dtype"), None, how.get("scale", (1.0, 1.0)), how.get("compression")
+        )
+
+    def grouped_allreduce(self, arrays: Sequence[Array], op: str, *how: Any) -> None:
+        for array in arrays:
+            array[...] = self.reducescatter(array, op, *how)
+
+    def reducescatter(
+        self,
+        array: Array,
+        op: str,
+        dtype: str | None,
+        weight: None,
+        scale: tuple[float, float],
+        compression: str | None,
+    ) -> Array:
+        name = dtype or array.dtype.name
+        own = narrowed(scaled(widened(array, name), scale[0]), name)
+        return reduced([own], name, op, scale[1])
+
+    def broadcast(self, array: Array, root: int) -> None:
+        """Nothing to do."""
+
+    def allgatherv(self, array: Array) -> list[Array]:
+        return [array.copy()]
+
+    def alltoall(self, array: Array, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
+        return array.copy(), [len(array)]
+
+    def barrier(self) -> None:
+        """Nothing to do."""
+
+
+def world() -> Group:
+    """The group of all ranks. Only the main thread may call its collectives.
+
+    Raises:
+        CollectiveError: between two worlds there is none.
+    """
+    here = current()
+    return cast("Group", SingleProcessGroup()) if here is None else group_of(here)
 
 
 class ProcessSet:

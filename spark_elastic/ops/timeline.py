@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds.execution import Operation
+from spark_elastic.ops.operation import Operation
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """TensorFlow on elastic workers: `import spark_elastic.tensorflow as hvd` speaks Horovod's API. Knows no Spark."""
 
 from spark_elastic.ops import horovod_names
-from spark_elastic.ops.channels import barrier
 from spark_elastic.ops.horovod_names import *
+from spark_elastic.ops.operations import barrier
 from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.ops.topology import check_extension
 from spark_elastic.tensorflow import elastic

@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import as_engine_array
-from spark_elastic.ops.channels import get_queue
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.reduction import ReduceOp, ReduceOptions
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, Request, qualify_name
+from spark_elastic.ops.operations import as_engine_array, get_queue
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
 from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.sparse import allreduce_slices
 
 
 @no_autograph
@@ -98,8 +96,8 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) 
     def body(arrays: list[Array]) -> list[Array]:
         results, _ = copy_arrays(arrays)
         request = Request(
-            kinds.ALLREDUCE,
-            kinds.qualify_name(kinds.ALLREDUCE, name),
+            ALLREDUCE,
+            qualify_name(ALLREDUCE, name),
             names,
             tuple(array.shape for array in results),
             how.op.value,
@@ -120,3 +118,53 @@ def on_the_wire(tensors: Sequence[Tensor], how: ReduceOptions) -> tuple[str | No
     if wire is not None:
         return wire, [(tensor, None) for tensor in tensors]
     return None, [how.compression.compress(tensor) for tensor in tensors]
+
+
+# IndexedSlices of all ranks, concatenated: their sum or average, without the rows that nobody has.
+
+
+def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, alone: bool = False) -> Any:
+    """IndexedSlices with the rows of all ranks, each listed once; they travel as they are, whatever the compression.
+
+    alone: ranks that are not in the set keep their own.
+
+    Raises:
+        InvalidInput: the reduction is neither Average nor Sum.
+    """
+    if how.op not in (Average, Sum):
+        raise InvalidInput(
+            f"IndexedSlices take Average and Sum, not {how.op.name}: use tf.convert_to_tensor first."
+        )
+    given = [slices.values, slices.indices]
+    names = tuple(name_of(tensor.dtype) for tensor in given)
+
+    def body(arrays: list[Array]) -> list[Array]:
+        if alone and is_single_process(how.process_set):
+            return _each_once(arrays[0], arrays[1])
+        request = Request(
+            ALLGATHER,
+            qualify_name("slices", name),
+            names,
+            tuple((-1, *array.shape[1:]) for array in arrays),
+        )
+        rows = [as_engine_array(array) for array in arrays]
+        channel = get_queue(how.process_set)
+        values, indices = channel.submit(request, rows, awaited=True).wait()
+        factor = how.scale[0] * how.scale[1] / (how.process_set.size() if how.op is Average else 1)
+        return _each_once(values.view(arrays[0].dtype), indices, factor)
+
+    shapes = [[None, *tensor.shape[1:]] for tensor in given]
+    values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _each_once(values: Array, indices: Array, factor: float = 1.0) -> list[Array]:
+    """(values times `factor`, indices), the values of an index summed.
+
+    Keras squares what is listed: with an index listed twice, Adam would depend on how rows are spread over ranks.
+    """
+    rows, places = np.unique(indices, return_inverse=True)
+    wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+    summed = np.zeros((len(rows), *values.shape[1:]), wide)
+    np.add.at(summed, places.reshape(-1), values.astype(wide, copy=False))
+    return [(summed * summed.dtype.type(factor)).astype(values.dtype, copy=False), rows]

@@ -12,13 +12,10 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import as_engine_array
-from spark_elastic.ops.channels import get_queue
-from spark_elastic.ops.objects import broadcast_object
+from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, Request, qualify_name
+from spark_elastic.ops.operations import as_engine_array, broadcast_object, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOptions
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.state.variables import plain
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
@@ -68,8 +65,8 @@ def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: Process
 
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
-            kinds.ALLGATHER,
-            kinds.qualify_name(kinds.ALLGATHER, name),
+            ALLGATHER,
+            qualify_name(ALLGATHER, name),
             names,
             tuple((-1, *array.shape[1:]) for array in arrays),
         )
@@ -111,8 +108,8 @@ def broadcast_all(
     def body(arrays: list[Array]) -> list[Array]:
         results, _ = copy_arrays(arrays)
         request = Request(
-            kinds.BROADCAST,
-            kinds.qualify_name(kinds.BROADCAST, name),
+            BROADCAST,
+            qualify_name(BROADCAST, name),
             names,
             tuple(array.shape for array in results),
             root=root_index(process_set, root_rank),

@@ -14,12 +14,10 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.arrays import as_engine_array
-from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qualify_name
+from spark_elastic.ops.operations import as_engine_array, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.tensorflow.arrays import Tensor, call, name_of, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gathering import grouped_allgather
@@ -64,9 +62,7 @@ def _alltoall(
 
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
-        request = Request(
-            kinds.ALLTOALL, kinds.qualify_name(kinds.ALLTOALL, name), (dtype,), ((-1, *rows.shape[1:]),)
-        )
+        request = Request(ALLTOALL, qualify_name(ALLTOALL, name), (dtype,), ((-1, *rows.shape[1:]),))
         operation = get_queue(process_set).submit(
             request, [as_engine_array(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
         )
@@ -131,8 +127,8 @@ def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: ReduceOptio
 
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
-            kinds.REDUCESCATTER,
-            kinds.qualify_name(kinds.REDUCESCATTER, name),
+            REDUCESCATTER,
+            qualify_name(REDUCESCATTER, name),
             names,
             tuple(array.shape for array in arrays),
             how.op.value,

@@ -2,8 +2,8 @@
 
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.ops import horovod_names
-from spark_elastic.ops.channels import barrier
 from spark_elastic.ops.horovod_names import *
+from spark_elastic.ops.operations import barrier
 from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.ops.topology import check_extension
 from spark_elastic.torch import elastic
@@ -33,8 +33,8 @@ from spark_elastic.torch.gathering import (
     join,
     sparse_allreduce_async,
 )
+from spark_elastic.torch.layers import RowDropout, SyncBatchNorm, draw_rows
 from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.scattering import (
     alltoall,
     alltoall_async,
@@ -43,7 +43,6 @@ from spark_elastic.torch.scattering import (
     reducescatter,
     reducescatter_async,
 )
-from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 from spark_elastic.torch.tensors import poll, synchronize
 
 __all__ = [

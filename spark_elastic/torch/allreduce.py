@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.negotiation import ALLREDUCE, Request, qualify_name
+from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import ReduceOp, ReduceOptions
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.tensors import (
     Handle,
@@ -158,8 +157,8 @@ def start(
     working = [to_host(tensor) if in_place else copy_to_host(tensor) for tensor in tensors]
     wire, back = _compress(working, how)
     request = Request(
-        kinds.ALLREDUCE,
-        kinds.qualify_name(kinds.ALLREDUCE, name),
+        ALLREDUCE,
+        qualify_name(ALLREDUCE, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         how.op.value,

@@ -9,15 +9,19 @@ train(hvd.elastic.TorchState(model, optimizer, epoch=0))
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence, Sized
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from spark_elastic.data import sampler
+from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import rank, size
+from spark_elastic.state.commit import Bytes, Place, SnapshotBuilder
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
     REGISTRY,
@@ -27,7 +31,6 @@ from spark_elastic.state.handlers import (
     StateHandler,
 )
 from spark_elastic.state.state import State
-from spark_elastic.torch.handlers import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import register_handlers, registered_handlers
 from spark_elastic.worker.seat import ObjectState, seat_of_process
@@ -134,3 +137,163 @@ def _tell_of_gradients() -> None:
         "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
         "snapshot: the commit after the step holds their rows."
     )
+
+
+# How a hand-written training's model and optimizer become part of its state's snapshot.
+#
+# Parameters that an optimizer of the same state trains, and that optimizer's tensors, are copied in the background:
+# only
+# its `step` changes them, which waits (R20). All else is small and copied at once. Training thread only.
+
+
+class _Frozen(NamedTuple):
+    """A tensor in a snapshot."""
+
+    place: Place
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Views:
+    """Tensors as bytes. A view is kept as long as its tensor stays where it is: making one costs microseconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
+
+    def put(self, tray: SnapshotBuilder, tensor: torch.Tensor, *, later: bool) -> Place:
+        known = self._known.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
+            memory, shared = _bytes_of(tensor)
+            if not shared:
+                return tray.put(memory)
+            known = tensor, tensor.data_ptr(), memory, lambda: tensor._version
+            self._known[id(tensor)] = known
+        return tray.put(known[2], known[3] if later else None)
+
+
+class ModelStateHandler(SnapshotHandler):
+    """Parameters, buffers and extra state of a module. trained: ids of the parameters that may be copied later."""
+
+    def __init__(self, value: torch.nn.Module) -> None:
+        super().__init__(value)
+        self.trained: set[int] = set()
+        self._views = _Views()
+        self._extra = self._with_extra()
+
+    def set_value(self, value: torch.nn.Module) -> None:
+        super().set_value(value)
+        self._extra = self._with_extra()
+
+    def capture(self, tray: SnapshotBuilder) -> Any:
+        put, trained = self._views.put, self.trained
+        return {
+            "parameters": {n: put(tray, p, later=id(p) in trained) for n, p in self.value.named_parameters()},
+            "buffers": {
+                n: _Frozen(put(tray, b, later=False), b.dtype, tuple(b.shape))
+                for n, b in self.value.named_buffers()
+            },
+            "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
+        }
+
+    def load(self, picture: Any, memory: Bytes) -> None:
+        parameters, buffers = dict(self.value.named_parameters()), dict(self.value.named_buffers())
+        _same_names(parameters, picture["parameters"])
+        with torch.no_grad():
+            for name, place in picture["parameters"].items():
+                target = parameters[name]
+                target.copy_(_tensor(_Frozen(place, target.dtype, tuple(target.shape)), memory))
+            for name, frozen in picture["buffers"].items():
+                if name in buffers and buffers[name].shape == frozen.shape:
+                    buffers[name].copy_(_tensor(frozen, memory))
+                else:
+                    owner, _, own = name.rpartition(".")
+                    self.value.get_submodule(owner)._buffers[own] = _tensor(frozen, memory).clone()
+        for name, module in self._extra:
+            module.set_extra_state(copy.deepcopy(picture["extra"][name]))
+
+    def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
+        plain = torch.nn.Module.get_extra_state
+        return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
+
+
+class OptimizerStateHandler(SnapshotHandler):
+    """Settings and state of an optimizer."""
+
+    def __init__(self, value: torch.optim.Optimizer) -> None:
+        super().__init__(value)
+        self._views = _Views()
+
+    def capture(self, tray: SnapshotBuilder) -> Any:
+        groups = self.value.param_groups
+        settings = [
+            {k: self._freeze(v, tray, later=False) for k, v in g.items() if k != "params"} for g in groups
+        ]
+        state = self.value.state
+        return settings, [self._freeze(state.get(p), tray, later=True) for g in groups for p in g["params"]]
+
+    def load(self, picture: Any, memory: Bytes) -> None:
+        settings, states = picture
+        for group, kept in zip(self.value.param_groups, settings, strict=True):
+            for key, value in kept.items():
+                group[key] = _thaw(value, group.get(key), memory)
+        parameters = [p for group in self.value.param_groups for p in group["params"]]
+        for parameter, kept in zip(parameters, states, strict=True):
+            if kept is None:
+                self.value.state.pop(parameter, None)
+            else:
+                self.value.state[parameter] = _thaw(kept, self.value.state.get(parameter), memory)
+
+    def reset(self) -> None:
+        """Gradients of the world before are void."""
+        self.value.zero_grad()
+
+    def _freeze(self, value: Any, tray: SnapshotBuilder, *, later: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _Frozen(self._views.put(tray, value, later=later), value.dtype, tuple(value.shape))
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, dict):
+            return {key: self._freeze(item, tray, later=later) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._freeze(item, tray, later=later) for item in value)
+        return copy.deepcopy(value)
+
+
+def _thaw(kept: Any, live: Any, memory: Bytes) -> Any:
+    """The value that was frozen; in the live tensor where it fits."""
+    if isinstance(kept, _Frozen):
+        arrived = _tensor(kept, memory)
+        if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
+            with torch.no_grad():
+                return live.copy_(arrived)
+        return arrived.clone()
+    if isinstance(kept, dict):
+        known = live if isinstance(live, dict) else {}
+        return {key: _thaw(item, known.get(key), memory) for key, item in kept.items()}
+    if type(kept) in (list, tuple):
+        return type(kept)(_thaw(item, None, memory) for item in kept)
+    return copy.deepcopy(kept)
+
+
+def _tensor(frozen: _Frozen, memory: Bytes) -> torch.Tensor:
+    """A view of the snapshot's memory."""
+    offset, nbytes = frozen.place
+    if not nbytes:
+        return torch.empty(frozen.shape, dtype=frozen.dtype)
+    return torch.from_numpy(memory[offset : offset + nbytes]).view(frozen.dtype).view(frozen.shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[Bytes, bool]:
+    """(its bytes, whether they are the tensor's own memory and not a copy)"""
+    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    if not dense.numel():
+        return np.empty(0, np.uint8), False
+    return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
+
+
+def _same_names(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    if mine.keys() != theirs.keys():
+        odd = sorted(mine.keys() ^ theirs.keys())
+        raise InvalidInput(
+            f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
+        )

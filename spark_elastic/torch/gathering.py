@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import get_queue
-from spark_elastic.ops.objects import broadcast_object
+from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, Request, qualify_name
+from spark_elastic.ops.operations import broadcast_object, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOp, Sum
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request, qualify_name
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
-from spark_elastic.torch.gradients.rounds import get_optimizers_in_use
+from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use
 from spark_elastic.torch.tensors import (
     Handle,
     array_of,
@@ -70,8 +68,8 @@ def _gather(
     hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
     request = Request(
-        kinds.ALLGATHER,
-        kinds.qualify_name(kinds.ALLGATHER, name),
+        ALLGATHER,
+        qualify_name(ALLGATHER, name),
         tuple(name_of(each.dtype) for each in rows),
         tuple((-1, *each.shape[1:]) for each in rows),
     )
@@ -137,8 +135,8 @@ def broadcast_all(
     root = root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
     request = Request(
-        kinds.BROADCAST,
-        kinds.qualify_name(kinds.BROADCAST, name),
+        BROADCAST,
+        qualify_name(BROADCAST, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         root=root,

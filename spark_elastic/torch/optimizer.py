@@ -17,18 +17,18 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Compressor, NoneCompressor, ReduceOp, ReduceOptions
-from spark_elastic.ops.world import validate_backward_passes
 from spark_elastic.torch.gradients.buckets import even_groups, layout_hash
-from spark_elastic.torch.gradients.rounds import (
+from spark_elastic.torch.gradients.exchange_options import build_specs, find_trainable, options_from_env
+from spark_elastic.torch.gradients.gradient_sync import (
     GradientSync,
     exchange_trailer,
     get_optimizers_in_use,
     get_training_group,
     world_ranks_in_errors,
 )
-from spark_elastic.torch.gradients.terms import build_specs, find_trainable, options_from_env
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.tensors import disable_compile
 from spark_elastic.training.step_summary import StepDecision

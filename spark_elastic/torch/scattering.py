@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qualify_name
+from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
 from spark_elastic.torch.tensors import Handle, array_of, disable_compile, name_of, tensor_of, to_host
@@ -60,8 +59,8 @@ def _alltoall(
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     sent = None if splits is None else [int(rows) for rows in splits]
     request = Request(
-        kinds.ALLTOALL,
-        kinds.qualify_name(kinds.ALLTOALL, name),
+        ALLTOALL,
+        qualify_name(ALLTOALL, name),
         (name_of(working.dtype),),
         ((-1, *working.shape[1:]),),
     )
@@ -135,8 +134,8 @@ def _start(tensors: Sequence[torch.Tensor], name: str | None, how: ReduceOptions
     squeezed = [how.compression.compress(to_host(tensor)) for tensor in tensors]
     working = [tensor for tensor, _ in squeezed]
     request = Request(
-        kinds.REDUCESCATTER,
-        kinds.qualify_name(kinds.REDUCESCATTER, name),
+        REDUCESCATTER,
+        qualify_name(REDUCESCATTER, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         how.op.value,

@@ -15,7 +15,7 @@ import torch
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds.execution import Operation
+from spark_elastic.ops.operation import Operation
 from spark_elastic.worker.context import floor_of_process
 
 log = logging.getLogger(__name__)

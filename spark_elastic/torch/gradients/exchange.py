@@ -26,9 +26,13 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients import dispatch as sparse
 from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Bucket, layout, layout_hash
-from spark_elastic.torch.gradients.dispatch import Dispatch
-from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.terms import DEFAULT_OPTIONS, ExchangeOptions, build_specs, find_trainable
+from spark_elastic.torch.gradients.dispatch import Dispatch, Fusion
+from spark_elastic.torch.gradients.exchange_options import (
+    DEFAULT_OPTIONS,
+    ExchangeOptions,
+    build_specs,
+    find_trainable,
+)
 from spark_elastic.worker.context import EngineThread
 
 # Finds the quickest bucket size: sizes are tried in a world's first steps and timed by rank 0's clock.

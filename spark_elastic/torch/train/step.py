@@ -19,8 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.row_dropout import RowDropout, draw_rows
-from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+from spark_elastic.torch.layers import RowDropout, SyncBatchNorm, draw_rows
 from spark_elastic.torch.train.loss import LossFn
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling

@@ -17,7 +17,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import options_from_env
+from spark_elastic.torch.gradients.exchange_options import options_from_env
 from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.hooks import Hooks
 from spark_elastic.torch.train.metrics import Metrics, accumulates

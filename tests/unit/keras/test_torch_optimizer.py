@@ -11,7 +11,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.keras import torch_optimizer
 from spark_elastic.keras.torch_optimizer import DistributedOptimizer
-from spark_elastic.ops import world
+from spark_elastic.ops import distributed_optimizer
 from spark_elastic.ops.reduction import Adasum, Sum
 from spark_elastic.state.variables import array_of
 
@@ -28,7 +28,7 @@ class Plain:
 
 def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(world, "world", lambda: here)
+    monkeypatch.setattr(distributed_optimizer, "world", lambda: here)
     optimizer = DistributedOptimizer(Plain(), backward_passes_per_step=2)
     for fence, value in [((1, 1), 1.0), ((1, 2), 10.0), ((1, 2), 20.0)]:
         here.fence = fence

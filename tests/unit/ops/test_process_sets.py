@@ -10,7 +10,8 @@ import pytest
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import get_queue
+from spark_elastic.ops.negotiation import ALLREDUCE, Request
+from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.process_sets import (
     ProcessSet,
     add_process_set,
@@ -20,8 +21,6 @@ from spark_elastic.ops.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 
@@ -32,7 +31,7 @@ def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def total(process_set: ProcessSet, value: float) -> float:
     array = np.array([value], np.float64)
-    request = Request(kinds.ALLREDUCE, "x", ("float64",), ((1,),), "sum")
+    request = Request(ALLREDUCE, "x", ("float64",), ((1,),), "sum")
     return float(get_queue(process_set).submit(request, [array]).wait()[0][0])
 
 
@@ -109,7 +108,7 @@ def test_a_set_keeps_its_own_names_where_it_comes_to_have_the_ranks_of_another()
             return None
         kind = ("float64",), ((1,),), "sum"
         handles = [
-            get_queue(one).submit(Request(kinds.ALLREDUCE, "loss", *kind), [np.array([10.0**place])])
+            get_queue(one).submit(Request(ALLREDUCE, "loss", *kind), [np.array([10.0**place])])
             for place, one in enumerate([global_process_set, *sets])
         ]
         return tuple(float(handle.wait()[0][0]) for handle in handles)

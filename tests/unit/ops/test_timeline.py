@@ -11,9 +11,8 @@ import pytest
 from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import get_queue, start_timeline, stop_timeline
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
+from spark_elastic.ops.operations import get_queue, start_timeline, stop_timeline
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 
@@ -23,9 +22,9 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
     def work(group: Group) -> None:
         start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
         for name in ("a", "b", "a"):
-            request = Request(kinds.ALLREDUCE, name, ("float64",), ((1,),), "sum")
+            request = Request(ALLREDUCE, name, ("float64",), ((1,),), "sum")
             get_queue().submit(request, [np.ones(1)]).wait()
-        get_queue().submit(Request(kinds.BARRIER)).wait()
+        get_queue().submit(Request(BARRIER)).wait()
         stop_timeline()
 
     among_fakes(2, work)
@@ -109,7 +108,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         start_timeline("/dev/full", mark_cycles=True)
         array = np.ones(1)
         for _ in range(2):
-            get_queue().submit(Request(kinds.ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
+            get_queue().submit(Request(ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
         stop_timeline()
         return float(array[0])
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.ops import world as ops_world
-from spark_elastic.torch.gradients import rounds
+from spark_elastic.ops import process_sets
+from spark_elastic.torch.gradients import gradient_sync as rounds
 from spark_elastic.worker import seat
 from spark_elastic.worker.context import Current, Floor
 from tests.unit.ops.workers import among_fakes, become, per_thread
@@ -61,7 +61,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     monkeypatch.setattr(rounds, "current", current)
     monkeypatch.setattr(rounds, "floor_of_process", lambda: made.process)
     monkeypatch.setattr(seat, "current", current)
-    monkeypatch.setattr(ops_world, "current", current)
+    monkeypatch.setattr(process_sets, "current", current)
     yield made
     for floor in floors:
         floor.engine.close()

@@ -15,7 +15,7 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.torch.handlers import ModelStateHandler
+from spark_elastic.torch.elastic import ModelStateHandler
 from spark_elastic.worker.context import current, register_handlers, set_initialized
 from tests.unit.ops.workers import among_fakes, become, per_thread
 

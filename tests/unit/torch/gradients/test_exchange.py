@@ -12,7 +12,7 @@ from torch import nn
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import ExchangeOptions
+from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from tests.unit.torch.worlds import in_a_world
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from spark_elastic.torch import tensors
-from spark_elastic.torch.gradients import fusion
+from spark_elastic.torch.gradients import dispatch as fusion
 from spark_elastic.torch.gradients.buckets import layout
-from spark_elastic.torch.gradients.fusion import Fusion
-from spark_elastic.torch.gradients.terms import build_specs
+from spark_elastic.torch.gradients.dispatch import Fusion
+from spark_elastic.torch.gradients.exchange_options import build_specs
 from spark_elastic.worker.context import Floor
 
 

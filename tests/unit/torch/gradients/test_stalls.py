@@ -11,7 +11,7 @@ from torch import nn
 from elastic_collectives import CollectiveTimeout, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import ExchangeOptions, options_from_env
+from spark_elastic.torch.gradients.exchange_options import ExchangeOptions, options_from_env
 from tests.unit.torch.worlds import in_a_world
 
 CLOCK = SystemClock()

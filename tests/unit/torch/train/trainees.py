@@ -13,7 +13,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.terms import ExchangeOptions
+from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.train.loss import ModelLoss
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from elastic_collectives import Group
+from elastic_collectives.group import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.channel import OperationQueue
-from spark_elastic.ops.rounds.execution import CompletionSignal
-from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, REDUCESCATTER, Request
+from spark_elastic.ops.operation import CompletionSignal
+from spark_elastic.ops.operation_queue import OperationQueue
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index, world
+from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.ops.world import world
+from spark_elastic.state.handover import pickled
 from spark_elastic.worker.context import current, floor_of_process
 
 log = logging.getLogger(__name__)
@@ -151,4 +157,111 @@ def stop_timeline() -> None:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    get_queue(process_set).submit(Request(kinds.BARRIER), awaited=True).wait()
+    get_queue(process_set).submit(Request(BARRIER), awaited=True).wait()
+
+
+# Operations on numpy arrays, for what needs no tensor of a framework. Any thread; all return when they are done.
+#
+# Arrays are contiguous. bfloat16, a dtype that only the package ml_dtypes gives numpy, is accepted.
+
+
+def as_engine_array(array: Array) -> Array:
+    """The same memory; bfloat16 looks like uint16."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def allreduce_arrays(
+    arrays: Sequence[Array],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    scale: tuple[float, float] = (1.0, 1.0),
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Allreduce in place, as one operation."""
+    request = Request(ALLREDUCE, name, _names(arrays), _shapes(arrays), op.value, scale)
+    _execute(request, arrays, process_set)
+
+
+def broadcast_arrays(
+    arrays: Sequence[Array],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Broadcast in place, as one operation. root_rank: of the world."""
+    root = root_index(process_set, root_rank)
+    _execute(Request(BROADCAST, name, _names(arrays), _shapes(arrays), root=root), arrays, process_set)
+
+
+def allgather_array(
+    array: Array, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """All ranks' rows, in rank order."""
+    request = Request(ALLGATHER, name, _names([array]), ((-1, *array.shape[1:]),))
+    return _execute(request, [array], process_set)[0].view(array.dtype)
+
+
+def reducescatter_array(
+    array: Array,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """This rank's rows of the reduced array."""
+    request = Request(REDUCESCATTER, name, _names([array]), _shapes([array]), op.value)
+    return _execute(request, [array], process_set)[0].view(array.dtype)
+
+
+def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> tuple[Array, ...]:
+    given = [as_engine_array(array) for array in arrays]
+    return get_queue(process_set).submit(request, given, awaited=True).wait()
+
+
+def _names(arrays: Sequence[Array]) -> tuple[str, ...]:
+    return tuple(array.dtype.name for array in arrays)
+
+
+def _shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape for array in arrays)
+
+
+# Objects from one rank to the others, under Horovod's names. Training thread only.
+#
+# They are pickled: they come from peers of the mesh, which have proved that they hold the job's key.
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """The object of rank `root_rank`, on all ranks."""
+    if process_set.size() == 1:
+        return obj
+    is_root = process_set.rank() == root_index(process_set, root_rank)
+    mine = _bytes_of(obj) if is_root else np.empty(0, np.uint8)
+    name = name or "object"
+    length = np.array([len(mine)], np.int64)
+    broadcast_arrays([length], root_rank, f"broadcast.{name}.length", process_set)
+    data = mine if is_root else np.empty(int(length[0]), np.uint8)
+    broadcast_arrays([data], root_rank, f"broadcast.{name}.data", process_set)
+    return obj if is_root else _object_of(data)
+
+
+def allgather_object(
+    obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[T]:
+    """All ranks' objects, in rank order."""
+    mine, name = _bytes_of(obj), name or "object"
+    lengths = allgather_array(np.array([len(mine)], np.int64), f"allgather.{name}.length", process_set)
+    data = allgather_array(mine, f"allgather.{name}.data", process_set)
+    return [_object_of(part) for part in np.split(data, np.cumsum(lengths)[:-1])]
+
+
+def _bytes_of(obj: object) -> Bytes:
+    return np.frombuffer(bytearray(pickled(obj)), np.uint8)
+
+
+def _object_of(data: Array) -> Any:
+    return pickle.loads(data.tobytes())

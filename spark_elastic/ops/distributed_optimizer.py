@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.process_sets import world
 
 _OWN = "_spark_elastic"
 
@@ -55,3 +56,38 @@ def wrap_optimizer(optimizer: Any, kind: type[WrappedOptimizer], made: Callable[
 def get_exchange(optimizer: WrappedOptimizer) -> Any:
     """What `made` gave to it."""
     return vars(optimizer)[_OWN]
+
+
+# How many backward passes make a step. Written by whoever runs the optimizer, one at a time.
+
+
+def validate_backward_passes(count: int) -> int:
+    """The same number.
+
+    Raises:
+        InvalidInput: it is below 1.
+    """
+    if count < 1:
+        raise InvalidInput(f"backward_passes_per_step must be at least 1; got {count}.")
+    return count
+
+
+class PassCounter:
+    """Counts the backward passes of a step. An unfinished count is dropped when the world changes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = validate_backward_passes(count)
+        self._taken = 0
+        self._fence = (0, 0)  # the world in which they were counted
+
+    def begin_pass(self) -> bool:
+        """Called before a pass is added. Returns whether it is the first of a step."""
+        fence = world().fence
+        if fence != self._fence:
+            self._fence, self._taken = fence, 0
+        return self._taken == 0
+
+    def complete_pass(self) -> bool:
+        """Called after a pass was added. Returns whether that completes a step."""
+        self._taken = (self._taken + 1) % self.count
+        return self._taken == 0

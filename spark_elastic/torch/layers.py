@@ -1,24 +1,67 @@
-"""`SyncBatchNorm`: batch normalisation over the rows of all ranks, on the CPU as on GPUs. Training thread only.
-
-Two exchanges a step: (rows, mean, squared deviation) of each rank forward, two sums per channel backward. Ranks may
-have different numbers of rows, or none; moments are put together in float64, in rank order (the update of Chan, Golub
-and LeVeque), so that the result is that of one process with the whole batch, the same bits on every rank.
-"""
+"""Dropout drawn by the row and the step, not by the worker that has it (R9). Training thread only."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spark_elastic.data.plan import draws
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Sum
 from spark_elastic.torch.allreduce import allreduce
 from spark_elastic.torch.gathering import allgather
 from spark_elastic.torch.tensors import disable_compile
+
+
+class RowDropout(torch.nn.Module):
+    """As torch.nn.Dropout over inputs of shape (rows, ...), drawn for each row from a number of its own.
+
+    A training knows the rows: in `TorchTrainTask` they are told to it; a loop of one's own calls `draw_rows` before
+    each forward pass.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise InvalidInput(f"RowDropout takes a probability within 0 and 1, without 1; got {p}.")
+        self.p = p
+        self._words: tuple[int, ...] = ()
+        self._rows: npt.NDArray[np.int64] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        if self._rows is None or len(self._rows) != len(x):
+            told = "none" if self._rows is None else str(len(self._rows))
+            raise InvalidInput(
+                f"RowDropout got {len(x)} rows and was told of {told}: call draw_rows() before each forward pass."
+            )
+        numbers = draws(self._rows, math.prod(x.shape[1:]), *self._words).reshape(x.shape)
+        return x * torch.from_numpy((numbers >= self.p) / (1.0 - self.p)).to(x)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def draw_rows(model: torch.nn.Module, rows: npt.NDArray[np.int64], *words: int) -> None:
+    """Tell the model's RowDropouts what the next forward pass draws from: (n,) row numbers, and words such as (seed,
+    epoch, step); two layers draw differently."""
+    for number, module in enumerate(m for m in model.modules() if isinstance(m, RowDropout)):
+        module._words, module._rows = (*words, number), rows
+
+
+# `SyncBatchNorm`: batch normalisation over the rows of all ranks, on the CPU as on GPUs. Training thread only.
+#
+# Two exchanges a step: (rows, mean, squared deviation) of each rank forward, two sums per channel backward. Ranks may
+# have different numbers of rows, or none; moments are put together in float64, in rank order (the update of Chan, Golub
+# and LeVeque), so that the result is that of one process with the whole batch, the same bits on every rank.
 
 
 class SyncBatchNorm(_BatchNorm):

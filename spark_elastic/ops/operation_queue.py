@@ -19,7 +19,15 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.group import Array
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds.execution import (
+from spark_elastic.ops.negotiation import (
+    Message,
+    Negotiation,
+    OperationStallCheck,
+    Request,
+    Response,
+    RoundResult,
+)
+from spark_elastic.ops.operation import (
     CompletionSignal,
     Operation,
     Task,
@@ -27,14 +35,6 @@ from spark_elastic.ops.rounds.execution import (
     fuse_tasks,
     reraise,
     validate,
-)
-from spark_elastic.ops.rounds.negotiation import (
-    Message,
-    Negotiation,
-    OperationStallCheck,
-    Request,
-    Response,
-    RoundResult,
 )
 from spark_elastic.ops.timeline import Timeline
 

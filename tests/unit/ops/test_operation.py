@@ -11,24 +11,23 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.channel import OperationQueue
-from spark_elastic.ops.rounds.execution import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
-from spark_elastic.ops.rounds.negotiation import Request
-from spark_elastic.ops.world import SingleProcessGroup
+from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
+from spark_elastic.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
+from spark_elastic.ops.operation_queue import OperationQueue
+from spark_elastic.ops.process_sets import SingleProcessGroup
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 def reduction(name: str, length: int = 1, dtype: str = "float32", op: str = "sum") -> Request:
-    return Request(kinds.ALLREDUCE, name, (dtype,), ((length,),), op)
+    return Request(ALLREDUCE, name, (dtype,), ((length,),), op)
 
 
 def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
     requests = [
         reduction("a", 10), reduction("wide", 10, "float64"), reduction("b", 10), reduction("big", 1 << 20),
         reduction("c", 10), reduction("max", 1, op="max"), reduction("s1", 1, op="adasum"),
-        reduction("s2", 1, op="adasum"), Request(kinds.BARRIER, "barrier"),
+        reduction("s2", 1, op="adasum"), Request(BARRIER, "barrier"),
     ]  # fmt: skip
     tasks = [Task(request.name or "", request, None) for request in requests]
     told = [[task.label for task in batch] for batch in fuse_tasks(tasks, 100)]
@@ -54,7 +53,7 @@ def test_what_a_joined_rank_adds_changes_nothing(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     kind = "uint16" if dtype == "bfloat16" else dtype
-    request = Request(kinds.ALLREDUCE, "x", (dtype,), ((2,),), "average", (2.0, 0.5))
+    request = Request(ALLREDUCE, "x", (dtype,), ((2,),), "average", (2.0, 0.5))
     results = []
     for group in (cast("Group", SingleProcessGroup()), FakeFabric(1).group(0)):
         array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)

@@ -18,11 +18,11 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.channels import get_timeline
+from spark_elastic.ops.operations import get_timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
-from spark_elastic.torch.gradients.terms import ExchangeOptions
+from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.worker.context import current, floor_of_process
 from spark_elastic.worker.seat import engine_of_process, group_of, group_of_process

@@ -18,8 +18,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
-from spark_elastic.torch.gradients.rounds import get_optimizers_in_use, get_training_group
-from spark_elastic.torch.handlers import OptimizerStateHandler
+from spark_elastic.torch.elastic import OptimizerStateHandler
+from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use, get_training_group
 from spark_elastic.worker.context import current, set_current
 from spark_elastic.worker.stack_dump import Sampler, Window
 from tests.patience import until

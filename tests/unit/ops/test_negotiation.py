@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, strategies
 
 from elastic_collectives import CollectiveTimeout, MismatchError
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Message, Negotiation, Request, RoundResult
+from spark_elastic.ops.negotiation import (
+    ALLGATHER,
+    ALLREDUCE,
+    BROADCAST,
+    Message,
+    Negotiation,
+    Request,
+    RoundResult,
+)
 
 
 def reduction(name: str | None, length: int = 4, op: str = "sum") -> Request:
-    return Request(kinds.ALLREDUCE, name, ("float32",), ((length,),), op)
+    return Request(ALLREDUCE, name, ("float32",), ((length,),), op)
 
 
 class Ranks:
@@ -85,7 +92,7 @@ def test_what_was_said_before_costs_two_bytes_each() -> None:
         (reduction("x", 5), r"'x': rank 0 has shapes \(4,\), rank 1 \(5,\)"),
         (reduction("x", op="max"), "rank 0 has op sum, rank 1 max"),
         (replace(reduction("x"), dtypes=("float64",)), "has dtypes float32, rank 1 float64"),
-        (replace(reduction("x"), kind=kinds.BROADCAST), "has kind allreduce, rank 1 broadcast"),
+        (replace(reduction("x"), kind=BROADCAST), "has kind allreduce, rank 1 broadcast"),
         (replace(reduction("x"), root=1), "has root 0, rank 1 1"),
         (replace(reduction("x"), scale=(1.0, 0.5)), "has scale"),
         (replace(reduction("x"), compression="fp16"), "has compression None, rank 1 fp16"),
@@ -138,7 +145,7 @@ def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:
 def test_what_a_joined_rank_cannot_take_part_in_fails() -> None:
     ranks = Ranks(2)
     ranks.say([Message()], [])
-    (due,) = ranks.say([], [Request(kinds.ALLGATHER, "g", ("float32",), ((-1,),))]).responses
+    (due,) = ranks.say([], [Request(ALLGATHER, "g", ("float32",), ((-1,),))]).responses
     assert "no allgather while rank(s) 0 have joined" in str(due.error)
 
 

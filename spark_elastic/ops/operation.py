@@ -21,8 +21,15 @@ from elastic_collectives.group import Array
 from elastic_collectives.operands import as_array, as_reduction, as_rows, checked_root, checked_splits
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.ops.negotiation import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+)
 
 # One operation of one rank: its arrays, and the handle by which its result is waited for.
 #
@@ -158,7 +165,7 @@ def nbytes(request: Request) -> int:
 
 
 def _fusion_key(request: Request) -> object | None:
-    if request.kind != kinds.ALLREDUCE or request.op == "adasum" or len(set(request.dtypes)) != 1:
+    if request.kind != ALLREDUCE or request.op == "adasum" or len(set(request.dtypes)) != 1:
         return None
     return request.dtypes[0], request.op, request.scale, request.compression
 
@@ -172,12 +179,12 @@ def validate(own: Operation, size: int) -> None:
     request = own.request
     try:
         for array, name in zip(own.arrays, request.dtypes, strict=True):
-            if request.kind in (kinds.ALLREDUCE, kinds.REDUCESCATTER):
-                view = as_array(array, writable=request.kind == kinds.ALLREDUCE)
+            if request.kind in (ALLREDUCE, REDUCESCATTER):
+                view = as_array(array, writable=request.kind == ALLREDUCE)
                 as_reduction(view, request.op, name, None, request.scale, request.compression)
-            if request.kind in (kinds.REDUCESCATTER, kinds.ALLGATHER, kinds.ALLTOALL):
+            if request.kind in (REDUCESCATTER, ALLGATHER, ALLTOALL):
                 as_rows(array)
-        if request.kind == kinds.ALLTOALL:
+        if request.kind == ALLTOALL:
             checked_splits(len(own.arrays[0]), own.splits, size)
         checked_root(request.root, size)
     except ValueError as error:
@@ -191,11 +198,11 @@ def execute(group: Group, batch: Sequence[Task]) -> None:
         CollectiveError: the group broke; none of them is settled.
     """
     request = batch[0].request
-    if request.kind == kinds.ALLREDUCE:
+    if request.kind == ALLREDUCE:
         _execute_allreduces(group, batch)
         return
     own = batch[0].operation
-    if request.kind == kinds.BARRIER:
+    if request.kind == BARRIER:
         group.barrier()
         outputs: tuple[Array, ...] = ()
     else:
@@ -207,16 +214,16 @@ def execute(group: Group, batch: Sequence[Task]) -> None:
 
 def _execute_single(group: Group, own: Operation) -> tuple[Array, ...]:
     request = own.request
-    if request.kind == kinds.BROADCAST:
+    if request.kind == BROADCAST:
         for array in own.arrays:
             group.broadcast(array, request.root)
         return own.arrays
-    if request.kind == kinds.ALLGATHER:
+    if request.kind == ALLGATHER:
         return tuple(np.concatenate(group.allgatherv(array)) for array in own.arrays)
-    if request.kind == kinds.ALLTOALL:
+    if request.kind == ALLTOALL:
         rows, came = group.alltoall(own.arrays[0], own.splits)
         return rows, np.array(came, np.int64)
-    assert request.kind == kinds.REDUCESCATTER
+    assert request.kind == REDUCESCATTER
     return tuple(
         group.reducescatter(array, request.op, name, None, request.scale, request.compression)
         for array, name in zip(own.arrays, request.dtypes, strict=True)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import world
-from spark_elastic.ops.world import PassCounter, validate_backward_passes
+from spark_elastic.ops import distributed_optimizer
+from spark_elastic.ops.distributed_optimizer import PassCounter, validate_backward_passes
 
 
 def _pass(count: PassCounter) -> tuple[bool, bool]:
@@ -22,7 +22,7 @@ def test_three_passes_make_a_step() -> None:
 
 def test_a_world_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(world, "world", lambda: here)
+    monkeypatch.setattr(distributed_optimizer, "world", lambda: here)
     count = PassCounter(2)
     assert _pass(count) == (True, False)
     here.fence = (1, 2)

@@ -18,10 +18,17 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.rounds import negotiation as kinds
-from spark_elastic.ops.rounds.channel import OperationQueue
-from spark_elastic.ops.rounds.execution import CompletionSignal, Operation
-from spark_elastic.ops.rounds.negotiation import Request
+from spark_elastic.ops.negotiation import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+)
+from spark_elastic.ops.operation import CompletionSignal, Operation
+from spark_elastic.ops.operation_queue import OperationQueue
 
 CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed
@@ -30,7 +37,7 @@ PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the sta
 def summed(
     channel: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
 ) -> Operation:
-    return channel.submit(Request(kinds.ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
+    return channel.submit(Request(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
 
 
 def on_ranks(
@@ -91,13 +98,13 @@ def test_every_kind() -> None:
     def work(channel: OperationQueue) -> list[Any]:
         rank = channel.group.rank
         rows = np.full((rank + 1, 2), rank)
-        gathered = channel.submit(Request(kinds.ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
-        sent = channel.submit(Request(kinds.BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
+        gathered = channel.submit(Request(ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
+        sent = channel.submit(Request(BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
         own, splits = np.arange(3) + 10 * rank, [2 - rank, 1 + rank]
-        split = channel.submit(Request(kinds.ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
-        scattered = Request(kinds.REDUCESCATTER, None, ("int64",), ((3,),), "sum")
+        split = channel.submit(Request(ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
+        scattered = Request(REDUCESCATTER, None, ("int64",), ((3,),), "sum")
         part = channel.submit(scattered, [np.arange(3) * (rank + 1)])
-        channel.submit(Request(kinds.BARRIER)).wait()
+        channel.submit(Request(BARRIER)).wait()
         return [
             gathered.wait()[0].tolist(),
             sent.wait()[0].tolist(),
@@ -248,10 +255,10 @@ def test_what_fails_on_one_rank_is_raised_there_as_itself_and_ends_the_world_of_
 @pytest.mark.parametrize(
     ("request_", "array", "says"),
     [
-        (Request(kinds.ALLREDUCE, "x", ("float64",), ((2,),), "sum"), np.arange(2), "'x': dtype 'float64'"),
-        (Request(kinds.ALLREDUCE, "x", ("bool",), ((2,),), "average"), np.ones(2, bool), "neither averages"),
-        (Request(kinds.ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
-        (Request(kinds.BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
+        (Request(ALLREDUCE, "x", ("float64",), ((2,),), "sum"), np.arange(2), "'x': dtype 'float64'"),
+        (Request(ALLREDUCE, "x", ("bool",), ((2,),), "average"), np.ones(2, bool), "neither averages"),
+        (Request(ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
+        (Request(BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
     ],
 )
 def test_what_makes_no_sense_is_told_before_peers_hear_of_it(
