@@ -108,7 +108,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
         lacking.append(exchange._waiting[exchange._launched])
         launch(exchange)
 
-    monkeypatch.setattr(GradientExchange, "_launch", seen)
+    monkeypatch.setattr(GradientExchange, "_send_next_bucket", seen)
 
     def work(group: Group) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(4)) for _ in range(4)]
