@@ -23,9 +23,9 @@ from spark_elastic.config import ElasticConfig, from_env, log_level
 from spark_elastic.driver.discovery import FixedHosts, HostPolling, parse_hosts, script
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
-from spark_elastic.horovodrun_options import THIS_MACHINE, horovodruns, variables
-from spark_elastic.launch.job import Site, supervise
-from spark_elastic.local.launcher import FileListener, Hosts, LocalLauncher, foreign
+from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
+from spark_elastic.launch.job import DriverOptions, supervise
+from spark_elastic.local.launcher import FileListener, HostSlots, LocalLauncher, find_remote_hosts
 from spark_elastic.local.slot import SlotSettings
 from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_stream
 from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
@@ -96,17 +96,17 @@ SOME = click.IntRange(min=1)
     help="Level of the log of the driver and of the training processes.",
 )
 @click.option("--verbose", is_flag=True, help="Print each new world, and why it began.")
-@horovodruns
+@add_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
     """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers of this machine."""
-    code = _ended(lambda: play(Wanted(**options, environment=variables(context))))
+    code = _report_errors(lambda: execute(RunOptions(**options, environment=get_variables(context))))
     sys.exit(code)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class RunOptions:
     """What the command line asks for."""
 
     command: tuple[str, ...]
@@ -132,7 +132,7 @@ class Wanted:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def play(wanted: Wanted) -> None:
+def execute(wanted: RunOptions) -> None:
     """Run it to its end.
 
     Raises:
@@ -140,16 +140,16 @@ def play(wanted: Wanted) -> None:
         JobFailed: with its subclasses.
     """
     if not (wanted.log_level or wanted.verbose):
-        _play(wanted)
+        _execute(wanted)
         return
     logging.getLogger("spark_elastic").setLevel(log_level(wanted.log_level or "info"))
     with log_to_stream(sys.stderr):
-        _play(wanted)
+        _execute(wanted)
 
 
-def _play(wanted: Wanted) -> None:
-    program, arguments = _program(wanted.command)
-    fixed = _fixed_hosts(wanted)
+def _execute(wanted: RunOptions) -> None:
+    program, arguments = _parse_program(wanted.command)
+    fixed = _parse_fixed_hosts(wanted)
     number = sum(fixed.values()) if wanted.num_proc is None and fixed else wanted.num_proc
     if number is None:
         raise InvalidInput("spark-elastic-run needs -np, the number of workers to start with.")
@@ -160,29 +160,31 @@ def _play(wanted: Wanted) -> None:
         "run_id": wanted.run_id,
         "store": wanted.store,
         "checkpoint_steps": wanted.checkpoint_steps,
-        "env": _environment(wanted),
+        "env": _make_environment(wanted),
     }
     call = prepare(
         program,
         arguments,
         {name: value for name, value in named.items() if value is not None},
-        _config(wanted),
+        _make_config(wanted),
     )
-    hosts, clock = Hosts(), SystemClock()
+    hosts, clock = HostSlots(), SystemClock()
     config = call.options.config
     launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))
-    folder = _folder(wanted.output_filename)
-    limits = call.limits(number)
+    folder = _make_output_folder(wanted.output_filename)
+    limits = call.make_limits(number)
     limit = LineRateLimiter() if sys.stdout.isatty() else None
     shown = OutputListener(
         sys.stdout, clock, wanted.prefix_output_with_timestamp, wanted.verbose, config.show_logs, limit
     )
     with close_within_deadline(FileListener(shown, folder)) as narration:
-        discovery = _discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
-        supervise(launcher, discovery, Site(run=call.held()), limits, config, call.name, narration)
+        discovery = _make_discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
+        supervise(
+            launcher, discovery, DriverOptions(run=call.take_run()), limits, config, call.name, narration
+        )
 
 
-def _folder(path: str | None) -> Path | None:
+def _make_output_folder(path: str | None) -> Path | None:
     """Made before anything is printed, all of which would be missing in one that cannot be made."""
     folder = Path(path) if path else None
     try:
@@ -195,13 +197,13 @@ def _folder(path: str | None) -> Path | None:
     return folder
 
 
-def _environment(wanted: Wanted) -> dict[str, str]:
+def _make_environment(wanted: RunOptions) -> dict[str, str]:
     """Variables of the training processes, in addition to this process's own."""
     level = {"SPARK_ELASTIC_LOG_LEVEL": wanted.log_level} if wanted.log_level else {}
     return {**wanted.environment, **level}
 
 
-def _config(wanted: Wanted) -> ElasticConfig:
+def _make_config(wanted: RunOptions) -> ElasticConfig:
     cooldown = wanted.blacklist_cooldown_range
     return from_env(
         reset_limit=wanted.reset_limit,
@@ -212,7 +214,7 @@ def _config(wanted: Wanted) -> ElasticConfig:
     )
 
 
-def _program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
+def _parse_program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
     """The script and its arguments, or a module; an interpreter before it must be the one that runs this."""
     first = command[0]
     if Path(first).suffix == ".py":
@@ -240,7 +242,7 @@ def _program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
     return rest[0], rest[1:]
 
 
-def _fixed_hosts(wanted: Wanted) -> dict[str, int]:
+def _parse_fixed_hosts(wanted: RunOptions) -> dict[str, int]:
     given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(wanted, name)]
     if len(given) > 1:
         raise InvalidInput("give one of -H, --hostfile and --host-discovery-script.")
@@ -253,10 +255,10 @@ def _fixed_hosts(wanted: Wanted) -> dict[str, int]:
     return parse_hosts(text, wanted.slots_per_host)
 
 
-def _discovery(wanted: Wanted, fixed: Mapping[str, int], hosts: Hosts) -> Discovery:
+def _make_discovery(wanted: RunOptions, fixed: Mapping[str, int], hosts: HostSlots) -> Discovery:
     """Asks for hosts and tells the launcher before the driver."""
     clock = SystemClock()
-    tell = partial(_list, hosts)
+    tell = partial(_update_hosts, hosts)
     if wanted.host_discovery_script is None:
         return FixedHosts(fixed, clock, tell)
     path = wanted.host_discovery_script
@@ -264,16 +266,16 @@ def _discovery(wanted: Wanted, fixed: Mapping[str, int], hosts: Hosts) -> Discov
     return HostPolling(script(command, lambda text: parse_hosts(text, wanted.slots_per_host)), clock, tell)
 
 
-def _list(hosts: Hosts, listed: Mapping[str, int]) -> None:
-    others = foreign(listed)
+def _update_hosts(hosts: HostSlots, listed: Mapping[str, int]) -> None:
+    others = find_remote_hosts(listed)
     if others:
         raise InvalidInput(
             f"{', '.join(others)} is not this machine, and spark-elastic-run does no ssh: {THIS_MACHINE}."
         )
-    hosts.list(listed)
+    hosts.update(listed)
 
 
-def _ended(job: Callable[[], None]) -> int:
+def _report_errors(job: Callable[[], None]) -> int:
     """The exit code: 0, or 1 after printing what went wrong."""
     try:
         job()

@@ -1,8 +1,9 @@
-"""A job whose driver runs in a task, because executors cannot reach the client: that task's body, and its client.
+"""A job whose driver runs in a Spark task, because executors cannot reach the client: the task's body and its client.
 
-The coordinator has server, driver loop and machine; the client launches slots for it and tells people how it goes. They
-speak by letters in the store (`state.mail`). The coordinator's loss ends the job as `CoordinatorLost`; its pulse there
-(`state.pulse`) tells a copy of its task, which Spark may run beside it, to wait.
+The coordinator (in the task) has the server, the driver loop and the driver machine. The client launches slots for it
+and shows people how the job goes. They exchange messages through objects in the store (`state.store_channel`). If the
+coordinator is lost, the job ends as `CoordinatorLost`. A heartbeat in the store makes a second copy of the task, which
+Spark may start, wait for the first.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from spark_elastic import errors
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn
 from spark_elastic.driver.ports import Contact, Launcher
+from spark_elastic.driver.remote_launcher import RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, WorldSpan
 from spark_elastic.monitoring.log_forwarding import (
     AsyncNotifier,
@@ -36,8 +37,15 @@ from spark_elastic.monitoring.log_forwarding import (
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits
-from spark_elastic.state.mail import SPEAK_EVERY, Box, Letter, Mail, Pulse, await_stillness
 from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.store_channel import (
+    SEND_EVERY,
+    ChannelEnd,
+    Message,
+    StoreChannel,
+    StoreHeartbeat,
+    wait_until_stale,
+)
 
 log = logging.getLogger("spark_elastic")
 
@@ -50,7 +58,7 @@ LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
 class Coordinator:
     """What is shipped to the task. run: id, attempt and checkpoints of a `RunLease`."""
 
-    box: Box = field(repr=False)
+    box: ChannelEnd = field(repr=False)
     limits: Limits
     config: ElasticConfig
     name: str
@@ -58,41 +66,41 @@ class Coordinator:
     admit: Callable[[Mapping[str, Any]], str | None]
     run: tuple[str, int, tuple[Checkpoint, ...]] | None
 
-    def conduct(self, host: str) -> None:
+    def run_driver(self, host: str) -> None:
         """Drive the job to its end, and tell the client of it. host: where its server listens. Blocks."""
         clock = SystemClock()
-        launcher = MailLauncher(self.box, clock, patience(self.config))
+        launcher = RemoteLauncher(self.box, clock, silence_limit(self.config))
         run = None if self.run is None else RunLease(self.box.store, *self.run)
-        site = Site(
+        site = DriverOptions(
             bind=host,
             encrypted=self.encrypted,
             admit=self.admit,
             run=run,
             key=self.box.key,
-            gathered=lambda: launcher.mail.post({"gathered": True}),
-            lacks=lambda slots: launcher.mail.post({"lacks": slots}),
+            gathered=lambda: launcher.channel.send({"gathered": True}),
+            lacks=lambda slots: launcher.channel.send({"lacks": slots}),
         )
-        told = _Told(launcher.mail)
+        told = _Told(launcher.channel)
         try:
-            with Pulse(self.box.store, self._pulse), forward_log(told.logged):
+            with StoreHeartbeat(self.box.store, self._pulse), forward_log(told.logged):
                 done = supervise(launcher, Together(), site, self.limits, self.config, self.name, told)
             worlds = [dataclasses.astuple(world) for world in done.worlds]
             report = done.report.to_json()
-            launcher.mail.post({"results": list(done.results), "worlds": worlds, "report": report})
+            launcher.channel.send({"results": list(done.results), "worlds": worlds, "report": report})
         except errors.ElasticError as error:
             failed = {"failed": type(error).__name__, "text": str(error)}
             if isinstance(error, JobFailed | JobCancelled) and error.report is not None:
                 failed["report"] = error.report.to_json()
-            launcher.mail.post(failed)
+            launcher.channel.send(failed)
         except Exception:  # of ours, or of the machine's: its words would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
-            launcher.mail.post({"failed": JobFailed.__name__, "text": text})
+            launcher.channel.send({"failed": JobFailed.__name__, "text": text})
         finally:
-            launcher.mail.close(LAST_WORDS)
+            launcher.channel.close(LAST_WORDS)
 
-    def stand_by(self) -> None:
+    def wait_standby(self) -> None:
         """Return once nobody conducts. Blocks."""
-        await_stillness(self.box.store, self._pulse, SystemClock())
+        wait_until_stale(self.box.store, self._pulse, SystemClock())
 
     @property
     def _pulse(self) -> str:
@@ -103,26 +111,26 @@ class Coordinator:
 class _Told:
     """The coordinator's narrator: all of it goes to the client."""
 
-    mail: Mail
+    mail: StoreChannel
 
     def log(self, rank: int | None, line: str) -> None:
-        self.mail.post({"log": line, "rank": rank})
+        self.mail.send({"log": line, "rank": rank})
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
-        self.mail.post({"progress": dict(numbers)})
+        self.mail.send({"progress": dict(numbers)})
 
     def world(self, size: int, reason: str) -> None:
-        self.mail.post({"world": size, "reason": reason})
+        self.mail.send({"world": size, "reason": reason})
 
     def tell(self, text: str) -> None:
-        self.mail.post({"tell": text})
+        self.mail.send({"tell": text})
 
     def logged(self, record: LogEntry) -> None:
         """The driver's own words would stay in this executor's standard error."""
-        self.mail.post({"record": record})
+        self.mail.send({"record": record})
 
 
-def checked(config: ElasticConfig) -> ElasticConfig:
+def check_config(config: ElasticConfig) -> ElasticConfig:
     """The settings of a coordinator in a task.
 
     Raises:
@@ -138,16 +146,22 @@ def checked(config: ElasticConfig) -> ElasticConfig:
     return dataclasses.replace(config, advertise_address=None, bind_address=None)
 
 
-def patience(config: ElasticConfig) -> float:
+def silence_limit(config: ElasticConfig) -> float:
     """Seconds of silence after which either side takes the other for gone."""
-    return max(config.driver_timeout, 4 * SPEAK_EVERY)
+    return max(config.driver_timeout, 4 * SEND_EVERY)
 
 
-class Client:
+class CoordinatorClient:
     """Launches slots for a coordinator, and hears it out. carry: runs its task; returns why that ended."""
 
     def __init__(
-        self, box: Box, name: str, launcher: Launcher, turn: GatherTurn, narrate: JobListener, clock: Clock
+        self,
+        box: ChannelEnd,
+        name: str,
+        launcher: Launcher,
+        turn: GatherTurn,
+        narrate: JobListener,
+        clock: Clock,
     ) -> None:
         self._box = box
         self._name = name
@@ -155,13 +169,13 @@ class Client:
         self._turn = turn
         self._narrate = narrate
         self._clock = clock
-        self._mail = Mail(box, self._heard, clock)
+        self._mail = StoreChannel(box, self._heard, clock)
         self._teller = (
             AsyncNotifier()
         )  # so that a terminal that blocks does not look like a client that is gone
         self._begun = False
         self._waits_since = 0.0  # for a core, while no other job of the application trains
-        self._end: Letter | None = None
+        self._end: Message | None = None
         self._gone: list[str] = []  # why
         self._ended = threading.Event()
 
@@ -181,7 +195,7 @@ class Client:
         return _result(self._end)
 
     def _follow(self, carry: Callable[[], str], config: ElasticConfig) -> None:
-        self._waits_since, patient = self._clock.now(), patience(config)
+        self._waits_since, patient = self._clock.now(), silence_limit(config)
         gone = self._gone
         carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
         carrier.start()
@@ -194,11 +208,11 @@ class Client:
                         f"no executor took the coordinator of {self._name} within {config.start_timeout:g} s "
                         "(start_timeout): it needs a core beside those of the workers."
                     )
-                if self._begun and self._clock.now() - self._mail.heard_at > patient:
+                if self._begun and self._clock.now() - self._mail.last_seen > patient:
                     gone.append(f"it has not been heard for {patient:g} s")
                     break
         except BaseException:
-            self._mail.post({"cancel": "the caller was interrupted"})
+            self._mail.send({"cancel": "the caller was interrupted"})
             raise
         finally:
             self._turn.close()
@@ -210,7 +224,7 @@ class Client:
     def _forward(self, event: DriverEvent) -> None:
         match event:
             case LaunchEnded():
-                self._mail.post(
+                self._mail.send(
                     {
                         "ended": event.launch,
                         "reason": event.reason,
@@ -219,10 +233,10 @@ class Client:
                     }
                 )
             case SlotsWanted():
-                self._mail.post({"wanted": event.reason, "taken": event.in_use})
+                self._mail.send({"wanted": event.reason, "taken": event.in_use})
                 self._waits_since = event.now
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: Message) -> None:
         match letter:
             case {"contact": str(address), "certificate": certificate}:
                 self._begun = True
@@ -250,7 +264,7 @@ class Client:
                 self._ended.set()
 
 
-def _result(end: Letter) -> LaunchResult:
+def _result(end: Message) -> LaunchResult:
     if "failed" in end:
         error = getattr(errors, end["failed"], JobFailed)(end["text"])
         if "report" in end:

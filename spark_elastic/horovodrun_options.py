@@ -58,14 +58,14 @@ REFUSED: tuple[tuple[tuple[str, ...], bool, str], ...] = (
     ),
 )
 # Options that ask for what is so anyway: Gloo's algorithms, no cache of checks, a log without times.
-SO_ANYWAY: tuple[tuple[str, ...], ...] = (
+ALWAYS_ON: tuple[tuple[str, ...], ...] = (
     ("--gloo",),
     ("--disable-cache",),
     ("--log-without-timestamp", "--log-hide-timestamp"),
 )
 # Option -> its click arguments, and the variables of the training processes that follow from its value. Ours are set
 # where there are any, since those win over Horovod's, as an option should over a variable.
-HANDED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] = {
+PASSED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] = {
     "--fusion-threshold-mb": (
         {
             "type": click.IntRange(min=0),
@@ -104,13 +104,13 @@ HANDED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] 
 _VARIABLES = "variables of the training processes"
 
 
-def horovodruns(command: Callable[..., Any]) -> Callable[..., Any]:
+def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with these options, none of which becomes an argument of its function."""
-    for option, (arguments, follows) in reversed(HANDED_ON.items()):  # the last that is put on is shown first
+    for option, (arguments, follows) in reversed(PASSED_ON.items()):  # the last that is put on is shown first
         command = click.option(
-            option, **arguments, default=None, expose_value=False, callback=partial(_hand_on, follows)
+            option, **arguments, default=None, expose_value=False, callback=partial(_pass_on, follows)
         )(command)
-    for asked in SO_ANYWAY:
+    for asked in ALWAYS_ON:
         command = click.option(*asked, is_flag=True, hidden=True, expose_value=False)(command)
     for names, takes_value, why in REFUSED:
         command = click.option(
@@ -120,12 +120,12 @@ def horovodruns(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def variables(context: click.Context) -> dict[str, str]:
+def get_variables(context: click.Context) -> dict[str, str]:
     """What the options of this command line set in the environment of the training processes."""
     return dict(context.meta.get(_VARIABLES, {}))
 
 
-def _hand_on(
+def _pass_on(
     follows: Callable[[Any], dict[str, object]],
     context: click.Context,
     parameter: click.Parameter,

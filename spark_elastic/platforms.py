@@ -21,13 +21,13 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult, Site, supervise
+from spark_elastic.launch.job import FIRST_ATTEMPT, DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.state.mail import Box
 from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.store_channel import ChannelEnd
 from spark_elastic.worker.forking import importable
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ MOST_IDLE = 3  # coordinators lost in a row without a new checkpoint
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """What is to be launched. program: a `worker.program.Program`. needs: packages that hosts must have.
 
     preload: modules that a warm spare has imported. run: what its checkpoints belong to; None: none.
@@ -79,17 +79,17 @@ class Platform(Protocol):
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
-        """See that hosts can run the job: `spark.checks.preflight`. number: of workers."""
+        """See that hosts can run the job: `spark.preflight`. number: of workers."""
         ...
 
-    def launch(self, order: Order, narrate: JobListener | None = None) -> LaunchResult:
+    def launch(self, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
         """Raises JobFailed, with its subclasses, and JobCancelled."""
         ...
 
 
-def platform_of(spark: SparkSession, config: ElasticConfig) -> Platform:
+def make_platform(spark: SparkSession, config: ElasticConfig) -> Platform:
     """That of a session."""
-    from spark_elastic.spark.driver_address import has_context
+    from spark_elastic.spark.address import has_context
 
     return Classic(spark, config) if has_context(spark) else Connect(spark, config)
 
@@ -111,33 +111,33 @@ class Classic:
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
-        from spark_elastic.spark.checks.preflight import preflight
-        from spark_elastic.spark.checks.probe import Probing
-        from spark_elastic.spark.checks.settings import ssl_enabled
-        from spark_elastic.spark.driver_address import bind_of
+        from spark_elastic.spark.address import choose_bind
+        from spark_elastic.spark.preflight import preflight
+        from spark_elastic.spark.probe import ProbeSpec
+        from spark_elastic.spark.settings import is_ssl_enabled
         from spark_elastic.spark.shipping import ship
 
         sc = self.spark.sparkContext
         if self.config.ship:
             ship(sc)
         conf = sc.getConf()
-        encrypted = auth.wanted(self.config, ssl_enabled(dict(conf.getAll())))
-        probing = Probing(payload, store, needs, bind_of(conf, self.config), what, encrypted)
-        preflight(sc, probing, self.config.start_timeout)
+        encrypted = auth.wanted(self.config, is_ssl_enabled(dict(conf.getAll())))
+        spec = ProbeSpec(payload, store, needs, choose_bind(conf, self.config), what, encrypted)
+        preflight(sc, spec, self.config.start_timeout)
 
-    def launch(self, order: Order, narrate: JobListener | None = None) -> LaunchResult:
-        from spark_elastic.spark.carrying import broadcast
-        from spark_elastic.spark.checks.settings import room_of, warn
-        from spark_elastic.spark.driver_address import bind_of
+    def launch(self, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
+        from spark_elastic.spark.address import choose_bind
         from spark_elastic.spark.executors import ExecutorWatch, profile_of
         from spark_elastic.spark.launcher import SparkLauncher
+        from spark_elastic.spark.payload import broadcast
+        from spark_elastic.spark.settings import read_executor_memory, warn_about_settings
         from spark_elastic.spark.shipping import ship
         from spark_elastic.spark.slot_task import tasks_of
 
         sc, config, clock = self.spark.sparkContext, self.config, SystemClock()
         settings = dict(sc.getConf().getAll())
-        warn(settings, sc)
-        room = room_of(settings)
+        warn_about_settings(settings, sc)
+        room = read_executor_memory(settings)
         if config.ship:
             ship(sc)
         shipped = broadcast(sc, cloudpickle.dumps(order.program), "the program")
@@ -149,10 +149,10 @@ class Classic:
             turn = GatherTurn(application_of(sc), order.name, order.limits, clock)
             with turn.lives, turn:
                 watch = Together(ExecutorWatch(sc, clock), turn)
-                site = _site(bind_of(sc.getConf(), config), order, settings, turn)
+                site = _site(choose_bind(sc.getConf(), config), order, settings, turn)
                 return supervise(launcher, watch, site, order.limits, config, order.name, narrate)
         finally:
-            _forget(shipped)
+            _destroy_broadcast(shipped)
 
 
 class Connect:
@@ -176,36 +176,36 @@ class Connect:
     def workers(self, asked: int | None) -> int:
         from spark_elastic.spark import connect
 
-        return connect.check(self._config, asked)
+        return connect.check_call(self._config, asked)
 
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.checks.probe import Probing
-        from spark_elastic.spark.checks.settings import ssl_enabled
+        from spark_elastic.spark.probe import ProbeSpec
+        from spark_elastic.spark.settings import is_ssl_enabled
 
-        connect.check(self._config, number)
-        place = connect.bind_of(self._spark, self._config)
-        encrypted = auth.wanted(self._config, ssl_enabled(connect.settings_of(self._spark)))
-        probing = Probing(payload, store, needs, place, what, encrypted)
-        unreached = connect.preflight(self._spark, probing, number, self._config.start_timeout)
+        connect.check_call(self._config, number)
+        place = connect.choose_bind(self._spark, self._config)
+        encrypted = auth.wanted(self._config, is_ssl_enabled(connect.settings_of(self._spark)))
+        spec = ProbeSpec(payload, store, needs, place, what, encrypted)
+        unreached = connect.preflight(self._spark, spec, number, self._config.start_timeout)
         if unreached is not None:
-            coordinator.checked(self._config)
+            coordinator.check_config(self._config)
             log.warning("the coordinator will run in a task: %s", unreached)
             self._post_office = store
 
-    def launch(self, order: Order, narrate: JobListener | None = None) -> LaunchResult:
+    def launch(self, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.carrying import carried_program
-        from spark_elastic.spark.checks.settings import room_of, warn
         from spark_elastic.spark.executors import profile_of
+        from spark_elastic.spark.payload import make_program_payload
+        from spark_elastic.spark.settings import read_executor_memory, warn_about_settings
         from spark_elastic.spark.slot_task import tasks_of
 
         config, clock = self._config, SystemClock()
         settings = connect.settings_of(self._spark)
-        warn(settings, self._spark, connect.plain_server(self._spark))
-        program, room = carried_program(self._spark, order.program), room_of(settings)
+        warn_about_settings(settings, self._spark, connect.plain_server(self._spark))
+        program, room = make_program_payload(self._spark, order.program), read_executor_memory(settings)
 
         make_task = tasks_of(program, order.preload, order.imports(config), config, room)
         profile = profile_of(settings, lambda profile: profile.id)
@@ -213,69 +213,69 @@ class Connect:
         turn = GatherTurn(application_of(self._spark), order.name, order.limits, clock)
         with turn.lives, turn:
             if self._post_office is None:
-                site = _site(connect.bind_of(self._spark, config), order, settings, turn)
+                site = _site(connect.choose_bind(self._spark, config), order, settings, turn)
                 return supervise(launcher, turn, site, order.limits, config, order.name, narrate)
             return self._by_mail(order, launcher, turn, narrate or NullListener(), self._post_office)
 
     def _by_mail(
         self,
-        order: Order,
+        order: JobSpec,
         launcher: ConnectLauncher,
         turn: GatherTurn,
         narrate: JobListener,
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.checks.preflight import admit
-        from spark_elastic.spark.checks.settings import ssl_enabled
-        from spark_elastic.spark.driver_address import facts
+        from spark_elastic.spark.address import collect_host_facts
+        from spark_elastic.spark.preflight import make_version_check
+        from spark_elastic.spark.settings import is_ssl_enabled
 
         folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run
         own, other = coordinator.CLIENT, coordinator.COORDINATOR
         task = coordinator.Coordinator(
-            Box(store, folder, key, other, own),
+            ChannelEnd(store, folder, key, other, own),
             order.limits,
-            coordinator.checked(self._config),
+            coordinator.check_config(self._config),
             order.name,
-            ssl_enabled(connect.settings_of(self._spark)),
-            admit(facts(), order.needs),
+            is_ssl_enabled(connect.settings_of(self._spark)),
+            make_version_check(collect_host_facts(), order.needs),
             None if run is None else (run.run_id, run.attempt, run.checkpoints),
         )
-        client = coordinator.Client(
-            Box(store, folder, key, own, other), order.name, launcher, turn, narrate, SystemClock()
+        client = coordinator.CoordinatorClient(
+            ChannelEnd(store, folder, key, own, other), order.name, launcher, turn, narrate, SystemClock()
         )
         try:
             attempt = FIRST_ATTEMPT if run is None else run.attempt
-            return client.follow(lambda: launcher.conduct(task), attempt, self._config)
+            return client.follow(lambda: launcher.run_coordinator(task), attempt, self._config)
         finally:
             store.remove_tree(folder)
 
 
-def _site(bind: Bind, order: Order, settings: Mapping[str, str], turn: GatherTurn) -> Site:
+def _site(bind: Bind, order: JobSpec, settings: Mapping[str, str], turn: GatherTurn) -> DriverOptions:
     """The driver's side of a job over a session; its server listens at `bind`."""
-    from spark_elastic.spark.checks.preflight import admit
-    from spark_elastic.spark.checks.settings import ssl_enabled
-    from spark_elastic.spark.driver_address import facts
+    from spark_elastic.spark.address import collect_host_facts
+    from spark_elastic.spark.preflight import make_version_check
+    from spark_elastic.spark.settings import is_ssl_enabled
 
-    return Site(
+    return DriverOptions(
         bind=bind.host,
         advertise=bind.advertise,
-        encrypted=ssl_enabled(settings),
-        admit=admit(facts(), order.needs),
+        encrypted=is_ssl_enabled(settings),
+        admit=make_version_check(collect_host_facts(), order.needs),
         run=order.run,
         gathered=turn.gathered,
         lacks=turn.lacks,
     )
 
 
-def _forget(shipped: Any) -> None:
+def _destroy_broadcast(shipped: Any) -> None:
     try:
         shipped.destroy()
     except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
         log.debug("broadcast not destroyed: %s", error)
 
 
-def going_on(attempt: Callable[[], T], kept: Callable[[], object]) -> T:
+def resume_after_coordinator_loss(attempt: Callable[[], T], kept: Callable[[], object]) -> T:
     """`attempt()`, and again as long as coordinators are lost that have come further, or not many in a row.
 
     kept: what the run would go on from.

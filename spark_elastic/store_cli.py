@@ -41,7 +41,7 @@ _OPTION = click.option(
 @_OPTION
 def ls(url: str, options: tuple[str, ...]) -> None:
     """List what is in the store at URL."""
-    _show(entries(_store(url, options)))
+    _show(entries(_open_store(url, options)))
 
 
 @store_group.command(name="clean")
@@ -51,12 +51,12 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 @_OPTION
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
     """Remove data sets and ended runs that nobody has written to for a while."""
-    gone = clean(_store(url, options), seconds(older_than), SystemClock().wall(), unfinished)
+    gone = clean(_open_store(url, options), parse_age(older_than), SystemClock().wall(), unfinished)
     _show(gone)
     click.echo(f"removed {len(gone)}, {sum(each.bytes for each in gone):,} bytes")
 
 
-def seconds(text: str) -> float:
+def parse_age(text: str) -> float:
     """12h, 30d, 2w ... as seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
@@ -64,7 +64,7 @@ def seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _store(url: str, options: tuple[str, ...]) -> Store:
+def _open_store(url: str, options: tuple[str, ...]) -> Store:
     pairs: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")

@@ -103,8 +103,8 @@ def test_each_script_of_a_page_is_there_and_knows_its_options() -> None:
 def test_spark_elastic_run_takes_what_the_pages_say(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[cli.Wanted] = []
-    monkeypatch.setattr(cli, "play", taken.append)
+    taken: list[cli.RunOptions] = []
+    monkeypatch.setattr(cli, "execute", taken.append)
     complete = words if "python" in words else [*words, "-np", "2", "python", "train.py"]
     result = CliRunner().invoke(cli.run, complete)
     assert (result.exit_code, len(taken)) == (0, 1), result.output

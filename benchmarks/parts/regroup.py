@@ -23,7 +23,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
-from spark_elastic.launch.job import Site, supervise
+from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.testing.fakes import ProcessLauncher
@@ -183,7 +183,7 @@ def play(folder: Path, size: int, acts: list[Callable[[Trial], float]]) -> Trial
     )
     config = ElasticConfig(journal=str(folder / "journal"))
     launcher = ProcessLauncher(Stepper(str(folder)), SystemClock(), room=size)
-    supervise(launcher, Watch(trial), Site(), limits, config, "regroup")
+    supervise(launcher, Watch(trial), DriverOptions(), limits, config, "regroup")
     trial.join()
     if trial.failed is not None:
         raise trial.failed

@@ -31,12 +31,12 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import Request
-from spark_elastic.launch.job import LaunchResult, bounds
+from spark_elastic.launch.job import LaunchResult, make_limits
 from spark_elastic.launch.job_monitor import WorldSpan
 from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
 from spark_elastic.monitoring.progress import ProgressListener
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.platforms import Order, Platform, going_on, platform_of
+from spark_elastic.platforms import JobSpec, Platform, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
@@ -83,7 +83,7 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
     clock = SystemClock()
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
-    platform = platform_of(rows.session, request.config)
+    platform = make_platform(rows.session, request.config)
     with _opened(request, platform.master) as store:
         record, result = _so_far(rows, request, store, run_id)
         if result is not None and record is not None:
@@ -94,7 +94,7 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
             with _watched(request) as shown:
                 platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
                 training = _Training(platform, rows, request, framework, store, ledger, shown)
-                trained = going_on(
+                trained = resume_after_coordinator_loss(
                     lambda: _trained(training, run_id), CheckpointStore(store, run_id).published
                 )
             result = trained.result
@@ -238,7 +238,7 @@ def _opened(request: Request, master: str) -> Iterator[Store]:
 
 
 def _limits(request: Request, global_batch: int) -> Limits:
-    limits = bounds(request.config, request.num_workers, request.min_workers, request.max_workers)
+    limits = make_limits(request.config, request.num_workers, request.min_workers, request.max_workers)
     return dataclasses.replace(limits, max_global_batch=global_batch)
 
 
@@ -305,7 +305,7 @@ def _train(training: _Training, spec: TrainSpec, run: RunLease) -> LaunchResult:
         with AsyncNotifier() as teller:  # a terminal that blocks holds up no job
             teller.tell(partial(training.shown.tell, UNSCALED))
     limits = _limits(request, spec.plan.global_batch)
-    order = Order(task, limits, run.run_id, framework.preload, run)
+    order = JobSpec(task, limits, run.run_id, framework.preload, run)
     return training.platform.launch(order, training.shown)
 
 

@@ -19,8 +19,8 @@ from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
 from spark_elastic.estimators.predictor import Outputs, Predicts, as_column
-from spark_elastic.spark.carrying import Carrier, carried
-from spark_elastic.spark.driver_address import has_context
+from spark_elastic.spark.address import has_context
+from spark_elastic.spark.payload import Payload, make_payload
 
 
 class Shipped(Protocol):
@@ -34,7 +34,7 @@ class Shipped(Protocol):
 class Pickled:
     """For where there are no broadcasts."""
 
-    content: Carrier
+    content: Payload
 
     @cached_property
     def value(self) -> Predicts:
@@ -45,7 +45,7 @@ class Pickled:
 def shipped(spark: SparkSession, predictor: Predicts) -> Shipped:
     """`predictor`, to be used inside of tasks."""
     if not has_context(spark):
-        return Pickled(carried(spark, cloudpickle.dumps(predictor)))
+        return Pickled(make_payload(spark, cloudpickle.dumps(predictor)))
     broadcast: Shipped = spark.sparkContext.broadcast(predictor)
     return broadcast
 

@@ -48,7 +48,7 @@ from spark_elastic.state.run_lease import RunLease
 # How a job's end is told to its caller: its results, or an error of the class that fits. Pure.
 
 
-def results(end: End) -> tuple[str, ...]:
+def unpack_results(end: End) -> tuple[str, ...]:
     """What the workers returned, in rank order.
 
     Raises:
@@ -92,7 +92,7 @@ class LaunchResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class DriverOptions:
     """The driver's side of a job: where its server listens, whom it lets in, and what outlives all workers.
 
     encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
@@ -114,7 +114,7 @@ class Site:
 def supervise(
     launcher: Launcher,
     discovery: Discovery,
-    site: Site,
+    site: DriverOptions,
     limits: Limits,
     config: ElasticConfig,
     name: str,
@@ -128,7 +128,7 @@ def supervise(
     pace = partial(heartbeat_interval, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     run = site.run
-    files = _log_files(run, config, clock)
+    files = _open_log_files(run, config, clock)
     monitor = JobMonitor(narrator, clock, clock.now(), stalls, files, site.gathered, site.lacks)
     journal = Journal(config.journal, monitor.turn)
     key = site.key or secrets.token_bytes(32)
@@ -137,7 +137,7 @@ def supervise(
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     door = StatusDoor(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, recipients, clock, bind, door)
-    effects = Effects(server, launcher, monitor, run.publish if run is not None else _unpublished)
+    effects = Effects(server, launcher, monitor, run.publish if run is not None else _publish_nothing)
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
     make_room(limits.max_workers)
@@ -165,25 +165,25 @@ def supervise(
         end = _await_end(loop)
     report = monitor.chronicle.report(clock.now())
     try:
-        returned = _results(end, run)
+        returned = _unpack_results_of_run(end, run)
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
     return LaunchResult(returned, tuple(monitor.worlds), tuple(journal.format_entries()), report)
 
 
-def bounds(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
+def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
     """The limits of a job: the numbers of its workers, and every setting that has the name of a limit."""
     names = Limits.__dataclass_fields__.keys() & ElasticConfig.__dataclass_fields__.keys()
     settings: dict[str, Any] = {name: getattr(config, name) for name in names}
     return Limits(num_workers, min_workers, max_workers, **settings)
 
 
-def _unpublished(kept: tuple[Checkpoint, ...]) -> None:
+def _publish_nothing(kept: tuple[Checkpoint, ...]) -> None:
     """A job without a run has nowhere to write, and writes nothing."""
 
 
-def _log_files(run: RunLease | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
+def _open_log_files(run: RunLease | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
     if run is None or not config.log_bytes:
         return None
     return LogFiles(run.store, run.run_id, run.attempt, config.log_bytes, clock)
@@ -195,10 +195,10 @@ def _close_launcher(launcher: Launcher) -> None:
         log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
 
 
-def _results(end: End, run: RunLease | None) -> tuple[str, ...]:
+def _unpack_results_of_run(end: End, run: RunLease | None) -> tuple[str, ...]:
     """As `results`. A job whose run another driver took over fails of what that one does to the run's checkpoints."""
     try:
-        return results(end)
+        return unpack_results(end)
     except JobFailed:
         if run is not None:
             with suppress(StoreError):

@@ -30,17 +30,17 @@ from spark_elastic.worker.forking import importable
 # Shared by the threads of a launcher, which wait here for room, and discovery's, which says what hosts there are.
 
 
-class Places(Protocol):
+class SlotPool(Protocol):
     """Room for slots. `take` blocks until there is some and names the host, or returns None once closed."""
 
-    def take(self, job: int) -> str | None: ...
+    def acquire(self, job: int) -> str | None: ...
 
-    def give_back(self, host: str) -> None: ...
+    def release(self, host: str) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Hosts:
+class HostSlots:
     """Named hosts with so many slots each, filled in the order in which they are listed; but where a slot has ended, it
     may be that the driver lets none in, so other hosts come first, and the one where that is longest ago."""
 
@@ -52,13 +52,13 @@ class Hosts:
         self._closed = False
         self._change = threading.Condition()
 
-    def list(self, hosts: Mapping[str, int]) -> None:
+    def update(self, hosts: Mapping[str, int]) -> None:
         """Discovery's newest answer; slots of hosts that are gone stay where they are until the driver ends them."""
         with self._change:
             self._room = dict(hosts)
             self._change.notify_all()
 
-    def take(self, job: int) -> str | None:
+    def acquire(self, job: int) -> str | None:
         with self._change:
             while not self._closed:
                 free = [host for host, room in self._room.items() if self._taken[host] < room]
@@ -69,7 +69,7 @@ class Hosts:
                 self._change.wait()
             return None
 
-    def give_back(self, host: str) -> None:
+    def release(self, host: str) -> None:
         with self._change:
             self._taken[host] -= 1
             self._ended += 1
@@ -82,12 +82,12 @@ class Hosts:
             self._change.notify_all()
 
 
-def foreign(hosts: Mapping[str, int]) -> list[str]:
+def find_remote_hosts(hosts: Mapping[str, int]) -> list[str]:
     """Those that are not this machine."""
-    return [host for host in hosts if not _is_here(host)]
+    return [host for host in hosts if not _is_this_machine(host)]
 
 
-def _is_here(host: str) -> bool:
+def _is_this_machine(host: str) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
     try:
@@ -110,13 +110,13 @@ class LocalLauncher:
     def __init__(
         self,
         program: object,
-        places: Places,
+        pool: SlotPool,
         clock: Clock,
         preload: tuple[str, ...] = (),
         settings: SlotSettings | None = None,
     ) -> None:
         self._payload = cloudpickle.dumps(program)
-        self._places = places
+        self._pool = pool
         self._clock = clock
         self._preload = preload
         self._settings = settings or SlotSettings()
@@ -146,7 +146,7 @@ class LocalLauncher:
     def close(self, timeout: float) -> list[str]:
         deadline = self._clock.now() + timeout
         self._closing.set()
-        self._places.close()
+        self._pool.close()
         # Slots were released by message before: half of the time is theirs to end by themselves.
         for thread in self._threads:
             thread.join(max(0.0, deadline - timeout / 2 - self._clock.now()))
@@ -157,13 +157,13 @@ class LocalLauncher:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
     def _carry(self, job: int) -> None:
-        host = self._places.take(job)
+        host = self._pool.acquire(job)
         if host is None:
             return
         try:
             reason = self._run(job, host)
         finally:
-            self._places.give_back(host)
+            self._pool.release(host)
         if not self._closing.is_set():
             assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), job, reason))

@@ -23,11 +23,11 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch.job import LaunchResult, Site, bounds, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, make_limits, supervise
 from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_listener
 from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.platforms import Order, going_on, platform_of
+from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
@@ -119,9 +119,9 @@ def run(
         JobFailed: and its subclasses. JobCancelled: the user or Spark ended the job.
     """
     call = prepare(fn, given, arguments, config)
-    from spark_elastic.spark.driver_address import session
+    from spark_elastic.spark.address import get_session
 
-    return call.over_spark(session(spark))
+    return call.run_on_spark(get_session(spark))
 
 
 @dataclass(frozen=True)
@@ -133,50 +133,56 @@ class Call:
     preload: tuple[str, ...]
     name: str
 
-    def over_spark(self, spark: SparkSession) -> Results[Any]:
-        platform = platform_of(spark, self.options.config)
-        limits = self.limits(platform.workers(self.options.num_workers))
+    def run_on_spark(self, spark: SparkSession) -> Results[Any]:
+        platform = make_platform(spark, self.options.config)
+        limits = self.make_limits(platform.workers(self.options.num_workers))
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        order = Order(self.program, limits, name, self.preload)
+        order = JobSpec(self.program, limits, name, self.preload)
         what = "the function or its arguments"
-        run_id, store = self.options.run_id, self.store()
-        with self.watched() as narrator:
+        run_id, store = self.options.run_id, self.open_store()
+        with self.open_output() as narrator:
             platform.preflight(self.program.pickled, store, order.needs, limits.num_workers, what)
             if run_id is None or store is None:
-                return results(platform.launch(order, narrator))
-            return going_on(
-                lambda: results(platform.launch(dataclasses.replace(order, run=self.held()), narrator)),
+                return decode_results(platform.launch(order, narrator))
+            return resume_after_coordinator_loss(
+                lambda: decode_results(
+                    platform.launch(dataclasses.replace(order, run=self.take_run()), narrator)
+                ),
                 CheckpointStore(store, run_id).published,
             )
 
-    def over(
-        self, launcher: Launcher, discovery: Discovery, default_workers: int, site: Site | None = None
+    def run_on(
+        self,
+        launcher: Launcher,
+        discovery: Discovery,
+        default_workers: int,
+        site: DriverOptions | None = None,
     ) -> Results[Any]:
         """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
-        limits = self.limits(default_workers)
+        limits = self.make_limits(default_workers)
         config = self.options.config
-        site = site or Site(run=self.held())
-        with self.watched() as narrator:
-            return results(supervise(launcher, discovery, site, limits, config, self.name, narrator))
+        site = site or DriverOptions(run=self.take_run())
+        with self.open_output() as narrator:
+            return decode_results(supervise(launcher, discovery, site, limits, config, self.name, narrator))
 
-    def held(self) -> RunLease | None:
+    def take_run(self) -> RunLease | None:
         """The run, which is this driver's from here on; None without a `run_id`.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
-        run_id, store = self.options.run_id, self.store()
+        run_id, store = self.options.run_id, self.open_store()
         return None if run_id is None or store is None else RunLease.acquire(store, run_id)
 
-    def store(self) -> Store | None:
-        return self.options.opened()
+    def open_store(self) -> Store | None:
+        return self.options.open_store()
 
-    def limits(self, default_workers: int) -> Limits:
-        number, least, most = self.options.workers(default_workers)
-        return dataclasses.replace(bounds(self.options.config, number, least, most), all_results=True)
+    def make_limits(self, default_workers: int) -> Limits:
+        number, least, most = self.options.resolve_workers(default_workers)
+        return dataclasses.replace(make_limits(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
-    def watched(self) -> Iterator[OutputListener]:
+    def open_output(self) -> Iterator[OutputListener]:
         """The narrator of the job that runs inside the block."""
         chosen = self.options
         narrator = OutputListener(
@@ -210,22 +216,22 @@ def prepare(
             )
         script = Script.read(os.fspath(fn), *(str(argument) for argument in given))
         chosen = options.parse(named, config)
-        program = FunctionProgram(script, environment=chosen.env, durable=_durable(chosen))
-        slow, name = _slow_in(script.source), os.path.basename(script.path)
+        program = FunctionProgram(script, environment=chosen.env, durable=_open_checkpointing(chosen))
+        slow, name = _find_slow_imports(script.source), os.path.basename(script.path)
     else:
-        args, kwargs, named = _positional(given, args, kwargs, named)
+        args, kwargs, named = _place_positional(given, args, kwargs, named)
         chosen = options.parse(named, config)
         if not callable(fn):
             raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, _durable(chosen))
-        slow = _slow_in(fn.source) if isinstance(fn, Module) else _slow_for(fn)
+        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, _open_checkpointing(chosen))
+        slow = _find_slow_imports(fn.source) if isinstance(fn, Module) else _find_slow_modules(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
 
 
-def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
+def _open_checkpointing(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
     """Where and when workers make commits durable."""
-    store = chosen.opened()
+    store = chosen.open_store()
     if chosen.run_id is None or store is None:
         return None
     config = chosen.config
@@ -233,12 +239,12 @@ def _durable(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
     return store, policy
 
 
-def results(launched: LaunchResult) -> Results[Any]:
+def decode_results(launched: LaunchResult) -> Results[Any]:
     """By rank, of the last world's members."""
     return Results(map(decode, launched.results, itertools.count()), launched.report)
 
 
-def _positional(
+def _place_positional(
     given: Sequence[Any], args: Any, kwargs: Any, named: dict[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any], dict[str, Any]]:
     """Horovod's order: args, kwargs, the number of workers."""
@@ -260,7 +266,7 @@ def _positional(
     return args, kwargs or {}, named
 
 
-def _slow_for(fn: Callable[..., Any]) -> tuple[str, ...]:
+def _find_slow_modules(fn: Callable[..., Any]) -> tuple[str, ...]:
     """Slow modules that a function uses, as far as can be seen."""
     while isinstance(fn, partial):
         fn = fn.func
@@ -268,20 +274,20 @@ def _slow_for(fn: Callable[..., Any]) -> tuple[str, ...]:
     code = getattr(fn, "__code__", None)
     if not isinstance(code, CodeType):
         return ()
-    used, around = captures.names_in(code), getattr(fn, "__globals__", {})
+    used, around = captures.collect_names(code), getattr(fn, "__globals__", {})
     modules = {getattr(around.get(name), "__name__", name) for name in used}
-    return _preload(modules, BACKEND in code.co_consts)
+    return _expand_slow(modules, BACKEND in code.co_consts)
 
 
-def _slow_in(source: bytes) -> tuple[str, ...]:
+def _find_slow_imports(source: bytes) -> tuple[str, ...]:
     text = source.decode(
         "utf-8", "replace"
     )  # the names of these modules are the same in any encoding of a program
     modules = set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", text, re.MULTILINE))
-    return _preload(modules, BACKEND in text)
+    return _expand_slow(modules, BACKEND in text)
 
 
-def _preload(modules: set[str], chooses_backend: bool) -> tuple[str, ...]:
+def _expand_slow(modules: set[str], chooses_backend: bool) -> tuple[str, ...]:
     found = [
         SLOW[name]
         for name in SLOW

@@ -48,16 +48,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         self._call = call
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = _driver_only(obj)
+        kind = _find_driver_only_kind(obj)
         if kind is not None:
-            name = _name_of(obj, self._call)
+            name = _find_name(obj, self._call)
             where = f"{name!r}, a {kind}," if name else f"a {kind},"
             advice = ADVICE.get(kind, "get what it needs before, and pass that")
             raise InvalidInput(f"the function uses {where} which lives on Spark's driver only: {advice}.")
         return super().reducer_override(obj)
 
 
-def _driver_only(value: object) -> str | None:
+def _find_driver_only_kind(value: object) -> str | None:
     """The kind of thing that must not travel, None for all else."""
     for parent in type(value).__mro__:
         package = parent.__module__.split(".")[0]
@@ -68,14 +68,14 @@ def _driver_only(value: object) -> str | None:
     return None
 
 
-def _name_of(wanted: object, call: object) -> str:
+def _find_name(wanted: object, call: object) -> str:
     """By which name the user's code knows an object; "" where it lies too deep."""
     seen: set[int] = set()
     level = [("", call)]
     for _ in range(6):
         deeper = []
         for path, value in level:
-            for name, child in _children(value):
+            for name, child in _iterate_children(value):
                 if child is wanted:
                     return name or path
                 if id(child) not in seen:
@@ -85,12 +85,12 @@ def _name_of(wanted: object, call: object) -> str:
     return ""
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
+def _iterate_children(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        yield from ((name, cell.cell_contents) for name, cell in cells if _filled(cell))
+        yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
         around = value.__globals__
-        yield from ((name, around[name]) for name in sorted(names_in(value.__code__)) if name in around)
+        yield from ((name, around[name]) for name in sorted(collect_names(value.__code__)) if name in around)
         yield from (("", default) for default in value.__defaults__ or ())
         yield from (value.__kwdefaults__ or {}).items()
     elif isinstance(value, MethodType):
@@ -105,17 +105,17 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         yield from vars(value).items()
 
 
-def _filled(cell: Any) -> bool:
+def _is_filled(cell: Any) -> bool:
     try:
         return bool(cell.cell_contents is not cell)
     except ValueError:  # a variable that was not assigned yet
         return False
 
 
-def names_in(code: CodeType) -> set[str]:
+def collect_names(code: CodeType) -> set[str]:
     """Global, attribute and module names that the code uses, nested functions included."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= names_in(constant)
+            found |= collect_names(constant)
     return found

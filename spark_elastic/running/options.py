@@ -81,11 +81,11 @@ class Options:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config: ElasticConfig = field(default_factory=ElasticConfig)
 
-    def opened(self) -> Store | None:
+    def open_store(self) -> Store | None:
         """The store, where there is one. Raises StoreError."""
         return None if self.store is None else Store.open(self.store, **self.storage_options)
 
-    def workers(self, default: int) -> tuple[int, int, int]:
+    def resolve_workers(self, default: int) -> tuple[int, int, int]:
         """(num_workers, min_workers, max_workers); default: of num_workers.
 
         Raises:
@@ -163,7 +163,7 @@ def _check(mine: dict[str, Any]) -> None:
     if not isinstance(verbose, int) or verbose < 0:
         raise InvalidInput(f"verbose must be 0, 1 or 2; got {verbose!r}.")
     if "preload" in mine:
-        mine["preload"] = _modules(mine["preload"])
+        mine["preload"] = _check_modules(mine["preload"])
     if (mine.get("run_id") is None) is not (mine.get("store") is None):
         raise InvalidInput(
             "run_id and store go together: the name of the run, and the folder or url where it is kept."
@@ -186,7 +186,7 @@ def _is_variable(name: Any, value: Any) -> bool:
     return bool(name) and "=" not in name and "\0" not in name + value
 
 
-def _modules(names: Any) -> tuple[str, ...]:
+def _check_modules(names: Any) -> tuple[str, ...]:
     several = isinstance(names, Iterable) and not isinstance(names, str)
     found = tuple(names) if several else (names,)
     if not all(isinstance(name, str) for name in found):

@@ -25,12 +25,12 @@ from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.events import LaunchEnded
 from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.spark.carrying import carried
-from spark_elastic.spark.checks.preflight import admit, genuine, judge_all
-from spark_elastic.spark.checks.probe import Probing, prepared, task_of
-from spark_elastic.spark.driver_address import LOOPBACK, address_towards, facts, own_address
+from spark_elastic.spark.address import LOOPBACK, collect_host_facts, find_address_towards, find_own_address
 from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS
-from spark_elastic.spark.launcher import JobEnd, classify, join_all
+from spark_elastic.spark.launcher import SlotEnd, classify, join_all
+from spark_elastic.spark.payload import make_payload
+from spark_elastic.spark.preflight import check_reports, make_version_check, require_report
+from spark_elastic.spark.probe import ProbeSpec, make_probe_task, open_probe
 from spark_elastic.spark.slot_task import SlotTask
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ def driver_host(spark: SparkSession) -> str | None:
     return settings_of(spark).get(DRIVER_HOST)
 
 
-def bind_of(spark: SparkSession, config: ElasticConfig) -> Bind:
+def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
     """Where the driver listens: on this machine's address on the way to the server, unless the configuration says."""
     if hasattr(spark, "_jsparkSession"):  # a classic session, whose SparkContext is denied
         server = driver_host(spark) or LOOPBACK
     else:
         client: Any = spark.client
         server = client.host
-    own = config.advertise_address or address_towards(server, 1)
+    own = config.advertise_address or find_address_towards(server, 1)
     return Bind(config.bind_address or own, config.driver_port, own)
 
 
@@ -103,7 +103,7 @@ def plain_server(spark: SparkSession) -> str | None:
     return None if secure else str(client.host)
 
 
-def check(config: ElasticConfig, number: int | None) -> int:
+def check_call(config: ElasticConfig, number: int | None) -> int:
     """The number of workers. Says what cannot work before any job.
 
     Raises:
@@ -118,7 +118,7 @@ def check(config: ElasticConfig, number: int | None) -> int:
     return number
 
 
-def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float) -> str | None:
+def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float) -> str | None:
     """As `preflight.preflight`, by as many probes as there will be workers; also whether they reach one another.
 
     timeout: seconds for all of them, while no other job of the application trains. Returns why executors cannot reach
@@ -127,9 +127,9 @@ def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float
     Raises:
         PreflightError: a host cannot run the job, or the time was over.
     """
-    with prepared(probing) as alone:
+    with open_probe(spec) as alone:
         probe = replace(alone, together=number, towards=driver_host(spark))
-        task = task_of(probe, carried(spark, probing.payload))
+        task = make_probe_task(probe, make_payload(spark, spec.payload))
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
@@ -138,24 +138,26 @@ def preflight(spark: SparkSession, probing: Probing, number: int, timeout: float
 
         frame = _frame(spark, number).mapInArrow(body, "answer binary")
         rows = _collected(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
-        reports = [genuine(pickle.loads(bytes(row["answer"]))) for row in rows]
-        judge_all(reports, admit(facts(), probing.needs), probing.store, reached=False)
+        reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
+        check_reports(
+            reports, make_version_check(collect_host_facts(), spec.needs), spec.store, reached=False
+        )
     unreached = next((report.unreached for report in reports if report.unreached is not None), None)
-    if unreached is not None and probing.store is None:
+    if unreached is not None and spec.store is None:
         raise PreflightError(
             f"{unreached.removesuffix('.')}; or give a store, and the driver runs in a task."
         )
     return unreached
 
 
-class Coordinates(Protocol):
+class DriverTask(Protocol):
     """A job's driver, as the body of a task."""
 
-    def conduct(self, host: str) -> None:
+    def run_driver(self, host: str) -> None:
         """host: this machine's address, as others know it."""
         ...
 
-    def stand_by(self) -> None:
+    def wait_standby(self) -> None:
         """Return once nobody conducts."""
         ...
 
@@ -211,7 +213,7 @@ class ConnectLauncher:
     def _alive(self) -> list[threading.Thread]:
         return [carrier for carrier in self._carriers if carrier.is_alive()]
 
-    def conduct(self, coordinator: Coordinates) -> str:
+    def run_coordinator(self, coordinator: DriverTask) -> str:
         """Run a coordinator in a task, and see that to its end. Returns how it ended. Blocks."""
         towards = driver_host(self._spark)
 
@@ -223,31 +225,31 @@ class ConnectLauncher:
         self._carriers.append(threading.current_thread())
         return self._collect(body).reason
 
-    def _run(self, task: SlotTask, job: int) -> JobEnd:
+    def _run(self, task: SlotTask, job: int) -> SlotEnd:
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 yield pa.RecordBatch.from_pydict({"ended": list(task([job] * batch.num_rows))})
 
         return self._collect(body, **self._slots)
 
-    def _collect(self, body: Body, **arguments: Any) -> JobEnd:
+    def _collect(self, body: Body, **arguments: Any) -> SlotEnd:
         """Run one task. Returns how it ended, in its own words or in Spark's."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
             rows = _frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()
-            return JobEnd(str(rows[0]["ended"]) if rows else "the task returned nothing")
+            return SlotEnd(str(rows[0]["ended"]) if rows else "the task returned nothing")
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             return classify(str(error))
 
 
-def _conducted(coordinator: Coordinates, towards: str | None) -> str:
+def _conducted(coordinator: DriverTask, towards: str | None) -> str:
     """How the coordinator ended. Spark's retry returns without a new one, and so does its speculative copy: but only
     once the first is gone, since Spark kills that as soon as the copy has returned."""
     context = TaskContext.get()
     if context is None or context.attemptNumber() == 0:
-        coordinator.conduct(own_address(towards))
+        coordinator.run_driver(find_own_address(towards))
         return "it has ended"
-    coordinator.stand_by()
+    coordinator.wait_standby()
     return RETRIED
 
 

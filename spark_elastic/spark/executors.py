@@ -39,7 +39,7 @@ class ExecutorWatch:
             if not hasattr_java(self._sc, "getExecutorIds"):
                 return
         except (Py4JError, AttributeError) as error:
-            log.info("%s; hosts are known by their slots' registrations alone", denied(error))
+            log.info("%s; hosts are known by their slots' registrations alone", describe_denial(error))
             return
         self._thread = InheritableThread(
             target=self._watch, args=(post,), name="spark-elastic-executors", daemon=True
@@ -79,7 +79,7 @@ def _backend(sc: SparkContext) -> Any:
     return sc._jsc.sc().schedulerBackend()
 
 
-def denied(error: Exception) -> str:
+def describe_denial(error: Exception) -> str:
     """That a cluster keeps users from Spark's inner parts, in a line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"this cluster does not let users look at its executors ({lines[-1].strip()[:200]})"
@@ -106,7 +106,7 @@ EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"
 
 
-def whole_gpu(settings: Mapping[str, str]) -> bool:
+def needs_whole_gpu(settings: Mapping[str, str]) -> bool:
     """Whether executors have GPUs of which a task gets none, or a part."""
     return int(settings.get(EXECUTOR_GPUS, "0")) > 0 and float(settings.get(TASK_GPUS, "0")) < 1
 
@@ -115,7 +115,7 @@ def profile_of(
     settings: Mapping[str, str], take: Callable[[ResourceProfile], object]
 ) -> ResourceProfile | None:
     """The profile of slots; None: the application's own. take: makes Spark accept it, or raises."""
-    if not whole_gpu(settings):
+    if not needs_whole_gpu(settings):
         return None
     cpus = int(settings.get("spark.task.cpus", "1"))
     requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)

@@ -22,7 +22,7 @@ from pyspark.resource import ResourceProfile
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.protocol.events import LaunchEnded
-from spark_elastic.spark.driver_address import has_context
+from spark_elastic.spark.address import has_context
 from spark_elastic.spark.slot_task import SlotTask
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ EXECUTOR_LOST = "ExecutorLostFailure"
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
 
 
-class JobEnd(NamedTuple):
+class SlotEnd(NamedTuple):
     """How a slot job ended, as `LaunchEnded` has it."""
 
     reason: str
@@ -53,13 +53,13 @@ class JobEnd(NamedTuple):
     host_lost: bool = False
 
 
-def classify(text: str) -> JobEnd:
+def classify(text: str) -> SlotEnd:
     """Why a Spark job failed, in one line; text: of the error."""
     if any(word in text for word in STOPPED):
-        return JobEnd("the SparkContext was stopped", cancelled=True)
+        return SlotEnd("the SparkContext was stopped", cancelled=True)
     if any(word in text for word in CANCELLED):
-        return JobEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
-    return JobEnd(_first_line(text), host_lost=EXECUTOR_LOST in text)
+        return SlotEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
+    return SlotEnd(_first_line(text), host_lost=EXECUTOR_LOST in text)
 
 
 def join_all(threads: Sequence[threading.Thread], clock: Clock, deadline: float) -> None:
@@ -83,21 +83,21 @@ def _first_line(text: str) -> str:
 DESCRIPTION = "spark.job.description"
 
 
-def describe(sc: SparkContext, what: str) -> None:
+def set_description(sc: SparkContext, what: str) -> None:
     """Say of this thread's next jobs what they are, and in brackets what the caller said of them."""
     said = sc.getLocalProperty(DESCRIPTION)
     sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({said})' if said else ''}")
 
 
 @contextmanager
-def described(session: SparkSession, what: str) -> Iterator[None]:
+def describe_jobs(session: SparkSession, what: str) -> Iterator[None]:
     """The same for jobs of the caller's thread; afterwards it is as it was."""
     if not has_context(session):
         yield
         return
     sc = session.sparkContext
     before = sc.getLocalProperty(DESCRIPTION)
-    describe(sc, what)
+    set_description(sc, what)
     try:
         yield
     finally:
@@ -184,16 +184,16 @@ class SparkLauncher:
         if not self._closing.is_set():
             post(LaunchEnded(self._clock.now(), job, *end))
 
-    def _run(self, task: SlotTask, job: int) -> JobEnd:
+    def _run(self, task: SlotTask, job: int) -> SlotEnd:
         try:
             self._sc.addJobTag(self._tag)
-            describe(self._sc, f"{self._name} slot {job}")
+            set_description(self._sc, f"{self._name} slot {job}")
             rdd = self._sc.parallelize([job], 1)
             if self._profile is not None:
                 rdd = rdd.withResources(self._profile)
             results: list[Any] = rdd.mapPartitions(task).collect()
-            return JobEnd(str(results[0]) if results else "the slot task returned nothing")
+            return SlotEnd(str(results[0]) if results else "the slot task returned nothing")
         except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
             if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):
-                return JobEnd("the SparkContext was stopped", cancelled=True)
+                return SlotEnd("the SparkContext was stopped", cancelled=True)
             return classify(str(error))

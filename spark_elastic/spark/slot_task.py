@@ -17,9 +17,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.spark.carrying import Carrier
-from spark_elastic.spark.checks.settings import Room
-from spark_elastic.spark.driver_address import address_towards, facts
+from spark_elastic.spark.address import collect_host_facts, find_address_towards
+from spark_elastic.spark.payload import Payload
+from spark_elastic.spark.settings import ExecutorMemory
 from spark_elastic.worker.entry import Header
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
@@ -29,13 +29,13 @@ class SlotTask:
     """Shipped to the executor; `program` is the pickled program, sent once per executor."""
 
     contact: Contact
-    program: Carrier
+    program: Payload
     port_range: tuple[int, int] | None
     preload: tuple[str, ...]
     collective_timeout: float
     driver_timeout: float
     cpus_per_worker: int | None
-    room: Room
+    room: ExecutorMemory
     spare_after: float
     imports: tuple[str, ...]  # before a training process is forked; see `Header`
 
@@ -53,7 +53,7 @@ class SlotTask:
         slot = f"{job}-{context.attemptNumber()}"
         clock = SystemClock()
         host, port = _split(self.contact.address)
-        local = address_towards(host, port)
+        local = find_address_towards(host, port)
 
         def header(status_fd: int, payload_bytes: int) -> Header:
             return Header(
@@ -80,7 +80,7 @@ class SlotTask:
             slot,
             job,
             executor,
-            facts(),
+            collect_host_facts(),
             payload,
             header,
             self.driver_timeout,
@@ -93,7 +93,11 @@ class SlotTask:
 
 
 def tasks_of(
-    program: Carrier, preload: tuple[str, ...], imports: tuple[str, ...], config: ElasticConfig, room: Room
+    program: Payload,
+    preload: tuple[str, ...],
+    imports: tuple[str, ...],
+    config: ElasticConfig,
+    room: ExecutorMemory,
 ) -> Callable[[Contact], SlotTask]:
     """What a launch ships, once the contact is known. imports: see `Header`."""
 

@@ -22,14 +22,14 @@ class NumberedHosts:
         self._per_host = slots_per_host
         self._closed = threading.Event()
 
-    def take(self, job: int) -> str | None:
+    def acquire(self, job: int) -> str | None:
         self._room.acquire()
         if self._closed.is_set():
             self._room.release()  # for the next one that waits
             return None
         return f"host-{job // self._per_host}"
 
-    def give_back(self, host: str) -> None:
+    def release(self, host: str) -> None:
         self._room.release()
 
     def add(self, slots: int) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(180)
 CLASSIC = (
     "spark_elastic.spark.executors",
     "spark_elastic.spark.launcher",
-    "spark_elastic.spark.checks.preflight",
+    "spark_elastic.spark.preflight",
 )
 PROGRAM = f"""
 import importlib, pkgutil, sys

@@ -17,14 +17,14 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator
+from spark_elastic.coordinator import CLIENT, COORDINATOR, Coordinator, CoordinatorClient
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.mail import Box
+from spark_elastic.state.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import Held
 
@@ -67,7 +67,7 @@ class Task:
         self.store = Store.open(str(folder))
         self.process: subprocess.Popen[bytes] | None = None
         coordinator = Coordinator(
-            Box(self.store, "mail/1", KEY, COORDINATOR, CLIENT),
+            ChannelEnd(self.store, "mail/1", KEY, COORDINATOR, CLIENT),
             Limits(2, 1, 2, gather_timeout=60.0),
             ElasticConfig(status_page=False),
             "test",
@@ -91,9 +91,9 @@ class Task:
         self.process.kill()
 
     def follow(self, launcher: ProcessLauncher, narrate: NullListener) -> LaunchResult:
-        box = Box(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
+        box = ChannelEnd(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
         turn = GatherTurn(Application(), "test", Limits(1, 1, 1), SystemClock())
-        client = Client(box, "test", launcher, turn, narrate, SystemClock())
+        client = CoordinatorClient(box, "test", launcher, turn, narrate, SystemClock())
         return client.follow(self.carry, 1, ElasticConfig())
 
 

@@ -30,7 +30,7 @@ from pyspark.sql import SparkSession  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.launch.job import LaunchResult  # noqa: E402
 from spark_elastic.launch.job_monitor import JobListener  # noqa: E402
-from spark_elastic.platforms import Classic, Order  # noqa: E402
+from spark_elastic.platforms import Classic, JobSpec  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
 from tests.spark.cluster import quiet_session  # noqa: E402
 
@@ -78,7 +78,7 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
 
     plainly = Classic.launch
 
-    def noted(self: Classic, order: Order, narrate: JobListener | None = None) -> LaunchResult:
+    def noted(self: Classic, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
         launched.append(plainly(self, order, narrate))
         return launched[0]
 

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from spark_elastic.data.store import Store
-from spark_elastic.spark import carrying
+from spark_elastic.spark import payload
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing import Blow, ClusterFaults
 from spark_elastic.torch.callbacks import progress
@@ -126,7 +126,7 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
 
     Program and model travel as files of the session.
     """
-    carrying.MOST_CARRIED = 0
+    payload.INLINE_AT_MOST = 0
     df, store = estimators.table(spark), Store.open(str(folder / "store"))
     heard = Coordinators(store, "afar")
     logger = logging.getLogger("spark_elastic")

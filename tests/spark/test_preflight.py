@@ -16,9 +16,9 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
-from spark_elastic.spark.checks.preflight import preflight
-from spark_elastic.spark.checks.probe import Probing
-from spark_elastic.spark.driver_address import facts
+from spark_elastic.spark.address import collect_host_facts
+from spark_elastic.spark.preflight import preflight
+from spark_elastic.spark.probe import ProbeSpec
 from tests.spark.cluster import await_true, cluster_environment
 from tests.spark.conftest import HOSTS
 
@@ -38,11 +38,11 @@ def store(tmp_path: Path) -> Store:
 def probe(
     spark: SparkSession, store: Store, payload: bytes = HARMLESS, timeout: float = 60.0
 ) -> list[dict[str, str]]:
-    return preflight(spark.sparkContext, Probing(payload, store, ("numpy",), what="the model"), timeout)
+    return preflight(spark.sparkContext, ProbeSpec(payload, store, ("numpy",), what="the model"), timeout)
 
 
 def test_every_host_is_reached_and_nothing_is_left_in_the_store(spark: SparkSession, store: Store) -> None:
-    assert probe(spark, store) == [facts()] * HOSTS
+    assert probe(spark, store) == [collect_host_facts()] * HOSTS
     assert store.list("probes") == []
 
 
@@ -117,7 +117,9 @@ def test_another_version_on_the_hosts_is_named_with_both(
     spark = spark_with({"spark.executorEnv.PYTHONPATH": path})
     with pytest.raises(PreflightError) as caught:
         probe(spark, store)
-    assert all(word in str(caught.value) for word in (facts()["host"], "numpy 1.0.0", np.__version__))
+    assert all(
+        word in str(caught.value) for word in (collect_host_facts()["host"], "numpy 1.0.0", np.__version__)
+    )
 
 
 def test_a_host_without_our_package_is_named(
@@ -131,4 +133,4 @@ def test_a_host_without_our_package_is_named(
     spark = spark_with({"spark.executorEnv.PYTHONPATH": str(hidden)})
     with pytest.raises(PreflightError, match=r"cannot load spark_elastic .* the driver has 0") as caught:
         probe(spark, store)
-    assert facts()["host"] in str(caught.value)
+    assert collect_host_facts()["host"] in str(caught.value)

@@ -19,9 +19,9 @@ import torch
 import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
-from spark_elastic.spark.checks.preflight import preflight
-from spark_elastic.spark.checks.probe import Probing
-from spark_elastic.spark.driver_address import facts
+from spark_elastic.spark.address import collect_host_facts
+from spark_elastic.spark.preflight import preflight
+from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
@@ -68,8 +68,10 @@ def test_only_the_driver_has_the_package(
 ) -> None:
     """Without `ship` a sentence; with it preflight, and a function, also on an executor that is new."""
     sc, store = bare.sparkContext, Store.open(str(tmp_path))
-    with pytest.raises(PreflightError, match=f"host {facts()['host']} cannot load spark_elastic .*ship=True"):
-        preflight(sc, Probing(cloudpickle.dumps(1), store), 60.0)
+    with pytest.raises(
+        PreflightError, match=f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
+    ):
+        preflight(sc, ProbeSpec(cloudpickle.dumps(1), store), 60.0)
 
     for found in (
         spark_elastic.run(places, num_workers=2, ship=True, spark=bare),
@@ -79,7 +81,7 @@ def test_only_the_driver_has_the_package(
             assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), (
                 "the driver's own files"
             )
-    assert preflight(sc, Probing(cloudpickle.dumps(1), store), 60.0)
+    assert preflight(sc, ProbeSpec(cloudpickle.dumps(1), store), 60.0)
 
 
 def _after_a_loss(bare: SparkSession, standalone: StandaloneCluster) -> list[tuple[str, str]]:

@@ -21,9 +21,9 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def _wanted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> cli.Wanted:
-    found: list[cli.Wanted] = []
-    monkeypatch.setattr(cli, "play", found.append)
+def _wanted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> cli.RunOptions:
+    found: list[cli.RunOptions] = []
+    monkeypatch.setattr(cli, "execute", found.append)
     result = CliRunner().invoke(cli.run, arguments)
     assert result.exit_code == 0, result.output
     return found[0]
@@ -38,7 +38,7 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = _wanted(monkeypatch, *line.split())
     assert (wanted.num_proc, wanted.min_np, wanted.max_np) == (4, 2, 8)
     assert wanted.command == ("python", "train.py", "--lr", "0.1", "-np", "9")
-    config = cli._config(wanted)
+    config = cli._make_config(wanted)
     assert (config.cooldown_range, config.reset_limit, config.start_timeout) == ((10.0, 100.0), 3, 60.0)
     assert (config.gather_timeout, config.collective_timeout) == (5.0, 7.0)
 
@@ -145,13 +145,13 @@ def test_what_concerns_operations_reaches_the_training_processes_and_wins(
         "HOROVOD_LOG_LEVEL": "error",
     }
     wanted = _wanted(monkeypatch, *options.split(), "-np", "2", "python", "train.py")
-    environment = {**inherited, **cli._environment(wanted)}
+    environment = {**inherited, **cli._make_environment(wanted)}
     assert getattr(operations_from_env(environment), setting) == value
 
 
 def test_nothing_is_handed_on_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = _wanted(monkeypatch, "--log-hide-timestamp", "--gloo", "-np", "2", "python", "train.py")
-    assert cli._environment(wanted) == {}
+    assert cli._make_environment(wanted) == {}
 
 
 def test_the_variables_are_those_of_the_program(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,22 @@ from typing import Any, cast
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.coordinator import CLIENT, COORDINATOR, Client, Coordinator, _result, checked
+from spark_elastic.coordinator import (
+    CLIENT,
+    COORDINATOR,
+    Coordinator,
+    CoordinatorClient,
+    _result,
+    check_config,
+)
 from spark_elastic.data.store import memory_store
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.launch.job_monitor import NullListener, WorldSpan
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.platforms import MOST_IDLE, going_on
+from spark_elastic.platforms import MOST_IDLE, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.mail import Box, Mail
+from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -31,7 +38,7 @@ from spark_elastic.testing.fakes import FakeClock
 )
 def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
-        checked(ElasticConfig(**setting))
+        check_config(ElasticConfig(**setting))
 
 
 def lone_turn(clock: FakeClock) -> GatherTurn:
@@ -40,7 +47,7 @@ def lone_turn(clock: FakeClock) -> GatherTurn:
 
 
 def test_the_clients_addresses_are_not_the_tasks() -> None:
-    config = checked(ElasticConfig(advertise_address="client", bind_address="0.0.0.0", lease=7.0))
+    config = check_config(ElasticConfig(advertise_address="client", bind_address="0.0.0.0", lease=7.0))
     assert (config.advertise_address, config.bind_address, config.lease) == (None, None, 7.0)
 
 
@@ -64,8 +71,13 @@ def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
             return []
 
     launcher: Any = Launcher()
-    client = Client(
-        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), NullListener(), clock
+    client = CoordinatorClient(
+        ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
+        "job",
+        launcher,
+        lone_turn(clock),
+        NullListener(),
+        clock,
     )
 
     def carry() -> str:
@@ -92,14 +104,19 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
             return []
 
     launcher: Any = Launcher()
-    client = Client(
-        Box(store, "m", b"key", CLIENT, COORDINATOR), "job", launcher, lone_turn(clock), NullListener(), clock
+    client = CoordinatorClient(
+        ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
+        "job",
+        launcher,
+        lone_turn(clock),
+        NullListener(),
+        clock,
     )
-    task = Mail(Box(store, "m", b"key", COORDINATOR, CLIENT), lambda letter: None, clock)
+    task = StoreChannel(ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT), lambda letter: None, clock)
 
     def carry() -> str:
-        task.post({"contact": "10.0.0.1:7", "certificate": None})
-        task.turn()
+        task.send({"contact": "10.0.0.1:7", "certificate": None})
+        task.poll()
         began.wait(20)
         clock.advance(61)
         taken.wait(20)
@@ -115,14 +132,14 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
 
     monkeypatch.setattr("spark_elastic.coordinator.supervise", fails)
     store = memory_store()
-    box = Box(store, "m", b"key", COORDINATOR, CLIENT)
+    box = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
     task = Coordinator(
         box, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, admit=lambda facts: None, run=None
     )
-    task.conduct("127.0.0.1")
+    task.run_driver("127.0.0.1")
     heard: list[Any] = []
-    client = Mail(Box(store, "m", b"key", CLIENT, COORDINATOR), heard.append, FakeClock())
-    client.turn()
+    client = StoreChannel(ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR), heard.append, FakeClock())
+    client.poll()
     with pytest.raises(JobFailed, match=r"the coordinator of job, .*\n(.*\n)*RuntimeError: no port was free"):
         _result(heard[-1])
 
@@ -144,7 +161,7 @@ def test_a_run_goes_on_as_long_as_it_comes_further(losses: int, kept: bool) -> N
             raise CoordinatorLost("gone")
         return "done"
 
-    assert going_on(attempt, lambda: len(tries) if kept else 0) == "done"
+    assert resume_after_coordinator_loss(attempt, lambda: len(tries) if kept else 0) == "done"
     assert len(tries) == losses + 1
 
 
@@ -153,14 +170,14 @@ def test_a_run_that_stands_still_ends() -> None:
         raise CoordinatorLost("gone")
 
     with pytest.raises(CoordinatorLost):
-        going_on(attempt, lambda: 0)
+        resume_after_coordinator_loss(attempt, lambda: 0)
 
 
 def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
     turn = lone_turn(clock)
-    box = Box(memory_store(), "m", b"key", CLIENT, COORDINATOR)
-    client = Client(box, "job", launcher, turn, NullListener(), clock)
+    box = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
+    client = CoordinatorClient(box, "job", launcher, turn, NullListener(), clock)
     with turn.lives, turn:
         client._heard({"gathered": True})
         client._heard({"lacks": True})

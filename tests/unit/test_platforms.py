@@ -14,10 +14,10 @@ from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.platforms import Classic, Connect, Order, platform_of
+from spark_elastic.platforms import Classic, Connect, JobSpec, make_platform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark import connect
-from spark_elastic.spark.checks.probe import Probing
+from spark_elastic.spark.probe import ProbeSpec
 
 UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
 
@@ -28,10 +28,10 @@ def session() -> Any:
 
 def test_a_session_with_a_context_is_classic() -> None:
     classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="yarn", defaultParallelism=7))
-    platform = platform_of(classic, ElasticConfig())
+    platform = make_platform(classic, ElasticConfig())
     assert isinstance(platform, Classic)
     assert (platform.master, platform.workers(None), platform.workers(2)) == ("yarn", 7, 2)
-    assert isinstance(platform_of(session(), ElasticConfig()), Connect)
+    assert isinstance(make_platform(session(), ElasticConfig()), Connect)
 
 
 @pytest.mark.parametrize("unreached", [UNREACHED, None])
@@ -42,11 +42,12 @@ def test_the_driver_is_in_a_task_where_the_client_is_out_of_reach(
     ways: list[str] = []
     monkeypatch.setattr("spark_elastic.platforms.supervise", lambda *arguments: ways.append("beside"))
     monkeypatch.setattr(
-        "spark_elastic.coordinator.Client.follow", lambda self, *arguments: ways.append("in a task")
+        "spark_elastic.coordinator.CoordinatorClient.follow",
+        lambda self, *arguments: ways.append("in a task"),
     )
     platform = Connect(session(), ElasticConfig())
     platform.preflight(b"", memory_store(), (), 2, "it")
-    found: LaunchResult | None = platform.launch(Order("program", Limits(1, 1, 1), "job"))
+    found: LaunchResult | None = platform.launch(JobSpec("program", Limits(1, 1, 1), "job"))
     assert found is None
     assert ways == ["beside" if unreached is None else "in a task"]
     assert ("the coordinator will run in a task: host h cannot reach" in caplog.text) is (
@@ -66,11 +67,11 @@ def test_what_a_coordinator_in_a_task_cannot_have_is_said_before_it_starts(
 def test_without_a_store_a_client_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = SimpleNamespace(unreached=UNREACHED)
     monkeypatch.setattr(connect, "_collected", lambda *arguments: [{"answer": b""}])
-    monkeypatch.setattr(connect, "genuine", lambda answer: report)
+    monkeypatch.setattr(connect, "require_report", lambda answer: report)
     monkeypatch.setattr(connect.pickle, "loads", lambda content: None)
-    monkeypatch.setattr(connect, "judge_all", lambda *arguments, **named: None)
+    monkeypatch.setattr(connect, "check_reports", lambda *arguments, **named: None)
     spark: Any = session()
     spark.range = lambda *numbers: SimpleNamespace(mapInArrow=lambda body, schema: None)
-    probing = Probing(b"", bind=connect.bind_of(spark, ElasticConfig()))
+    probing = ProbeSpec(b"", bind=connect.choose_bind(spark, ElasticConfig()))
     with pytest.raises(PreflightError, match=r"open it; or give a store, and the driver runs in a task\."):
         connect.preflight(spark, probing, 1, 1.0)

@@ -26,7 +26,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.dataframes.scan import Dropping, Missing, Scan, prepared, quoted, rows_of
 from spark_elastic.spark.dataframes.schema import ColumnType, check_marks, column_type, row_bytes
 from spark_elastic.spark.dataframes.store_access import probe_sides, spark_url
-from spark_elastic.spark.launcher import described
+from spark_elastic.spark.launcher import describe_jobs
 
 # What a materialised data set was made from, so that the same DataFrame is not written twice.
 #
@@ -211,7 +211,7 @@ def _materialized(
     options = writing.options(row_bytes(types.values()))
     folder = f"{_FOLDER}/{made_from}/{uuid.uuid4().hex}"
     try:
-        with described(df.sparkSession, "writes rows"):
+        with describe_jobs(df.sparkSession, "writes rows"):
             manifests = _written(
                 df, types, _Target(store, folder, made_from, writing.missing, options), split
             )

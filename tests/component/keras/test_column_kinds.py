@@ -15,7 +15,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.keras.train.task import KerasBrought, KerasTrainTask
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
@@ -114,7 +114,7 @@ def trained(job: Job, folder: Path, strike: Any) -> LaunchResult:
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site = Site(run=RunLease.acquire(store, RUN))
+    site = DriverOptions(run=RunLease.acquire(store, RUN))
     with blows(folder / "blows", {"epoch 1": lambda: strike(launcher, store)}):
         result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
     assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}

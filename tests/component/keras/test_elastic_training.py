@@ -15,7 +15,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.launch.job import Site, supervise
+from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
@@ -71,7 +71,7 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site, config = Site(run=RunLease.acquire(store, RUN)), ElasticConfig()
+    site, config = DriverOptions(run=RunLease.acquire(store, RUN)), ElasticConfig()
     with blows(tmp_path / "blows", {place: partial(act, launcher, store) for place, act in acts.items()}):
         result = supervise(launcher, NoDiscovery(), site, limits, config, "test", Follower())
     assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"

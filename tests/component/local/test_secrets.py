@@ -124,7 +124,7 @@ def test_no_trace_of_a_run_has_its_secrets(tmp_path: Path, caplog: pytest.LogCap
     launcher = Watched(call.program, SystemClock(), call.preload)
     launcher.traces = traces
     with pytest.raises(WorkerFailed) as failed:
-        call.over(launcher, NoDiscovery(), 2)
+        call.run_on(launcher, NoDiscovery(), 2)
     assert "the end of the script" in str(failed.value)
     found = traces.seen | {
         "log": caplog.text.encode(),

@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
-from spark_elastic.local.launcher import Hosts, LocalLauncher
+from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotRegistered
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 
@@ -17,7 +17,7 @@ def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
     """The driver quotes it where workers are missing."""
     driver = start_driver(admit=lambda facts: "localhost has no torch")
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
-    launcher = LocalLauncher(None, Hosts({"localhost": 1}), SystemClock())
+    launcher = LocalLauncher(None, HostSlots({"localhost": 1}), SystemClock())
     try:
         launcher.start(Contact(driver.server.address, key, ATTEMPT, "job", None), posted.put)
         launcher.launch(1)
@@ -36,7 +36,7 @@ def test_ctrl_c_is_the_drivers_to_answer() -> None:
     """A terminal signals all processes; those of a slot would end with a traceback each, before they are told to."""
     driver = start_driver(admit=lambda facts: "so that it starts no worker")
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
-    launcher = LocalLauncher(None, Hosts({"localhost": 1}), SystemClock())
+    launcher = LocalLauncher(None, HostSlots({"localhost": 1}), SystemClock())
     try:
         launcher.start(Contact(driver.server.address, KEY, ATTEMPT, "job", None), posted.put)
         launcher.launch(1)

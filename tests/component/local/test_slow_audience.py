@@ -15,7 +15,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.local.slot import SlotSettings
@@ -47,7 +47,7 @@ def local(program: Held, kind: type[L]) -> L:
 
 def train(cluster: LocalLauncher, narrator: JobListener) -> LaunchResult:
     limits = Limits(2, 1, 2, lease=TIMEOUT, driver_timeout=TIMEOUT)
-    return supervise(cluster, Together(), Site(), limits, CONFIG, "test", narrator)
+    return supervise(cluster, Together(), DriverOptions(), limits, CONFIG, "test", narrator)
 
 
 class Blocking(NullListener):

@@ -16,9 +16,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
 from spark_elastic.errors import JobCancelled
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import NullListener
-from spark_elastic.local.launcher import Hosts, LocalLauncher
+from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
@@ -57,7 +57,7 @@ def _run(
 ) -> LaunchResult:
     discovery = FixedHosts({"a": 1, "b": 1}, CLOCK)
     limits, config = Limits(2, 1, 2, gather_timeout=60.0), ElasticConfig(**settings)
-    result = supervise(launcher, discovery, Site(), limits, config, "test", narrator)
+    result = supervise(launcher, discovery, DriverOptions(), limits, config, "test", narrator)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
     assert sums == {program.expected()}
     return result
@@ -65,7 +65,7 @@ def _run(
 
 def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
     program, handle = Held(30, 0.03), JobHandle()
-    launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
+    launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     left: list[int] = []
 
     def drain() -> None:
@@ -83,7 +83,7 @@ def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
 
 def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:
     program = Held(30, 0.03)
-    launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
+    launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     listed = {"a": 1, "b": 1}
     narrator = AtStep(10, lambda: listed.pop("a"), then=program.release)
     result = _run(program, launcher, narrator, host_discovery=lambda: dict(listed))
@@ -92,7 +92,7 @@ def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:
 
 def test_a_job_is_ended_by_its_handle() -> None:
     program, handle = CountingProgram(2000, 0.03), JobHandle()
-    launcher = LocalLauncher(program, Hosts({"a": 1, "b": 1}), CLOCK)
+    launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     with pytest.raises(JobCancelled, match="enough is enough"):
         _run(program, launcher, AtStep(3, lambda: handle.cancel("enough is enough")), handle=handle)
 

@@ -148,7 +148,7 @@ class Run:
 
     def results(self) -> list[Any]:
         try:
-            return self.call.over(self.cluster, self, 2)
+            return self.call.run_on(self.cluster, self, 2)
         finally:
             for thread in self._threads:
                 thread.join()

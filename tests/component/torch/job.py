@@ -26,7 +26,7 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.run_lease import RunLease
@@ -189,7 +189,7 @@ def train_elastic(
         max_global_batch=job.batch_size * job.workers,
     )
     watch = discovery or NoDiscovery()
-    result = supervise(launcher, watch, Site(run=run), limits, ElasticConfig(), "test", follower)
+    result = supervise(launcher, watch, DriverOptions(run=run), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
     return torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True), result

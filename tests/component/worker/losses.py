@@ -17,7 +17,7 @@ import psutil
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import Held
@@ -107,7 +107,7 @@ class Job:
         )
         try:
             self._release(not self.faults)
-            result = supervise(self.cluster, self, Site(), bounds, self.config, "test", self)
+            result = supervise(self.cluster, self, DriverOptions(), bounds, self.config, "test", self)
         finally:
             for thread in self._threads:
                 thread.join()

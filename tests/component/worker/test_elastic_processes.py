@@ -23,7 +23,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch.job import LaunchResult, Site, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
@@ -57,7 +57,7 @@ class Watcher(NullListener):
 
 def run(launcher: ProcessLauncher, workers: int, watcher: Watcher) -> LaunchResult:
     bounds = Limits(workers, 1, workers, gather_timeout=60.0)
-    return supervise(launcher, NoDiscovery(), Site(), bounds, ElasticConfig(), "test", watcher)
+    return supervise(launcher, NoDiscovery(), DriverOptions(), bounds, ElasticConfig(), "test", watcher)
 
 
 def launcher(program: CountingProgram, room: int = 3) -> ProcessLauncher:
@@ -233,7 +233,7 @@ def test_a_taken_driver_port_is_one_sentence() -> None:
         config = ElasticConfig(driver_port=port)
         cluster = launcher(CountingProgram(1))
         with pytest.raises(InvalidInput, match=rf"port {port} .*driver_port"):
-            supervise(cluster, NoDiscovery(), Site(), Limits(1, 1, 1), config, "test", Watcher())
+            supervise(cluster, NoDiscovery(), DriverOptions(), Limits(1, 1, 1), config, "test", Watcher())
 
 
 def test_too_few_workers_end_the_job_with_a_sentence() -> None:
@@ -241,7 +241,13 @@ def test_too_few_workers_end_the_job_with_a_sentence() -> None:
     limits = Limits(2, 2, 2, gather_timeout=0.5, start_timeout=6.0)
     with pytest.raises(NotEnoughWorkers, match="2"):
         supervise(
-            launcher(program, room=1), NoDiscovery(), Site(), limits, ElasticConfig(), "test", Watcher()
+            launcher(program, room=1),
+            NoDiscovery(),
+            DriverOptions(),
+            limits,
+            ElasticConfig(),
+            "test",
+            Watcher(),
         )
 
 

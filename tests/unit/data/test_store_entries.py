@@ -72,9 +72,9 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_ages() -> None:
-    assert [store_cli.seconds(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
+    assert [store_cli.parse_age(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
     with pytest.raises(InvalidInput, match="as in 30d"):
-        store_cli.seconds("soon")
+        store_cli.parse_age("soon")
     with pytest.raises(InvalidInput, match="older_than is -1 seconds"):
         clean(Store.open("memory://empty"), -1, LATER)
 

@@ -252,7 +252,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     def opened(*given: Any) -> Iterator[Store]:
         yield store
 
-    monkeypatch.setattr(fitting, "platform_of", lambda *given: OtherDriverEndsIt())
+    monkeypatch.setattr(fitting, "make_platform", lambda *given: OtherDriverEndsIt())
     monkeypatch.setattr(fitting, "_opened", opened)
     known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
     monkeypatch.setattr(fitting.RunRecord, "load", known)

@@ -13,7 +13,7 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
-from spark_elastic.launch.job import results
+from spark_elastic.launch.job import unpack_results
 from spark_elastic.protocol.commands import End, Outcome
 
 ENDS = {
@@ -30,13 +30,13 @@ WITH_DETAIL = (WorkerFailed, FailureBudgetExceeded, OutOfMemory)
 
 
 def test_a_success_has_its_results() -> None:
-    assert results(End("all are done", Outcome.SUCCESS, results=("1", "2"))) == ("1", "2")
+    assert unpack_results(End("all are done", Outcome.SUCCESS, results=("1", "2"))) == ("1", "2")
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.SUCCESS])
 def test_an_end_is_an_error_with_its_reason(outcome: Outcome) -> None:
     kind = ENDS[outcome]
     with pytest.raises((JobFailed, JobCancelled), match=r"\Athe reason") as caught:
-        results(End("the reason", outcome, detail="Traceback of it"))
+        unpack_results(End("the reason", outcome, detail="Traceback of it"))
     assert type(caught.value) is kind
     assert str(caught.value).endswith("Traceback of it") == (kind in WITH_DETAIL)

@@ -14,8 +14,8 @@ from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers
-from spark_elastic.launch.job import LaunchResult, Site, supervise
-from spark_elastic.local.launcher import Hosts, LocalLauncher
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.state.run_lease import RunLease
@@ -31,12 +31,12 @@ def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch:
 
     monkeypatch.setattr(RendezvousServer, "start", interrupted)
     hosts, clock = {"localhost": 1}, SystemClock()
-    launcher = LocalLauncher(None, Hosts(hosts), clock)
+    launcher = LocalLauncher(None, HostSlots(hosts), clock)
     with pytest.raises(KeyboardInterrupt):
         supervise(
             launcher,
             FixedHosts(hosts, clock),
-            Site(),
+            DriverOptions(),
             Limits(1, 1, 1),
             ElasticConfig(),
             "job",
@@ -59,7 +59,7 @@ class NoRoom:
 
 def fails(run: RunLease | None) -> LaunchResult:
     clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
-    return supervise(NoRoom(), FixedHosts({}, clock), Site(run=run), limits, ElasticConfig(), "job")
+    return supervise(NoRoom(), FixedHosts({}, clock), DriverOptions(run=run), limits, ElasticConfig(), "job")
 
 
 def test_what_a_job_raises_has_its_report() -> None:

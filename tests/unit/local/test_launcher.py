@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.ports import Contact
-from spark_elastic.local.launcher import Hosts, LocalLauncher
+from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 
 
@@ -21,7 +21,7 @@ def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.
 
     monkeypatch.setattr(subprocess, "Popen", fails)
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
-    hosts = Hosts({"localhost": 1})
+    hosts = HostSlots({"localhost": 1})
     launcher = LocalLauncher(None, hosts, SystemClock())
     launcher.start(Contact("127.0.0.1:1", b"k" * 32, 1, "job", None), posted.put)
     for job in (1, 2):

@@ -15,13 +15,13 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.running import call as running
-from spark_elastic.running.call import prepare, results
+from spark_elastic.running.call import decode_results, prepare
 from spark_elastic.worker.program import encode
 
 
 def test_r15_a_call_needs_the_result_of_every_worker() -> None:
     call = prepare(print, (), {"num_workers": 3, "regroup_timeout": 45.0})
-    limits = call.limits(2)
+    limits = call.make_limits(2)
     assert (limits.num_workers, limits.all_results, limits.regroup_timeout) == (3, True, 45.0)
 
 
@@ -32,17 +32,17 @@ def test_what_the_preflight_logs_is_told_as_what_the_job_logs(monkeypatch: pytes
     platform = SimpleNamespace(
         workers=lambda asked: 1, preflight=says("the preflight"), launch=says("the job")
     )
-    monkeypatch.setattr(running, "platform_of", lambda *given: platform)
-    monkeypatch.setattr(running, "results", lambda launched: [])
+    monkeypatch.setattr(running, "make_platform", lambda *given: platform)
+    monkeypatch.setattr(running, "decode_results", lambda launched: [])
     told = io.StringIO()
-    prepare(print, (), {"num_workers": 1, "verbose": 2, "stdout": told}).over_spark(None)  # type: ignore[arg-type]
+    prepare(print, (), {"num_workers": 1, "verbose": 2, "stdout": told}).run_on_spark(None)  # type: ignore[arg-type]
     assert "the preflight" in told.getvalue()
     assert "the job" in told.getvalue()
 
 
 def test_the_results_are_a_list_that_has_the_job_s_report() -> None:
     report = JobReport(seconds=2.0, phases={"training": 1.5})
-    returned = results(LaunchResult((encode("first", 0), encode(None, 1)), (), (), report))
+    returned = decode_results(LaunchResult((encode("first", 0), encode(None, 1)), (), (), report))
     assert returned == ["first", None]
     for same in (returned, pickle.loads(pickle.dumps(returned))):
         assert isinstance(same, list)

@@ -93,7 +93,7 @@ def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
     with pytest.raises(InvalidInput, match="Java object"):
         captures.dumps(pretended("JavaObject", "py4j.java_gateway"))
     row = pretended("Row", "pyspark.sql.types")
-    assert captures._driver_only(row) is None
+    assert captures._find_driver_only_kind(row) is None
 
 
 def test_what_does_not_pickle_is_one_sentence() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch.job import bounds
+from spark_elastic.launch.job import make_limits
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running.options import ALIASES, REFUSED, parse
 
@@ -163,17 +163,17 @@ def test_settings_of_the_config_are_arguments_too_and_win_over_a_config() -> Non
     ],
 )
 def test_r16_numbers_of_workers(given: dict[str, int], default: int, expected: tuple[int, int, int]) -> None:
-    assert parse(given).workers(default) == expected
+    assert parse(given).resolve_workers(default) == expected
 
 
 def test_numbers_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidInput, match="min_workers <= num_workers"):
-        parse({"num_workers": 2, "min_workers": 3}).workers(4)
+        parse({"num_workers": 2, "min_workers": 3}).resolve_workers(4)
 
 
 def test_every_setting_that_has_the_name_of_a_limit_becomes_that_limit() -> None:
     changed = ElasticConfig(lease=1.5, start_timeout=3.0, failure_budget=2, reset_limit=7)
-    limits = bounds(changed, 3, 2, 4)
+    limits = make_limits(changed, 3, 2, 4)
     assert (limits.num_workers, limits.min_workers, limits.max_workers) == (3, 2, 4)
     assert (limits.lease, limits.start_timeout, limits.failure_budget, limits.reset_limit) == (1.5, 3.0, 2, 7)
     shared = {f.name for f in dataclasses.fields(Limits)} & {
@@ -187,7 +187,7 @@ SECRET = {"secret": "marked-5d20"}
 
 def test_options_of_the_store_reach_it_and_are_not_shown(tmp_path: Path) -> None:
     options = parse({"run_id": "mine", "store": tmp_path, "storage_options": SECRET})
-    store = options.opened()
+    store = options.open_store()
     assert store is not None
     assert store.filesystem.storage_options == SECRET
     assert SECRET["secret"] not in f"{options!r} {store!r}"

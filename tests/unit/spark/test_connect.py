@@ -16,8 +16,8 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark import connect
-from spark_elastic.spark.checks.probe import Probing
-from spark_elastic.spark.driver_address import has_context
+from spark_elastic.spark.address import has_context
+from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -61,15 +61,15 @@ class Session:
 )
 def test_what_cannot_work_is_a_sentence(config: ElasticConfig, number: int | None, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
-        connect.check(config, number)
-    assert connect.check(ElasticConfig(), 2) == 2
+        connect.check_call(config, number)
+    assert connect.check_call(ElasticConfig(), 2) == 2
 
 
 def test_the_driver_listens_on_the_way_to_the_server() -> None:
     session: Any = Session()
-    assert connect.bind_of(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
+    assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
     told = ElasticConfig(advertise_address="driver.example", bind_address="0.0.0.0", driver_port=7)
-    assert connect.bind_of(session, told) == Bind("0.0.0.0", 7, "driver.example")
+    assert connect.choose_bind(session, told) == Bind("0.0.0.0", 7, "driver.example")
 
 
 def test_a_session_that_denies_its_context_has_none() -> None:
@@ -101,7 +101,7 @@ def test_a_setting_that_is_not_told_is_left_out() -> None:
 def test_probes_that_nobody_takes_are_interrupted() -> None:
     session: Any = Session()
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        connect.preflight(session, Probing(b"", bind=Bind()), 2, 0.05)
+        connect.preflight(session, ProbeSpec(b"", bind=Bind()), 2, 0.05)
     assert session.interrupted.is_set()
 
 
@@ -118,16 +118,18 @@ def test_a_slot_job_that_is_left_is_interrupted_at_the_end() -> None:
     assert ended == []
 
 
-@pytest.mark.parametrize(("attempt", "calls"), [(0, ["conduct"]), (1, ["stand_by"]), (2, ["stand_by"])])
+@pytest.mark.parametrize(
+    ("attempt", "calls"), [(0, ["run_driver"]), (1, ["wait_standby"]), (2, ["wait_standby"])]
+)
 def test_the_first_attempt_alone_conducts(
     monkeypatch: pytest.MonkeyPatch, attempt: int, calls: list[str]
 ) -> None:
     class Coordinator:
-        def conduct(self, host: str) -> None:
-            called.append("conduct")
+        def run_driver(self, host: str) -> None:
+            called.append("run_driver")
 
-        def stand_by(self) -> None:
-            called.append("stand_by")
+        def wait_standby(self) -> None:
+            called.append("wait_standby")
 
     called: list[str] = []
     context = SimpleNamespace(attemptNumber=lambda: attempt)
@@ -139,5 +141,5 @@ def test_the_first_attempt_alone_conducts(
         ]
     )
     launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
-    assert launcher.conduct(Coordinator()) == ("it has ended" if attempt == 0 else connect.RETRIED)
+    assert launcher.run_coordinator(Coordinator()) == ("it has ended" if attempt == 0 else connect.RETRIED)
     assert called == calls

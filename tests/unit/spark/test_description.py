@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.launcher import DESCRIPTION, describe, described
+from spark_elastic.spark.launcher import DESCRIPTION, describe_jobs, set_description
 
 
 class Properties(dict[str, Any]):
@@ -21,10 +21,10 @@ class Properties(dict[str, Any]):
 
 def test_what_the_caller_said_is_quoted() -> None:
     sc: Any = Properties()
-    describe(sc, "RUN slot 3")
+    set_description(sc, "RUN slot 3")
     assert sc[DESCRIPTION] == "spark_elastic RUN slot 3"
     sc[DESCRIPTION] = "mine"
-    describe(sc, "RUN slot 3")
+    set_description(sc, "RUN slot 3")
     assert sc[DESCRIPTION] == "spark_elastic RUN slot 3 (mine)"
 
 
@@ -32,11 +32,11 @@ def test_what_the_caller_said_is_quoted() -> None:
 def test_the_callers_own_description_comes_back(before: str | None) -> None:
     sc: Any = Properties({DESCRIPTION: before})
     session: Any = SimpleNamespace(sparkContext=sc)
-    with described(session, "writes rows"):
+    with describe_jobs(session, "writes rows"):
         assert sc[DESCRIPTION].startswith("spark_elastic writes rows")
     assert sc[DESCRIPTION] == before
 
 
 def test_a_session_without_a_context_has_no_descriptions() -> None:
-    with described(SimpleNamespace(), "writes rows"):  # type: ignore[arg-type]
+    with describe_jobs(SimpleNamespace(), "writes rows"):  # type: ignore[arg-type]
         pass

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.spark import executors
-from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS, profile_of, whole_gpu
+from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS, needs_whole_gpu, profile_of
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_a_slot_asks_where_spark_gives_it_none_or_a_part(
     executor: str | None, task: str | None, asked: bool
 ) -> None:
     settings = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
-    assert whole_gpu({name: value for name, value in settings.items() if value is not None}) is asked
+    assert needs_whole_gpu({name: value for name, value in settings.items() if value is not None}) is asked
 
 
 def test_a_cluster_that_refuses_is_told_of_with_its_reason(

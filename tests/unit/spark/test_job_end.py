@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.launcher import JobEnd, classify
+from spark_elastic.spark.launcher import SlotEnd, classify
 
 LOST = (
     "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
@@ -37,7 +37,7 @@ def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
 
 
 def test_a_task_that_raised_lost_no_executor() -> None:
-    assert classify("org.apache.spark.SparkException: Job aborted: ValueError: no") == JobEnd(
+    assert classify("org.apache.spark.SparkException: Job aborted: ValueError: no") == SlotEnd(
         "org.apache.spark.SparkException: Job aborted: ValueError: no"
     )
 
@@ -50,4 +50,4 @@ def test_a_task_that_raised_lost_no_executor() -> None:
     ],
 )
 def test_a_stopped_context_cancels(text: str) -> None:
-    assert classify(text) == JobEnd("the SparkContext was stopped", cancelled=True)
+    assert classify(text) == SlotEnd("the SparkContext was stopped", cancelled=True)

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("pyspark")
 
 import spark_elastic
-from spark_elastic.spark.driver_address import facts
+from spark_elastic.spark.address import collect_host_facts
 
 
 def test_facts_are_of_this_process() -> None:
-    found = facts()
+    found = collect_host_facts()
     assert found["python"] == platform.python_version()
     assert found["spark_elastic"] == spark_elastic.__version__
     assert found["host"]

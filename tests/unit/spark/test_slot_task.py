@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.spark.driver_address import address_towards
+from spark_elastic.spark.address import find_address_towards
 from spark_elastic.spark.slot_task import executor_id
 
 
@@ -36,10 +36,10 @@ def test_ancestors_that_cannot_be_seen_do_no_harm(tmp_path: Path) -> None:
     assert executor_id(tmp_path) == "driver"
 
 
-def test_theaddress_towards_a_driver_on_this_machine() -> None:
-    assert address_towards("127.0.0.1", 7) == "127.0.0.1"
+def test_thefind_address_towards_a_driver_on_this_machine() -> None:
+    assert find_address_towards("127.0.0.1", 7) == "127.0.0.1"
 
 
 def test_a_name_that_nobody_knows_is_named_with_its_port() -> None:
     with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
-        address_towards("no-such-host.invalid", 7077)
+        find_address_towards("no-such-host.invalid", 7077)

@@ -29,21 +29,21 @@ ENCRYPTION = (
 )
 
 
-def ssl_enabled(settings: Mapping[str, str]) -> bool:
+def is_ssl_enabled(settings: Mapping[str, str]) -> bool:
     """Spark's own servers speak TLS, so that ours do unless the configuration says otherwise."""
     return settings.get("spark.ssl.enabled", "false").lower() == "true"
 
 
-def warn(settings: Mapping[str, str], application: object, plain: str | None = None) -> None:
+def warn_about_settings(settings: Mapping[str, str], application: object, plain: str | None = None) -> None:
     """Log what `remarks` finds, a line each, once an application: its context or session keeps what was told."""
-    told: set[str] = vars(application).setdefault("_spark_elastic_told", set())
-    for remark in remarks(settings, plain):
+    told: set[str] = vars(application).setdefault("_spark_elastic_warned", set())
+    for remark in find_harmful_settings(settings, plain):
         if remark not in told:
             told.add(remark)
             log.warning("%s", remark)
 
 
-def remarks(settings: Mapping[str, str], plain: str | None = None) -> list[str]:
+def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None) -> list[str]:
     """What Spark decides for the whole application, and what limits workers unseen; a sentence each.
 
     plain: host of a Spark Connect server to which the session speaks without TLS.
@@ -56,7 +56,7 @@ def remarks(settings: Mapping[str, str], plain: str | None = None) -> list[str]:
         )
     master = settings.get("spark.master", "")
     if master == "yarn" or master.startswith("k8s://"):
-        found += _failure_count(settings)
+        found += _check_failure_count(settings)
     if ADDRESS_SPACE in settings:
         found.append(
             f"{ADDRESS_SPACE}={settings[ADDRESS_SPACE]} limits the address space of each worker, not its memory, and "
@@ -82,7 +82,7 @@ def _is_loopback(host: str) -> bool:
     return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
-def _failure_count(settings: Mapping[str, str]) -> list[str]:
+def _check_failure_count(settings: Mapping[str, str]) -> list[str]:
     """On YARN and Kubernetes Spark ends an application whose executors failed too often, whatever its jobs think."""
     said = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
     forgets = any(name in settings for name in VALIDITY)
@@ -107,7 +107,7 @@ LEAST_OVERHEAD = 384 * MEBIBYTE
 
 
 @dataclass(frozen=True)
-class Room:
+class ExecutorMemory:
     """heap: of the executor's JVM. beside: what the cluster manager grants beside it, None where it grants nothing.
 
     slots: of one executor.
@@ -131,7 +131,7 @@ class Room:
         except (OSError, ValueError):
             return None  # it has ended, which is told elsewhere
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        return judge(
+        return explain_shortage(
             self,
             sum(sizes) * self.slots,
             mapped,
@@ -146,7 +146,9 @@ def _share_of(process: Path) -> int:
     return int(fields["Pss"].split()[0]) * 1024
 
 
-def judge(room: Room, need: int, mapped: int, address_space: int | None, limit: int | None) -> str | None:
+def explain_shortage(
+    room: ExecutorMemory, need: int, mapped: int, address_space: int | None, limit: int | None
+) -> str | None:
     """need: all processes of an executor's slots. mapped: by one. address_space: its limit. limit: of a cgroup."""
     if address_space is not None and mapped * 5 > address_space * 4:
         return (
@@ -164,9 +166,9 @@ def judge(room: Room, need: int, mapped: int, address_space: int | None, limit: 
     )
 
 
-def room_of(settings: Mapping[str, str]) -> Room:
+def read_executor_memory(settings: Mapping[str, str]) -> ExecutorMemory:
     """What the settings of an application grant; on YARN and Kubernetes the overhead, elsewhere nothing is counted."""
-    heap = parse(settings.get("spark.executor.memory", "1g"))
+    heap = parse_size(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
     gpus = int(settings.get("spark.executor.resource.gpu.amount", "0"))
@@ -174,17 +176,19 @@ def room_of(settings: Mapping[str, str]) -> Room:
         slots = min(slots, gpus)
     master = settings.get("spark.master", "")
     if master != "yarn" and not master.startswith("k8s://"):
-        return Room(heap, None, slots)
+        return ExecutorMemory(heap, None, slots)
     default = (
         "0.1" if master == "yarn" else "0.4"
     )  # Kubernetes grants more to programs that are not the JVM's
     share = float(settings.get("spark.executor.memoryOverheadFactor", default))
     said = settings.get("spark.executor.memoryOverhead")
-    overhead = max(LEAST_OVERHEAD, int(heap * share)) if said is None else parse(said)
-    return Room(heap, overhead + parse(settings.get("spark.executor.pyspark.memory", "0")), slots)
+    overhead = max(LEAST_OVERHEAD, int(heap * share)) if said is None else parse_size(said)
+    return ExecutorMemory(
+        heap, overhead + parse_size(settings.get("spark.executor.pyspark.memory", "0")), slots
+    )
 
 
-def parse(text: str) -> int:
+def parse_size(text: str) -> int:
     """Spark's way to write a size, mebibytes where there is no unit: 512m, 2g, 1024."""
     text = text.strip().lower()
     if len(text) > 2 and text.endswith("b") and text[-2] in UNITS:

@@ -11,9 +11,9 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import PreflightError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.checks.preflight import admit, judge_all
-from spark_elastic.spark.checks.probe import Probe
-from spark_elastic.spark.driver_address import facts
+from spark_elastic.spark.address import collect_host_facts
+from spark_elastic.spark.preflight import check_reports, make_version_check
+from spark_elastic.spark.probe import Probe
 
 
 def test_a_probe_knocks_at_the_driver_s_door() -> None:
@@ -26,8 +26,8 @@ def test_a_probe_knocks_at_the_driver_s_door() -> None:
     assert report.fault is None
     assert fault is not None
     with pytest.raises(PreflightError, match="cannot reach the driver"):
-        judge_all([report], admit(facts()), None)
-    judge_all([report], admit(facts()), None, reached=False)
+        check_reports([report], make_version_check(collect_host_facts()), None)
+    check_reports([report], make_version_check(collect_host_facts()), None, reached=False)
     assert fault.startswith(f"host {socket.gethostname()} cannot reach the driver at {address} (")
     assert "advertise_address" in fault
 

@@ -10,34 +10,34 @@ import threading
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
-from spark_elastic.state.mail import Box, Letter, Mail
+from spark_elastic.state.store_channel import ChannelEnd, Message, StoreChannel
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
 
 
-class MailLauncher:
+class RemoteLauncher:
     """patience: seconds of the client's silence after which the job ends."""
 
-    def __init__(self, box: Box, clock: Clock, patience: float) -> None:
-        self.mail = Mail(box, self._heard, clock)
+    def __init__(self, box: ChannelEnd, clock: Clock, patience: float) -> None:
+        self.channel = StoreChannel(box, self._on_message, clock)
         self._clock = clock
         self._patience = patience
         self._post: Post | None = None
         self._closing = threading.Event()
         self._change = threading.Condition()  # owns _open
         self._open: set[int] = set()  # slot jobs
-        self._watch = threading.Thread(target=self._mind, name="spark-elastic-client", daemon=True)
+        self._watch = threading.Thread(target=self._watch_client, name="spark-elastic-client", daemon=True)
 
     def start(self, contact: Contact, post: Post) -> None:
         self._post = post
-        self.mail.post({"contact": contact.address, "certificate": contact.certificate})
-        self.mail.start()
+        self.channel.send({"contact": contact.address, "certificate": contact.certificate})
+        self.channel.start()
         self._watch.start()
 
     def launch(self, job: int) -> None:
         with self._change:
             self._open.add(job)
-        self.mail.post({"launch": job})
+        self.channel.send({"launch": job})
 
     def close(self, timeout: float) -> list[str]:
         """Wait for slots that were released by message; the client ends what still runs, once it hears of the end."""
@@ -47,7 +47,7 @@ class MailLauncher:
         self._watch.join(timeout / 2)
         return []
 
-    def _heard(self, letter: Letter) -> None:
+    def _on_message(self, letter: Message) -> None:
         assert self._post is not None
         now = self._clock.now()
         match letter:
@@ -66,10 +66,10 @@ class MailLauncher:
             case {"cancel": str(reason)}:
                 self._post(CancelRequested(now, reason))
 
-    def _mind(self) -> None:
+    def _watch_client(self) -> None:
         assert self._post is not None
         while not self._closing.wait(LOOK_EVERY):
-            silent = self._clock.now() - self.mail.heard_at
+            silent = self._clock.now() - self.channel.last_seen
             if silent > self._patience:
                 reason = f"the client has not been heard for {silent:.0f} s (driver_timeout)"
                 self._post(CancelRequested(self._clock.now(), reason))

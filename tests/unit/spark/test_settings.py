@@ -6,16 +6,18 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.checks.settings import remarks, warn
+from spark_elastic.spark.settings import find_harmful_settings, warn_about_settings
 
 ENCRYPTED = {"spark.network.crypto.enabled": "true"}
 
 
 @pytest.mark.parametrize("master", ["yarn", "k8s://https://cluster:443"])
 def test_a_count_of_executor_failures_is_told_where_spark_keeps_one(master: str) -> None:
-    (said,) = remarks({"spark.master": master, **ENCRYPTED})
+    (said,) = find_harmful_settings({"spark.master": master, **ENCRYPTED})
     assert "set spark.executor.maxNumFailures to 1000" in said
-    (said,) = remarks({"spark.master": master, "spark.executor.maxNumFailures": "4", **ENCRYPTED})
+    (said,) = find_harmful_settings(
+        {"spark.master": master, "spark.executor.maxNumFailures": "4", **ENCRYPTED}
+    )
     assert "failure of 4 executors" in said
 
 
@@ -29,24 +31,24 @@ def test_a_count_of_executor_failures_is_told_where_spark_keeps_one(master: str)
     ],
 )
 def test_nothing_is_said_where_nothing_is_wrong(settings: dict[str, str]) -> None:
-    assert remarks(settings) == []
+    assert find_harmful_settings(settings) == []
 
 
 @pytest.mark.parametrize("encrypted", ["spark.network.crypto.enabled", "spark.ssl.rpc.enabled"])
 def test_a_key_that_travels_in_the_clear_is_told(encrypted: str) -> None:
     settings = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
-    (said,) = remarks(settings)
+    (said,) = find_harmful_settings(settings)
     assert "spark.network.crypto.enabled=true" in said
-    assert remarks(settings | {encrypted: "true"}) == []
-    assert remarks(settings | {encrypted: "false"}) == [said]
+    assert find_harmful_settings(settings | {encrypted: "true"}) == []
+    assert find_harmful_settings(settings | {encrypted: "false"}) == [said]
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", None])
 def test_a_key_that_a_connect_client_sends_in_the_clear_is_told(host: str | None) -> None:
-    (said,) = remarks(ENCRYPTED, "10.0.0.7")
+    (said,) = find_harmful_settings(ENCRYPTED, "10.0.0.7")
     assert "the Spark Connect server 10.0.0.7 in the clear" in said
     assert "use_ssl=true" in said
-    assert remarks(ENCRYPTED, host) == []
+    assert find_harmful_settings(ENCRYPTED, host) == []
 
 
 def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,10 +57,10 @@ def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixtur
 
     first, settings = Application(), {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
     for application in (first, first, Application()):
-        warn(settings, application)
+        warn_about_settings(settings, application)
     assert len(caplog.records) == 2
 
 
 def test_a_limit_of_the_address_space_is_told() -> None:
-    (said,) = remarks({"spark.executor.pyspark.memory": "1g"})
+    (said,) = find_harmful_settings({"spark.executor.pyspark.memory": "1g"})
     assert "spark.executor.memoryOverhead" in said

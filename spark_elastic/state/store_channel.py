@@ -25,12 +25,12 @@ from spark_elastic.errors import StoreError
 log = logging.getLogger("spark_elastic.state")
 
 TURN = 0.5  # seconds between two looks
-SPEAK_EVERY = 2.0  # seconds between two letters; an empty one is sent if there is nothing to say
-Letter = Mapping[str, Any]
+SEND_EVERY = 2.0  # seconds between two letters; an empty one is sent if there is nothing to say
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Box:
+class ChannelEnd:
     """Where the letters of one job lie. own, other: names of the sides."""
 
     store: Store
@@ -39,46 +39,46 @@ class Box:
     own: str
     other: str
 
-    def name(self, to: str, number: int) -> str:
+    def object_name(self, to: str, number: int) -> str:
         return f"{self.folder}/{to}-{number:08d}"
 
-    def sealed(self, name: str, letters: list[Letter]) -> bytes:
+    def sign(self, name: str, letters: list[Message]) -> bytes:
         body = json.dumps(letters).encode()
         return base64.b64encode(self._seal(name, body)) + b"\n" + body
 
-    def opened(self, name: str, content: bytes) -> list[Letter]:
+    def verify(self, name: str, content: bytes) -> list[Message]:
         """Raises StoreError for what nobody with the key has written under that name, or not yet to its end."""
         seal, _, body = content.partition(b"\n")
         if not hmac.compare_digest(seal, base64.b64encode(self._seal(name, body))):
             raise StoreError(f"The letter {name} is not whole, or not signed with the job's key.")
-        letters: list[Letter] = json.loads(body)
+        letters: list[Message] = json.loads(body)
         return letters
 
     def _seal(self, name: str, body: bytes) -> bytes:
         return hmac.digest(self.key, b"letter\0" + name.encode() + b"\0" + body, "sha256")
 
 
-class Mail:
+class StoreChannel:
     """heard: called with each letter, in order; what it raises is logged."""
 
-    def __init__(self, box: Box, heard: Callable[[Letter], None], clock: Clock) -> None:
+    def __init__(self, box: ChannelEnd, heard: Callable[[Message], None], clock: Clock) -> None:
         self._box = box
-        self._heard = heard
+        self._on_message = heard
         self._clock = clock
         self._lock = threading.Lock()  # owns _waiting
-        self._waiting: list[Letter] = []
+        self._waiting: list[Message] = []
         self._under_way: bytes | None = None
         self._sent = self._read = 0
-        self._spoke = self.heard_at = clock.now()
+        self._last_sent = self.last_seen = clock.now()
         self._closing = threading.Event()
         self._until = 0.0  # of the last turn
         self._thread = threading.Thread(target=self._run, name="spark-elastic-mail", daemon=True)
 
     def start(self) -> None:
-        self.heard_at = self._clock.now()
+        self.last_seen = self._clock.now()
         self._thread.start()
 
-    def post(self, letter: Letter) -> None:
+    def send(self, letter: Message) -> None:
         with self._lock:
             self._waiting.append(letter)
 
@@ -91,19 +91,19 @@ class Mail:
             self._thread.start()
         self._thread.join(timeout)
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Send what waits and read what is there, once.
 
         Raises:
             StoreError: the store failed, or a letter in it is not whole; nothing is lost.
         """
         self._send()
-        while self._box.store.exists(name := self._box.name(self._box.own, self._read)):
-            letters = self._box.opened(name, self._box.store.read_bytes(name))
+        while self._box.store.exists(name := self._box.object_name(self._box.own, self._read)):
+            letters = self._box.verify(name, self._box.store.read_bytes(name))
             self._read += 1
-            self.heard_at = self._clock.now()
+            self.last_seen = self._clock.now()
             for letter in letters:
-                self._hand_over(letter)
+                self._deliver(letter)
             self._box.store.delete(name)
 
     def _send(self) -> None:
@@ -112,22 +112,22 @@ class Mail:
             self._write(self._under_way)
         with self._lock:
             letters, self._waiting = self._waiting, []
-        if letters or self._clock.now() - self._spoke >= SPEAK_EVERY:
-            self._write(self._box.sealed(self._next(), letters))
+        if letters or self._clock.now() - self._last_sent >= SEND_EVERY:
+            self._write(self._box.sign(self._next_name(), letters))
 
-    def _next(self) -> str:
-        return self._box.name(self._box.other, self._sent)
+    def _next_name(self) -> str:
+        return self._box.object_name(self._box.other, self._sent)
 
     def _write(self, content: bytes) -> None:
         self._under_way = content
-        self._box.store.write_bytes(self._next(), content)
+        self._box.store.write_bytes(self._next_name(), content)
         self._under_way = None
         self._sent += 1
-        self._spoke = self._clock.now()
+        self._last_sent = self._clock.now()
 
-    def _hand_over(self, letter: Letter) -> None:
+    def _deliver(self, letter: Message) -> None:
         try:
-            self._heard(letter)
+            self._on_message(letter)
         except Exception:
             log.exception("a letter could not be acted on")
 
@@ -135,7 +135,7 @@ class Mail:
         while True:
             last = self._closing.wait(TURN)
             try:
-                self.turn()
+                self.poll()
                 if last:
                     return
             except StoreError as error:  # the next turn may fare better
@@ -158,7 +158,7 @@ LOOK_EVERY = 0.5  # seconds
 END_WAIT = 5.0  # seconds for a beat under way
 
 
-class Pulse:
+class StoreHeartbeat:
     """Counts in the object `name` of the store while the block runs, and takes it away at the end."""
 
     def __init__(self, store: Store, name: str) -> None:
@@ -192,7 +192,7 @@ class Pulse:
             log.debug("the last sign of life stays: %s", error)
 
 
-def await_stillness(store: Store, name: str, clock: Clock) -> None:
+def wait_until_stale(store: Store, name: str, clock: Clock) -> None:
     """Return once the count has stood still for `STILL` seconds. A store that fails is no sign of death."""
     seen, since = b"", clock.now()
     while clock.now() - since < STILL:

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.checks.preflight import _explain, _run
+from spark_elastic.spark.preflight import _run_probes, _translate_error
 
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 
 
 def test_another_python_is_explained() -> None:
-    explained = _explain(
+    explained = _translate_error(
         RuntimeError(
             f"{LOST}[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, "
             "PySpark cannot run with different minor versions."
@@ -29,12 +29,14 @@ def test_another_python_is_explained() -> None:
 
 
 def test_a_cancelled_probe_is_a_cancelled_job() -> None:
-    assert isinstance(_explain(RuntimeError("Job 3 cancelled part of cancelled job group g")), JobCancelled)
+    assert isinstance(
+        _translate_error(RuntimeError("Job 3 cancelled part of cancelled job group g")), JobCancelled
+    )
 
 
 def test_other_errors_of_spark_stay_as_they_are() -> None:
     error = RuntimeError("disk full")
-    assert _explain(error) is error
+    assert _translate_error(error) is error
 
 
 class Others:
@@ -75,10 +77,10 @@ class FullCluster:
 
 def test_probes_wait_for_a_job_that_trains() -> None:
     sc: Any = FullCluster(Others("a long fit"))
-    assert _run(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
+    assert _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
 
 
 def test_probes_that_nobody_takes_end_the_wait() -> None:
     sc: Any = FullCluster(Others(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        _run(sc, lambda answers: answers, 2, "tag", timeout=0.0)
+        _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0)

@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from spark_elastic.data.store import memory_store
-from spark_elastic.driver.by_mail import MailLauncher
 from spark_elastic.driver.ports import Contact
+from spark_elastic.driver.remote_launcher import RemoteLauncher
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
-from spark_elastic.state.mail import Box, Mail
+from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -17,8 +17,8 @@ def test_orders_go_out_and_ends_come_back() -> None:
     store, clock = memory_store(), FakeClock()
     orders: list[Any] = []
     events: list[Any] = []
-    client = Mail(Box(store, "m", b"key", "client", "task"), orders.append, clock)
-    launcher = MailLauncher(Box(store, "m", b"key", "task", "client"), clock, 60.0)
+    client = StoreChannel(ChannelEnd(store, "m", b"key", "client", "task"), orders.append, clock)
+    launcher = RemoteLauncher(ChannelEnd(store, "m", b"key", "task", "client"), clock, 60.0)
     launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), events.append)
     launcher.launch(3)
     for letter in (
@@ -26,11 +26,11 @@ def test_orders_go_out_and_ends_come_back() -> None:
         {"wanted": "others", "taken": True},
         {"cancel": "stop"},
     ):
-        client.post(letter)
-    client.turn()
+        client.send(letter)
+    client.poll()
     assert launcher.close(20.0) == []  # returns once job 3 has ended
-    launcher.mail.close(10.0)
-    client.turn()
+    launcher.channel.close(10.0)
+    client.poll()
     assert orders == [{"contact": "10.0.0.1:7", "certificate": None}, {"launch": 3}]
     assert events == [
         LaunchEnded(clock.now(), 3, "lost", False, True),
@@ -48,11 +48,11 @@ def test_a_client_that_is_gone_ends_the_job() -> None:
         events.append(event)
         cancelled.set()
 
-    launcher = MailLauncher(Box(memory_store(), "m", b"key", "task", "client"), clock, 60.0)
+    launcher = RemoteLauncher(ChannelEnd(memory_store(), "m", b"key", "task", "client"), clock, 60.0)
     launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), post)
     clock.advance(61)
     assert cancelled.wait(20)
     launcher.close(5.0)
-    launcher.mail.close(10.0)
+    launcher.channel.close(10.0)
     assert [type(event) for event in events] == [CancelRequested]
     assert "has not been heard for 61 s" in events[0].reason

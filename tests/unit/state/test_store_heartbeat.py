@@ -8,7 +8,7 @@ import pytest
 
 from spark_elastic.data.store import memory_store
 from spark_elastic.errors import StoreError
-from spark_elastic.state.mail import LOOK_EVERY, STILL, Pulse, await_stillness
+from spark_elastic.state.store_channel import LOOK_EVERY, STILL, StoreHeartbeat, wait_until_stale
 from spark_elastic.testing.fakes import FakeClock
 
 NAME = "mail/1/pulse"
@@ -34,7 +34,7 @@ def test_a_count_is_there_as_long_as_the_block_runs() -> None:
         patched.setattr(
             type(store), "write_bytes", lambda *arguments: (written.append("x"), write(*arguments))
         )
-        with Pulse(store, NAME):
+        with StoreHeartbeat(store, NAME):
             pass
     assert written == ["x"], "at once"
     assert not store.exists(NAME)
@@ -48,13 +48,13 @@ def test_who_watches_waits_until_the_count_stands_still() -> None:
             store.write_bytes(NAME, str(int(now / (STILL - 1))).encode())
 
     clock = ActingClock(beat)
-    await_stillness(store, NAME, clock)
+    wait_until_stale(store, NAME, clock)
     assert clock.now() == pytest.approx(100 + STILL, abs=STILL)
 
 
 def test_an_absent_count_stands_still() -> None:
     clock = FakeClock()
-    await_stillness(memory_store(), NAME, clock)
+    wait_until_stale(memory_store(), NAME, clock)
     assert clock.now() == pytest.approx(STILL, abs=LOOK_EVERY)
 
 
@@ -69,5 +69,5 @@ def test_a_store_that_fails_is_no_sign_of_death(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(type(store), "exists", looked)
     clock = FakeClock()
-    await_stillness(store, NAME, clock)
+    wait_until_stale(store, NAME, clock)
     assert clock.now() >= 60

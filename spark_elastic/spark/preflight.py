@@ -18,10 +18,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gathering import Patience, application_of
 from spark_elastic.errors import ElasticError, JobCancelled, PreflightError
-from spark_elastic.spark.carrying import broadcast
-from spark_elastic.spark.checks.probe import Probing, Report, Task, prepared, task_of
-from spark_elastic.spark.driver_address import facts
-from spark_elastic.spark.launcher import describe
+from spark_elastic.spark.address import collect_host_facts
+from spark_elastic.spark.launcher import set_description
+from spark_elastic.spark.payload import broadcast
+from spark_elastic.spark.probe import ProbeReport, ProbeSpec, Task, make_probe_task, open_probe
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # What the answers of probes mean for a job: the first reason against it, as an error.
 
 
-def genuine(answer: Any) -> Report:
+def require_report(answer: Any) -> ProbeReport:
     """Raises PreflightError where a probe found no spark_elastic to load."""
-    if isinstance(answer, Report):
+    if isinstance(answer, ProbeReport):
         return answer
     host, reason = answer
     version = spark_elastic.__version__
@@ -42,8 +42,8 @@ def genuine(answer: Any) -> Report:
     )
 
 
-def judge_all(
-    reports: list[Report],
+def check_reports(
+    reports: list[ProbeReport],
     judge: Callable[[Mapping[str, Any]], str | None],
     store: Store | None,
     reached: bool = True,
@@ -87,7 +87,7 @@ MUST_MATCH: dict[str, int | None] = {
 ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
 
 
-def admit(
+def make_version_check(
     driver: Mapping[str, Any], needs: tuple[str, ...] = ()
 ) -> Callable[[Mapping[str, Any]], str | None]:
     """A judge of hosts: given a host's facts, why it cannot take part in a job of this driver, or None.
@@ -122,7 +122,7 @@ def _agree(here: str, there: str, parts: int | None) -> bool:
 ROUNDS = 3  # tries to reach every executor; busy ones are judged when their slot joins
 
 
-def preflight(sc: SparkContext, probing: Probing, timeout: float) -> list[dict[str, str]]:
+def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
     timeout: seconds until some executor must have answered, while no other job of the application trains.
@@ -131,24 +131,24 @@ def preflight(sc: SparkContext, probing: Probing, timeout: float) -> list[dict[s
         InvalidInput: the program is too large for Spark's driver.
         PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
     """
-    program = broadcast(sc, probing.payload, probing.what)
+    program = broadcast(sc, spec.payload, spec.what)
     try:
-        with prepared(probing) as probe:
+        with open_probe(spec) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"
-            reports = _reach_all(sc, task_of(probe, program), tag, timeout)
-            judge_all(reports, admit(facts(), probing.needs), probing.store)
+            reports = _probe_executors(sc, make_probe_task(probe, program), tag, timeout)
+            check_reports(reports, make_version_check(collect_host_facts(), spec.needs), spec.store)
     finally:
         program.unpersist()
     return list({report.executor: report.facts for report in reports}.values())
 
 
-def _reach_all(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[Report]:
+def _probe_executors(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[ProbeReport]:
     """Spark deals tasks out in turns, so that as many tasks as executors reach each that is idle."""
-    reports: list[Report] = []
+    reports: list[ProbeReport] = []
     for attempt in range(1, ROUNDS + 1):
         executors = _live_executors(sc)
-        for answer in _run(sc, task, executors * attempt, tag, timeout):
-            reports.append(genuine(answer))
+        for answer in _run_probes(sc, task, executors * attempt, tag, timeout):
+            reports.append(require_report(answer))
         if len({report.executor for report in reports}) >= executors or any(
             r.fault or r.unreached for r in reports
         ):
@@ -164,14 +164,14 @@ def _live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _run(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:
+def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:
     """One Spark job, cancelled when the time is over or the caller is interrupted."""
     answers: list[Any] = []
     errors: list[Exception] = []
 
     def work() -> None:
         sc.addJobTag(tag)
-        describe(sc, "probes of the hosts")
+        set_description(sc, "probes of the hosts")
         try:
             answers.extend(sc.parallelize(range(tasks), tasks).mapPartitions(task).collect())
         except Exception as error:  # raised below, in the caller's thread
@@ -195,11 +195,11 @@ def _run(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> 
             "start_timeout."
         )
     if errors:
-        raise _explain(errors[0]) from errors[0]
+        raise _translate_error(errors[0]) from errors[0]
     return answers
 
 
-def _explain(error: Exception) -> Exception:
+def _translate_error(error: Exception) -> Exception:
     """Spark's own words for a Python that it cannot work with, or for a cancelled job, as ours."""
     text = str(error)
     versions = re.search(

@@ -10,8 +10,8 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store, memory_store
-from spark_elastic.spark.checks import probe as meeting
-from spark_elastic.spark.checks.probe import Meeting
+from spark_elastic.spark import probe as meeting
+from spark_elastic.spark.probe import PeerCheck
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -19,7 +19,7 @@ def held(store: Store, number: int) -> list[str | None]:
     found: list[str | None] = []
 
     def probe() -> None:
-        found.append(Meeting(store, "meeting", "127.0.0.1").hold(number, SystemClock()))
+        found.append(PeerCheck(store, "meeting", "127.0.0.1").run(number, SystemClock()))
 
     threads = [threading.Thread(target=probe) for _ in range(number)]
     for thread in threads:
@@ -47,6 +47,6 @@ def test_one_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_one_that_comes_alone_has_nothing_to_say() -> None:
     """Its time is over, and one that has gone by then is no fault."""
     clock = FakeClock()
-    alone = Meeting(memory_store(), "meeting", "127.0.0.1")
-    assert alone.hold(2, clock) is None
+    alone = PeerCheck(memory_store(), "meeting", "127.0.0.1")
+    assert alone.run(2, clock) is None
     assert clock.now() >= meeting.MEET_SECONDS

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-def bind_of(conf: SparkConf, config: ElasticConfig) -> Bind:
+def choose_bind(conf: SparkConf, config: ElasticConfig) -> Bind:
     """Where the driver listens: as the job's configuration says, else at Spark's own address."""
     name = config.advertise_address or conf.get("spark.driver.host", LOOPBACK) or LOOPBACK
     host = config.bind_address or conf.get("spark.driver.bindAddress", name) or name
@@ -32,7 +32,7 @@ def bind_of(conf: SparkConf, config: ElasticConfig) -> Bind:
 # This machine's address as others of the cluster know it. Any thread; no state.
 
 
-def address_towards(host: str, port: int) -> str:
+def find_address_towards(host: str, port: int) -> str:
     """This machine's own address on the way to the driver: peers of the same cluster reach it there, too."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -46,11 +46,11 @@ def address_towards(host: str, port: int) -> str:
         ) from error
 
 
-def own_address(towards: str | None) -> str:
+def find_own_address(towards: str | None) -> str:
     """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name."""
     if towards is not None:
         try:
-            return address_towards(towards, 1)
+            return find_address_towards(towards, 1)
         except DriverUnreachable:
             pass  # a name that executors of some clusters do not know
     return socket.gethostbyname(socket.gethostname())
@@ -59,7 +59,7 @@ def own_address(towards: str | None) -> str:
 # What a process says of itself, for `admission` to judge: its host and what is installed. Any thread; no state.
 
 
-def facts() -> dict[str, str]:
+def collect_host_facts() -> dict[str, str]:
     """This process's host name and the versions of what is installed; imports none of it."""
     found = {
         "host": socket.gethostname(),
@@ -80,7 +80,7 @@ def facts() -> dict[str, str]:
 log = logging.getLogger("spark_elastic.spark")
 
 
-def session(given: SparkSession | None) -> SparkSession:
+def get_session(given: SparkSession | None) -> SparkSession:
     """The given one, or the active one.
 
     Raises:

@@ -8,19 +8,19 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.checks.preflight import admit
-from spark_elastic.spark.driver_address import facts
+from spark_elastic.spark.address import collect_host_facts
+from spark_elastic.spark.preflight import make_version_check
 
 DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
 
 
 def judged(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
     host = {k: v for k, v in (DRIVER | {"host": "h1"} | changes).items() if v is not None}
-    return admit(DRIVER, needs)(host)
+    return make_version_check(DRIVER, needs)(host)
 
 
 def test_a_host_is_fit_for_its_own_kind() -> None:
-    assert admit(facts(), ("torch",))(facts()) is None
+    assert make_version_check(collect_host_facts(), ("torch",))(collect_host_facts()) is None
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
     from pyspark.sql import SparkSession
 
-MOST_CARRIED = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
+INLINE_AT_MOST = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
 
 
-class Carrier(Protocol):
+class Payload(Protocol):
     """What brings bytes to a task: a broadcast, or one of the next."""
 
     @property
@@ -33,14 +33,14 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class Carried:
+class InlinePayload:
     """What a task brings along itself."""
 
     value: bytes
 
 
 @dataclass(frozen=True)
-class Attached:
+class ArtifactPayload:
     """Bytes that an executor fetches once, as a file of the session."""
 
     name: str
@@ -53,15 +53,15 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class Apart:
+class SplitPayload:
     """A program's bulk, which may lie in a file, and pickled what no file may hold."""
 
-    bulk: Carried | Attached
+    bulk: InlinePayload | ArtifactPayload
     secrets: bytes = field(repr=False)
 
     @property
     def value(self) -> bytes:
-        return pickle.dumps(_Parts(self.bulk.value, self.secrets))
+        return pickle.dumps(_PickledParts(self.bulk.value, self.secrets))
 
 
 def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
@@ -84,31 +84,31 @@ def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
     )
 
 
-def carried(spark: SparkSession, content: bytes) -> Carried | Attached:
+def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | ArtifactPayload:
     """By a file of the session where they are many."""
-    if len(content) <= MOST_CARRIED:
-        return Carried(content)
+    if len(content) <= INLINE_AT_MOST:
+        return InlinePayload(content)
     name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
     with scratch_folder() as folder:
         path = folder / name
         path.write_bytes(content)
         spark.addArtifacts(str(path), file=True)
-    return Attached(name)
+    return ArtifactPayload(name)
 
 
-def carried_program(spark: SparkSession, program: object) -> Carried | Apart:
+def make_program_payload(spark: SparkSession, program: object) -> InlinePayload | SplitPayload:
     """As `carried`; a file, which others may read, holds neither the values of its environment nor the options of its
     stores."""
     content = cloudpickle.dumps(program)
-    if len(content) <= MOST_CARRIED:
-        return Carried(content)
+    if len(content) <= INLINE_AT_MOST:
+        return InlinePayload(content)
     bulk = io.BytesIO()
-    pickler = _Parting(bulk, getattr(program, "environment", None))
+    pickler = _SecretPickler(bulk, getattr(program, "environment", None))
     pickler.dump(program)
-    return Apart(carried(spark, bulk.getvalue()), cloudpickle.dumps(pickler.secrets))
+    return SplitPayload(make_payload(spark, bulk.getvalue()), cloudpickle.dumps(pickler.secrets))
 
 
-class _Parting(cloudpickle.Pickler):  # type: ignore[misc]
+class _SecretPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Leaves secrets out, and keeps them in the order of their numbers."""
 
     def __init__(self, file: io.BytesIO, environment: object) -> None:
@@ -126,17 +126,17 @@ class _Parting(cloudpickle.Pickler):  # type: ignore[misc]
         return len(self.secrets) - 1
 
 
-class _Parts:
+class _PickledParts:
     """Pickled, it becomes the program when it is loaded."""
 
     def __init__(self, bulk: bytes, secrets: bytes) -> None:
         self._parts = bulk, secrets
 
     def __reduce__(self) -> tuple[Callable[[bytes, bytes], object], tuple[bytes, bytes]]:
-        return _joined, self._parts
+        return _load_parts, self._parts
 
 
-class _Joining(pickle.Unpickler):
+class _SecretUnpickler(pickle.Unpickler):
     def __init__(self, bulk: bytes, secrets: bytes) -> None:
         super().__init__(io.BytesIO(bulk))
         self._secrets = pickle.loads(secrets)
@@ -145,5 +145,5 @@ class _Joining(pickle.Unpickler):
         return self._secrets[pid]
 
 
-def _joined(bulk: bytes, secrets: bytes) -> object:
-    return _Joining(bulk, secrets).load()
+def _load_parts(bulk: bytes, secrets: bytes) -> object:
+    return _SecretUnpickler(bulk, secrets).load()

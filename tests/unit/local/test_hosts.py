@@ -6,37 +6,37 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from spark_elastic.local.launcher import Hosts, foreign
+from spark_elastic.local.launcher import HostSlots, find_remote_hosts
 
 
 def test_hosts_are_filled_in_their_order() -> None:
-    hosts = Hosts({"a": 2, "b": 1})
-    assert [hosts.take(job) for job in (1, 2, 3)] == ["a", "a", "b"]
+    hosts = HostSlots({"a": 2, "b": 1})
+    assert [hosts.acquire(job) for job in (1, 2, 3)] == ["a", "a", "b"]
 
 
 def test_a_host_that_lets_no_slot_in_does_not_get_every_one() -> None:
-    hosts = Hosts({"a": 2, "b": 2, "c": 1})
+    hosts = HostSlots({"a": 2, "b": 2, "c": 1})
     tried = []
     for job in range(4):
-        host = hosts.take(job)
+        host = hosts.acquire(job)
         assert host is not None
         tried.append(host)
-        hosts.give_back(host)
+        hosts.release(host)
     assert tried == ["a", "b", "c", "a"]
 
 
 def test_who_waits_gets_what_becomes_free_and_what_is_new() -> None:
-    hosts = Hosts({"a": 1})
+    hosts = HostSlots({"a": 1})
     got: SimpleQueue[str | None] = SimpleQueue()
-    assert hosts.take(1) == "a"
-    threads = [threading.Thread(target=lambda job=job: got.put(hosts.take(job))) for job in (2, 3, 4)]
+    assert hosts.acquire(1) == "a"
+    threads = [threading.Thread(target=lambda job=job: got.put(hosts.acquire(job))) for job in (2, 3, 4)]
     for thread in threads:
         thread.start()
     with pytest.raises(Empty):
         got.get(timeout=0.1)
-    hosts.give_back("a")
+    hosts.release("a")
     assert got.get(timeout=10) == "a"
-    hosts.list({"b": 1})
+    hosts.update({"b": 1})
     assert got.get(timeout=10) == "b"
     hosts.close()
     assert got.get(timeout=10) is None
@@ -46,5 +46,5 @@ def test_who_waits_gets_what_becomes_free_and_what_is_new() -> None:
 
 def test_only_names_of_this_machine_are_its_own() -> None:
     here = {"localhost": 1, "127.0.0.2": 1, socket.gethostname(): 1}
-    assert foreign(here) == []
-    assert foreign({**here, "192.0.2.7": 1}) == ["192.0.2.7"]
+    assert find_remote_hosts(here) == []
+    assert find_remote_hosts({**here, "192.0.2.7": 1}) == ["192.0.2.7"]

@@ -20,8 +20,8 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, StoreError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.carrying import Carrier
-from spark_elastic.spark.driver_address import facts, own_address
+from spark_elastic.spark.address import collect_host_facts, find_own_address
+from spark_elastic.spark.payload import Payload
 
 # Do executors reach one another? Probes of one job exchange addresses through the store and dial each other.
 #
@@ -34,30 +34,30 @@ LOOK_EVERY = 0.1  # seconds
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PeerCheck:
     """A folder of the store, and this probe's address."""
 
     store: Store
     folder: str
     address: str
 
-    def hold(self, expected: int, clock: Clock) -> str | None:
+    def run(self, expected: int, clock: Clock) -> str | None:
         """The address of another that cannot be dialled; None where there is none. expected: probes in all."""
         # The kernel takes connections by itself.
         door = listen(Bind(self.address))
         own = f"{self.folder}/{uuid.uuid4().hex}"
         try:
             self.store.write_bytes(own, dialled(Bind(self.address), door).encode())
-            there = self._await("", expected, clock) - {own}
-            refused = next((name for name in sorted(there) if not self._dialled(name)), None)
+            there = self._wait_for_names("", expected, clock) - {own}
+            refused = next((name for name in sorted(there) if not self._is_reachable(name)), None)
             self.store.write_bytes(f"{own}.done", b"")
-            self._await(".done", len(there) + 1, clock)
+            self._wait_for_names(".done", len(there) + 1, clock)
             return None if refused is None else self._address(refused)
         finally:
             self.store.delete(own)
             door.close()
 
-    def _await(self, ending: str, expected: int, clock: Clock) -> set[str]:
+    def _wait_for_names(self, ending: str, expected: int, clock: Clock) -> set[str]:
         """What has that ending, once it is so many, or the time is over."""
         deadline = clock.now() + MEET_SECONDS
         while True:
@@ -66,7 +66,7 @@ class Meeting:
                 return names
             clock.sleep(LOOK_EVERY)
 
-    def _dialled(self, name: str) -> bool:
+    def _is_reachable(self, name: str) -> bool:
         """Whether it answers, or is gone by now."""
         address = self._address(name)
         if address is None:
@@ -93,7 +93,7 @@ PROBES = "probes"
 
 
 @dataclass(frozen=True)
-class Probing:
+class ProbeSpec:
     """What is looked at.
 
     payload: cloudpickle of what workers will load; what: it in words. needs: frameworks that the job uses. bind: where
@@ -109,7 +109,7 @@ class Probing:
 
 
 @dataclass(frozen=True)
-class Report:
+class ProbeReport:
     """What a probe found. process: tells executors apart. fault: one sentence, or None. unreached: the same, of the way
     to the driver."""
 
@@ -126,46 +126,46 @@ class Report:
 
 @dataclass(frozen=True)
 class Probe:
-    """The body of a probing task. It returns what went wrong; raising would only make Spark try again.
+    """The body of a spec task. It returns what went wrong; raising would only make Spark try again.
 
-    what, encrypted: as of `Probing`. driver: the address that workers will dial. together: so many probes see, at
+    what, encrypted: as of `ProbeSpec`. driver: the address that workers will dial. together: so many probes see, at
     `towards`, whether they reach one another; 0: not looked at.
     """
 
     store: Store | None
     token: str
-    what: str = Probing.what
+    what: str = ProbeSpec.what
     driver: str | None = None
     encrypted: bool = False
     together: int = 0
     towards: str | None = None
 
-    def report(self, number: int, program: bytes) -> Report:
-        found = facts()
+    def report(self, number: int, program: bytes) -> ProbeReport:
+        found = collect_host_facts()
         name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
         host = found["host"]
         fault = (
-            self._load(host, program)
-            or self._visit_store(host, name)
-            or self._encrypt(host)
-            or self._meet(host)
+            self._check_program(host, program)
+            or self._check_store(host, name)
+            or self._check_encryption(host)
+            or self._check_peers(host)
         )
-        unreached = self._reach_driver(host)
+        unreached = self._check_driver(host)
         SystemClock().sleep(HOLD_SECONDS)
         # The parent is the executor's Python daemon: one per executor.
-        return Report(found, os.getppid(), name, fault, unreached)
+        return ProbeReport(found, os.getppid(), name, fault, unreached)
 
-    def _meet(self, host: str) -> str | None:
+    def _check_peers(self, host: str) -> str | None:
         if self.store is None or self.together < 2:
             return None
-        meeting = Meeting(self.store, f"{PROBES}/{self.token}/meeting", own_address(self.towards))
-        refused = meeting.hold(self.together, SystemClock())
+        meeting = PeerCheck(self.store, f"{PROBES}/{self.token}/meeting", find_own_address(self.towards))
+        refused = meeting.run(self.together, SystemClock())
         return refused and (
             f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
             "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
         )
 
-    def _encrypt(self, host: str) -> str | None:
+    def _check_encryption(self, host: str) -> str | None:
         if not self.encrypted:
             return None
         from spark_elastic.worker.entry import why_not_encrypted
@@ -173,7 +173,7 @@ class Probe:
         refused = why_not_encrypted()
         return refused and f"host {host}: {refused}, or set tls=False."
 
-    def _load(self, host: str, program: bytes) -> str | None:
+    def _check_program(self, host: str, program: bytes) -> str | None:
         try:
             cloudpickle.loads(program)
         except Exception as error:  # whatever user classes raise while they are unpickled
@@ -183,7 +183,7 @@ class Probe:
             )
         return None
 
-    def _reach_driver(self, host: str) -> str | None:
+    def _check_driver(self, host: str) -> str | None:
         if self.driver is None:
             return None
         name, _, port = self.driver.rpartition(":")
@@ -196,7 +196,7 @@ class Probe:
             )
         return None
 
-    def _visit_store(self, host: str, name: str) -> str | None:
+    def _check_store(self, host: str, name: str) -> str | None:
         if self.store is None:
             return None
         try:
@@ -217,7 +217,7 @@ class Probe:
         return None
 
 
-def task_of(probe: Probe, program: Carrier) -> Task:
+def make_probe_task(probe: Probe, program: Payload) -> Task:
     """The probe as a nested function, which travels by value, so that it starts even where our package is missing."""
     packed = pickle.dumps(probe)
 
@@ -232,20 +232,20 @@ def task_of(probe: Probe, program: Carrier) -> Task:
 
 
 @contextmanager
-def prepared(probing: Probing) -> Iterator[Probe]:
+def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
     """A probe whose store and driver are there to be found as long as the block runs.
 
     Raises:
         StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound.
     """
-    token, store, bind = uuid.uuid4().hex, probing.store, probing.bind
+    token, store, bind = uuid.uuid4().hex, spec.store, spec.bind
     if store is not None:
         store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
     # Nobody need answer at this door: the kernel takes connections by itself.
     door = listen(bind) if bind is not None else None
     try:
         driver = dialled(bind, door) if bind is not None and door is not None else None
-        yield Probe(store, token, probing.what, driver, probing.encrypted)
+        yield Probe(store, token, spec.what, driver, spec.encrypted)
     finally:
         if door is not None:
             door.close()

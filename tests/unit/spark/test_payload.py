@@ -12,14 +12,14 @@ from py4j.protocol import Py4JJavaError
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.carrying import (
-    MOST_CARRIED,
-    Apart,
-    Attached,
-    Carried,
+from spark_elastic.spark.payload import (
+    INLINE_AT_MOST,
+    ArtifactPayload,
+    InlinePayload,
+    SplitPayload,
     broadcast,
-    carried,
-    carried_program,
+    make_payload,
+    make_program_payload,
 )
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.worker.function_program import FunctionProgram
@@ -38,10 +38,10 @@ class Session:
 
 def test_many_bytes_travel_as_a_file_of_the_session() -> None:
     session: Any = Session()
-    assert carried(session, b"few").value == b"few"
+    assert make_payload(session, b"few").value == b"few"
     assert session.files == []
-    many = bytes(MOST_CARRIED + 1)
-    assert isinstance(carried(session, many), Attached)
+    many = bytes(INLINE_AT_MOST + 1)
+    assert isinstance(make_payload(session, many), ArtifactPayload)
     assert session.files == [many]
 
 
@@ -50,14 +50,14 @@ def test_a_file_holds_neither_environment_nor_the_options_of_stores() -> None:
     session: Any = Session()
     store = Store.open("memory://jobs", token="store-7f3a9c51e0")
     policy, secrets = CheckpointPolicy("run", 1), ("env-7f3a9c51e0", "store-7f3a9c51e0")
-    many = bytes(MOST_CARRIED + 1)
+    many = bytes(INLINE_AT_MOST + 1)
     program = FunctionProgram(len, (many,), environment={"TOKEN": secrets[0]}, durable=(store, policy))
-    carrier = carried_program(session, program)
+    carrier = make_program_payload(session, program)
     (file,) = session.files
     assert not [secret for secret in secrets if secret.encode() in file]
     assert not [secret for secret in secrets if secret in repr(carrier)]
-    assert isinstance(carrier, Apart)
-    carrier = replace(carrier, bulk=Carried(file))  # as the executor reads it
+    assert isinstance(carrier, SplitPayload)
+    carrier = replace(carrier, bulk=InlinePayload(file))  # as the executor reads it
     loaded = cloudpickle.loads(carrier.value)
     assert (loaded.environment, loaded.pickled) == (program.environment, program.pickled)
     assert loaded._durable[0].filesystem.storage_options == store.filesystem.storage_options
@@ -65,8 +65,8 @@ def test_a_file_holds_neither_environment_nor_the_options_of_stores() -> None:
 
 def test_a_small_program_travels_as_it_is() -> None:
     session: Any = Session()
-    carrier = carried_program(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
-    assert isinstance(carrier, Carried)
+    carrier = make_program_payload(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
+    assert isinstance(carrier, InlinePayload)
     assert cloudpickle.loads(carrier.value).environment == {"TOKEN": "t"}
     assert session.files == []
 

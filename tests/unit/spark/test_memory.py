@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.data.reading.decoded_groups import cgroup_limit
-from spark_elastic.spark.checks.settings import Room, judge, parse, room_of
+from spark_elastic.spark.settings import ExecutorMemory, explain_shortage, parse_size, read_executor_memory
 
 G = 1 << 30
 M = 1 << 20
 
 
 def test_sizes_as_spark_writes_them() -> None:
-    assert [parse(text) for text in ("1g", "512m", "2048", "1gb", "64k", "7b")] == [
+    assert [parse_size(text) for text in ("1g", "512m", "2048", "1gb", "64k", "7b")] == [
         G,
         G // 2,
         2 * G,
@@ -27,38 +27,42 @@ def test_sizes_as_spark_writes_them() -> None:
 
 def test_overhead_counts_where_a_cluster_manager_grants_it() -> None:
     settings = {"spark.executor.memory": "8g", "spark.executor.cores": "4", "spark.task.cpus": "2"}
-    assert room_of(settings | {"spark.master": "spark://host:1"}) == Room(8 * G, None, 2)
-    assert room_of(settings | {"spark.master": "yarn"}) == Room(8 * G, int(8 * G * 0.1), 2)
+    assert read_executor_memory(settings | {"spark.master": "spark://host:1"}) == ExecutorMemory(
+        8 * G, None, 2
+    )
+    assert read_executor_memory(settings | {"spark.master": "yarn"}) == ExecutorMemory(
+        8 * G, int(8 * G * 0.1), 2
+    )
     said = {"spark.master": "k8s://x", "spark.executor.memoryOverhead": "3g"}
-    assert room_of(settings | said) == Room(8 * G, 3 * G, 2)
+    assert read_executor_memory(settings | said) == ExecutorMemory(8 * G, 3 * G, 2)
 
 
 def test_what_does_not_fit_names_the_setting_and_an_amount() -> None:
-    said = judge(Room(G, 384 * M, 1), 800 * M, M, None, None)
+    said = explain_shortage(ExecutorMemory(G, 384 * M, 1), 800 * M, M, None, None)
     assert said is not None
     assert "800m" in said
     assert "set spark.executor.memoryOverhead to 1200m" in said
-    assert judge(Room(G, 800 * M, 1), 800 * M, M, None, None) is None
+    assert explain_shortage(ExecutorMemory(G, 800 * M, 1), 800 * M, M, None, None) is None
 
 
 def test_the_container_counts_too() -> None:
-    said = judge(Room(G, None, 2), 800 * M, M, None, G + 500 * M)
+    said = explain_shortage(ExecutorMemory(G, None, 2), 800 * M, M, None, G + 500 * M)
     assert said is not None
     assert "500m beside its JVM" in said
-    assert judge(Room(G, None, 2), 800 * M, M, None, 4 * G) is None
+    assert explain_shortage(ExecutorMemory(G, None, 2), 800 * M, M, None, 4 * G) is None
 
 
 def test_an_address_space_that_is_nearly_full_is_told() -> None:
-    said = judge(Room(G, None, 1), M, 900 * M, G, None)
+    said = explain_shortage(ExecutorMemory(G, None, 1), M, 900 * M, G, None)
     assert said is not None
     assert "spark.executor.pyspark.memory" in said
-    assert judge(Room(G, None, 1), M, 700 * M, G, None) is None
+    assert explain_shortage(ExecutorMemory(G, None, 1), M, 700 * M, G, None) is None
 
 
 def test_a_real_process_is_measured_and_one_that_ended_is_not() -> None:
-    assert Room(0, 1, 1).shortage(os.getpid()) is not None
-    assert Room(0, 1 << 50, 1).shortage(os.getpid()) is None or cgroup_limit() is not None
-    assert Room(0, 1, 1).shortage(2**22 + 1) is None
+    assert ExecutorMemory(0, 1, 1).shortage(os.getpid()) is not None
+    assert ExecutorMemory(0, 1 << 50, 1).shortage(os.getpid()) is None or cgroup_limit() is not None
+    assert ExecutorMemory(0, 1, 1).shortage(2**22 + 1) is None
 
 
 def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Path) -> None:
@@ -69,9 +73,9 @@ def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Pa
             f"10-20 ---p 00000000 00:00 0 [rollup]\nRss: 2000000 kB\nPss: {share * 1024} kB\nPss_Dirty: 7 kB\n"
         )
     without, beside, forked = (
-        Room(0, 100 * M, 2).shortage(7, proc=tmp_path),
-        Room(0, 100 * M, 2).shortage(7, 8, proc=tmp_path),
-        Room(0, 100 * M, 2).shortage(7, 8, 9, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).shortage(7, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).shortage(7, 8, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).shortage(7, 8, 9, proc=tmp_path),
     )
     assert without is not None
     assert "2 workers of an executor and their spares take 3600m" in without
