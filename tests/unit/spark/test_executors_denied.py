@@ -13,7 +13,7 @@ from py4j.protocol import Py4JError
 
 from spark_elastic.data.store import memory_store
 from spark_elastic.spark.dataframes.materialize import _source
-from spark_elastic.spark.dataframes.sides import probe_sides
+from spark_elastic.spark.dataframes.store_access import probe_sides
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.preflight import _live_executors
 from spark_elastic.testing.fakes import FakeClock
