@@ -29,7 +29,7 @@ from benchmarks.parts.report import Row, finish, parser
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.worker import context
-from spark_elastic.worker.context import Current
+from spark_elastic.worker.context import WorkerContext
 
 SIZES = {"4 B": 4, "4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
 KEY = b"a benchmark's key"
@@ -66,7 +66,7 @@ def _become(group: Group) -> None:
     """What a worker's loop says of the process before it runs a user's function."""
     size = group.size
     members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))
-    context.set_current(Current(f"w{group.rank}", World(Fence(*group.fence), members, None, ""), group))
+    context.set_context(WorkerContext(f"w{group.rank}", World(Fence(*group.fence), members, None, ""), group))
 
 
 def _contenders(sockets: list[Group], shared: Group, count: int) -> list[Callable[[], object]]:

@@ -32,7 +32,7 @@ from benchmarks.parts.report import Row, finish, parser
 from benchmarks.parts.tensorflow_step import Contenders, addresses
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.torch import DistributedOptimizer
-from spark_elastic.worker.context import Current, set_current
+from spark_elastic.worker.context import WorkerContext, set_context
 
 KEY = b"a benchmark's key"
 WARM_UP = 3  # rounds that open connections and touch memory
@@ -73,12 +73,12 @@ def _one_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rou
         Endpoint(KEY) as end,
         connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,
     ):
-        set_current(Current(f"rank {rank}", group=group))
+        set_context(WorkerContext(f"rank {rank}", group=group))
         data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(rank))
         steps, close = _contenders(net, data, group)
         pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
         close()
-        set_current(None)
+        set_context(None)
     dist.destroy_process_group()
 
 
@@ -127,11 +127,11 @@ def _one_rank_of_tensorflow(pipe: Connection, rank: int, workers: list[str], net
         Endpoint(KEY) as end,
         connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,
     ):
-        set_current(Current(f"rank {rank}", group=group))
+        set_context(WorkerContext(f"rank {rank}", group=group))
         data = np.random.default_rng(rank).normal(size=(net.rows, net.width)).astype(np.float32)
         steps = contenders.steps(net.layers, net.width, data, group)
         pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
-        set_current(None)
+        set_context(None)
 
 
 def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[Row]:

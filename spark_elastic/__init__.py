@@ -46,9 +46,9 @@ _EXPORTS = {
     "TimeLimitReached": "spark_elastic.errors",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
-    "report": "spark_elastic.worker.seat",
+    "report": "spark_elastic.worker.session",
     "run": "spark_elastic.running.call",
-    "task_resources": "spark_elastic.worker.seat",
+    "task_resources": "spark_elastic.worker.session",
 }
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from spark_elastic.estimators.keras_model import ElasticKerasModel
     from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator, ElasticTorchModel
     from spark_elastic.running.call import run
-    from spark_elastic.worker.seat import report, task_resources
+    from spark_elastic.worker.session import report, task_resources
 
 __all__ = [
     "ConnectionClosed",

@@ -6,15 +6,15 @@ import numpy as np
 
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.object_state import ObjectState
-from spark_elastic.worker.context import current
-from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.context import get_context
+from spark_elastic.worker.session import get_session
 
 
 def loop(state: ObjectState) -> None:
-    seat, numbers = current(), np.ones(1000)
-    assert seat is not None
-    seat.group.allreduce(numbers)
+    worker, numbers = get_context(), np.ones(1000)
+    assert worker is not None
+    worker.group.allreduce(numbers)
     print("sum", numbers.sum(), flush=True)  # noqa: T201 - what its test reads
 
 
-elastic(loop, seat_of_process)(ObjectState())
+elastic(loop, get_session)(ObjectState())

@@ -38,8 +38,8 @@ PUBLIC = {
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
     "run": "running.call",
-    "report": "worker.seat",
-    "task_resources": "worker.seat",
+    "report": "worker.session",
+    "task_resources": "worker.session",
 }
 HEAVY = (
     "pyspark",

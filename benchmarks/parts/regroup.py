@@ -27,7 +27,7 @@ from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
 STEP = 0.030  # seconds
 PATIENCE = 60.0  # seconds that the processes get to come up
@@ -53,20 +53,20 @@ class Stepper:
         self._step = int(staging[0])
         return Position(0, Phase.TRAIN, self._step)
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         self._step = self._step or 0
         self._write("runs", world)
         while True:
             time.sleep(STEP)
             stop = float((self._folder / "stop").exists())
             try:
-                wish = group.allgather(np.array([session.membership_version(), stop])).reshape(-1, 2)
+                wish = group.allgather(np.array([handle.membership_version(), stop])).reshape(-1, 2)
             except CollectiveError:
                 self._write("broke", world)
                 raise
             self._step += 1
             self._write("applied", world)
-            session.tell(Position(0, Phase.TRAIN, self._step))
+            handle.report_position(Position(0, Phase.TRAIN, self._step))
             if wish[:, 1].max():
                 return Completed(json.dumps(self._step))
             if wish[:, 0].max() > world.version:

@@ -21,7 +21,7 @@ import keras
 from spark_elastic.keras.callbacks import DONE_BEFORE
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.state import State
-from spark_elastic.worker.seat import KerasState, ObjectState, seat_of_process
+from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
 __all__ = [
     "CommitStateCallback",
@@ -40,7 +40,7 @@ END_OF_EPOCH = "the epoch is over"  # true for fit, which leaves its batches for
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator."""
-    return elastic(func, seat_of_process)
+    return elastic(func, get_session)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped

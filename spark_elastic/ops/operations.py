@@ -10,6 +10,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.state.handover import pickled
-from spark_elastic.worker.context import current, floor_of_process
+from spark_elastic.worker.context import get_context, get_group_context, get_process_context
 
 log = logging.getLogger(__name__)
 
@@ -74,20 +75,19 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
         raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
     if process_set.process_set_id is None:
         raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
-    here = current()
-    floor = floor_of_process() if here is None else here.floor
     group = world()
     if group.rank not in process_set.ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
-    channels = floor.shared(
-        "channels", lambda: OperationQueues(group, _make_completion_signal, operations_from_env())
+    channels = get_group_context().get_or_create(
+        OperationQueues, lambda: OperationQueues(group, _make_completion_signal, operations_from_env())
     )
     return channels.get(process_set, get_timeline())
 
 
 def _make_completion_signal() -> CompletionSignal:
-    here = current()
-    return CompletionSignal(SystemClock()) if here is None else CompletionSignal(SystemClock(), here.waiting)
+    worker = get_context()
+    wait = nullcontext if worker is None else worker.wait_recorder.record_wait
+    return CompletionSignal(SystemClock(), wait)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _TimelineState:
 
 
 def _get_timeline_state() -> _TimelineState:
-    return floor_of_process().shared("timeline", _timeline_from_env)
+    return get_process_context().get_or_create(_TimelineState, _timeline_from_env)
 
 
 def _timeline_from_env() -> _TimelineState:

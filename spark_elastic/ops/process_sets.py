@@ -14,8 +14,7 @@ from elastic_collectives import Group
 from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.context import current, floor_of_call
-from spark_elastic.worker.seat import group_of
+from spark_elastic.worker.context import get_call_context, get_context
 
 
 class SingleProcessGroup:
@@ -68,8 +67,8 @@ def world() -> Group:
     Raises:
         CollectiveError: between two worlds there is none.
     """
-    here = current()
-    return cast("Group", SingleProcessGroup()) if here is None else group_of(here)
+    worker = get_context()
+    return cast("Group", SingleProcessGroup()) if worker is None else worker.require_group()
 
 
 class ProcessSet:
@@ -146,7 +145,7 @@ class _Registry:
 
 
 def _get_registry() -> _Registry:
-    return floor_of_call().shared("process sets", _Registry)
+    return get_call_context().get_or_create(_Registry)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

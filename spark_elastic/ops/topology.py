@@ -8,8 +8,7 @@ from typing import Any, cast
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, reset_process_sets
 from spark_elastic.protocol.types import Member
-from spark_elastic.worker.context import Current, current, initialized, set_initialized
-from spark_elastic.worker.seat import group_of
+from spark_elastic.worker.context import WorkerContext, get_context, get_process_context
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
@@ -23,29 +22,29 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
             "init() takes no communicator: leave comm out, and use process sets for some of the ranks."
         )
     reset_process_sets([] if process_sets in (None, "dynamic") else cast("Any", process_sets))
-    set_initialized(True)
+    get_process_context().is_initialized = True
 
 
 def shutdown() -> None:
     """End the use of this interface; the world goes on until the worker's function ends."""
-    set_initialized(False)
+    get_process_context().is_initialized = False
 
 
 def is_initialized() -> bool:
     """Whether `init` was called."""
-    return initialized()
+    return get_process_context().is_initialized
 
 
 def size() -> int:
     """How many workers the world has."""
-    here = current()
-    return 1 if here is None else group_of(here).size
+    worker = get_context()
+    return 1 if worker is None else worker.require_group().size
 
 
 def rank() -> int:
     """This worker's number in the world, from 0."""
-    here = current()
-    return 0 if here is None else group_of(here).rank
+    worker = get_context()
+    return 0 if worker is None else worker.require_group().rank
 
 
 def local_size() -> int:
@@ -74,9 +73,11 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of workers."""
-    here = current()
+    worker = get_context()
     return (
-        here is None or here.world is None or len({member.local_size for member in here.world.members}) == 1
+        worker is None
+        or worker.world is None
+        or len({member.local_size for member in worker.world.members}) == 1
     )
 
 
@@ -135,7 +136,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: objec
 
 
 def _get_member() -> Member | None:
-    here: Current | None = current()
-    if here is None or here.world is None:
+    worker: WorkerContext | None = get_context()
+    if worker is None or worker.world is None:
         return None
-    return here.world.members[group_of(here).rank]
+    return worker.world.members[worker.require_group().rank]

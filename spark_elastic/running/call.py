@@ -32,7 +32,7 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import decode
 from spark_elastic.worker.script import Module, Script
@@ -205,7 +205,7 @@ def prepare(
     Raises:
         InvalidInput: as `run`.
     """
-    if current() is not None:
+    if get_context() is not None:
         raise InvalidInput("run() was called on a worker: call it where the SparkSession lives.")
     named = dict(arguments)
     args, kwargs = named.pop("args", ()), named.pop("kwargs", None)

@@ -19,7 +19,7 @@ from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore, Ch
 from spark_elastic.state.commit import Snapshot
 from spark_elastic.state.handover import pickled
 
-DURABLE = "durable"  # in `Seat.kept`: this process's DurableCommits
+DURABLE = "durable"  # in `WorkerSession.persistent`: this process's DurableCommits
 PICTURE, MEMORY = "picture.pkl", "memory.bin"
 
 

@@ -16,7 +16,7 @@ from spark_elastic.state.commit import Snapshot, SnapshotBuffer, SnapshotBuilder
 from spark_elastic.state.durable_commits import DurableCommits
 from spark_elastic.state.handlers import REGISTRY, Registry, SnapshotHandler, StateHandler, handler_for
 from spark_elastic.state.handover import hand_over, pickled
-from spark_elastic.state.state import Seat, State
+from spark_elastic.state.state import State, WorkerSession
 from spark_elastic.state.variables import (
     KerasModelHandler,
     KerasOptimizerHandler,
@@ -33,7 +33,7 @@ class ObjectState(State):
 
     registry: Registry = REGISTRY
     # For a `sync` outside of the run loop.
-    group_of_process: Callable[[], Group | None] = staticmethod(lambda: None)
+    get_group: Callable[[], Group | None] = staticmethod(lambda: None)
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
@@ -70,11 +70,11 @@ class ObjectState(State):
         self._tell()
 
     def count_save(self) -> None:
-        seat = self._seat
-        if seat is not None and seat.durable is not None:
-            seat.durable.begun()
-            if seat.group.rank == 0:
-                seat.durable.committed(seat.world.fence, self._commits.newest())
+        session = self._session
+        if session is not None and session.durable is not None:
+            session.durable.begun()
+            if session.group.rank == 0:
+                session.durable.committed(session.world.fence, self._commits.newest())
         self.save()
 
     def save_again(self) -> None:
@@ -94,7 +94,7 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
-        group = self.group_of_process() if self._seat is None else self._seat.group
+        group = self.get_group() if self._session is None else self._session.group
         # Those come first: who breaks there has not taken over the rest, and claims nothing.
         self._sync_each(self._custom())
         # Elsewhere it would pass for the state that is to come.
@@ -112,14 +112,14 @@ class ObjectState(State):
             handler.source_rank = self.source_rank
             handler.sync()
 
-    def sit(self, seat: Seat | None) -> None:
+    def attach(self, session: WorkerSession | None) -> None:
         own = [name for name, h in self._handlers.items() if not isinstance(h, SnapshotHandler)]
-        if seat is not None and seat.durable is not None and own:
+        if session is not None and session.durable is not None and own:
             raise InvalidInput(
                 f"run_id= makes a state durable as one picture, and the handler of {own[0]!r} takes no part in it: "
                 "have it be a SnapshotHandler, or leave run_id out."
             )
-        super().sit(seat)
+        super().attach(session)
 
     def resume(self, durable: DurableCommits, candidates: Sequence[Checkpoint]) -> None:
         kept = durable.restore(candidates)
@@ -132,8 +132,8 @@ class ObjectState(State):
         self._number = kept.version
 
     def make_durable(self, durable: DurableCommits) -> None:
-        assert self._seat is not None
-        durable.finish(self._seat.world.fence, self._commits.newest())
+        assert self._session is not None
+        durable.finish(self._session.world.fence, self._commits.newest())
 
     def reset(self) -> None:
         for handler in self._handlers.values():

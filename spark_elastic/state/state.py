@@ -1,7 +1,7 @@
 """The state of a hand-written training, as its loop and the run loop see it: Horovod's `State`.
 
 Commits are counted: their number is the position by which the driver finds the newest survivor (R4). Training thread
-only. It must not know how its values are kept (`object_state`) nor how worlds are formed (`Seat`).
+only. It must not know how its values are kept (`object_state`) nor how worlds are formed (`WorkerSession`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
-class Seat(Protocol):
+class WorkerSession(Protocol):
     """This process's place among the workers."""
 
     @property
@@ -37,15 +37,15 @@ class Seat(Protocol):
     def group(self) -> Group: ...
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def persistent(self) -> dict[str, Any]:
         """Values by name that outlive one call of the user's function."""
         ...
 
-    def at(self, commits: int) -> None:
+    def report_commit(self, commits: int) -> None:
         """Tell that this worker now holds the state of `commits` commits."""
         ...
 
-    def stop_wanted(self) -> bool:
+    def agree_to_stop(self) -> bool:
         """Whether all ranks stop here for a planned change: the same answer on each (R6).
 
         Raises:
@@ -58,7 +58,7 @@ class Seat(Protocol):
         """What makes this job's commits outlive all workers; None: nothing does."""
         ...
 
-    def ends(self) -> bool:
+    def is_job_ending(self) -> bool:
         """Whether the stop that all ranks agreed on is the job's end."""
         ...
 
@@ -79,7 +79,7 @@ class State(ABC):
 
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
         self._reset_callbacks: list[Callable[[], object]] = []
-        self._seat: Seat | None = None
+        self._session: WorkerSession | None = None
         self._number = 0  # of the newest commit
         self._source = 0
 
@@ -115,7 +115,7 @@ class State(ABC):
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
         """
         # All ranks ask, whatever each of them finds itself in.
-        if self._seat is not None and self._seat.stop_wanted() and not self.in_mid_step():
+        if self._session is not None and self._session.agree_to_stop() and not self.in_mid_step():
             raise HostsUpdatedInterrupt
 
     def in_mid_step(self) -> bool:
@@ -154,15 +154,19 @@ class State(ABC):
         """A save that stands for the same commit as the one before."""
         self.save()
 
-    def sit(self, seat: Seat | None) -> None:
-        """Give this state a seat, or take it away (None).
+    def attach(self, session: WorkerSession | None) -> None:
+        """Give this state a session, or take it away (None).
 
         Raises:
             InvalidInput: the job's commits are to be durable, and this state's cannot be.
         """
-        if seat is not None and seat.durable is not None and type(self).make_durable is State.make_durable:
+        if (
+            session is not None
+            and session.durable is not None
+            and type(self).make_durable is State.make_durable
+        ):
             raise _not_durable(self)
-        self._seat = seat
+        self._session = session
 
     def begin_world(self, source: int | None, number: int | None) -> None:
         """Prepare to go on in a new world.
@@ -197,8 +201,8 @@ class State(ABC):
 
     def _tell(self) -> None:
         # Before the first commit there is nothing that a checkpoint should give way to.
-        if self._seat is not None and self._number:
-            self._seat.at(self._number)
+        if self._session is not None and self._number:
+            self._session.report_commit(self._number)
 
 
 def _not_durable(state: State) -> InvalidInput:

@@ -20,7 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.context import Floor, current, floor_of_process
+from spark_elastic.worker.context import get_group_context, get_process_context
 
 ALIGN = 64
 KEPT_FROM = 1 << 20  # bytes; smaller pieces are cheaper to allocate anew
@@ -88,7 +88,7 @@ def copy_arrays(arrays: Sequence[Array]) -> tuple[list[Array], Bytes]:
     ends = [0]
     for array in arrays:
         ends.append(ends[-1] + -(-array.nbytes // ALIGN) * ALIGN)
-    memory = floor_of_process().shared("tensorflow memory", Memory).piece(ends[-1])
+    memory = get_process_context().get_or_create(Memory).piece(ends[-1])
     made = []
     for begin, array in zip(ends[:-1], arrays, strict=True):
         copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -123,9 +123,7 @@ def remember(error: BaseException) -> None:
 
 def _get_remembered() -> _Remembered:
     """The error remembered in the current world: what an earlier world raised is no cause in the next."""
-    here = current()
-    floor: Floor = floor_of_process() if here is None else here.floor
-    return floor.shared("tensorflow failure", _Remembered)
+    return get_group_context().get_or_create(_Remembered)
 
 
 def _raise_remembered(call_flat: Callable[..., Any]) -> Callable[..., Any]:

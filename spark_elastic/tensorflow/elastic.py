@@ -17,7 +17,7 @@ from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import REGISTRY, Registry
 from spark_elastic.state.state import State
 from spark_elastic.state.variables import VariablesHandler
-from spark_elastic.worker.seat import KerasState, ObjectState, seat_of_process
+from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -29,7 +29,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
     A collective that breaks inside of a tf.function, `model.fit` included, ends the world as any other does.
     """
-    return elastic(func, seat_of_process)
+    return elastic(func, get_session)
 
 
 class _Variables(list[Any]):

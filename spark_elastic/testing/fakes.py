@@ -11,7 +11,7 @@ from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.protocol.types import Phase, Position, World
-from spark_elastic.worker.program import Completed, Outcome, Session, Stopped
+from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
 
 class NumberedHosts:
@@ -119,18 +119,18 @@ class CountingProgram:
         self._step, self._state = int(staging[0]), staging[1:].copy()
         return Position(0, Phase.TRAIN, self._step)
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         self._step = self._step or 0
         self._sizes.append(group.size)
         while self._step < self._steps:
             self._clock.sleep(self._seconds)
             change = self._share(self._step, group.rank, group.size)
             group.allreduce(change)
-            versions = group.allgather(np.array([session.membership_version()], dtype=np.int64))
+            versions = group.allgather(np.array([handle.membership_version()], dtype=np.int64))
             self._state += change
             self._step += 1
-            session.tell(Position(0, Phase.TRAIN, self._step))
-            session.report({"step": self._step, "world": group.size})
+            handle.report_position(Position(0, Phase.TRAIN, self._step))
+            handle.report_metrics({"step": self._step, "world": group.size})
             if versions.max() > world.version:
                 return Stopped("the membership changes")
         return Completed(

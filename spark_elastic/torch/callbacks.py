@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import get_context
 
 Logs = Mapping[str, Any]
 
@@ -237,7 +237,7 @@ class Progress:
 
 def progress() -> Progress | None:
     """The step that this worker is taking; None outside of training."""
-    worker = current()
+    worker = get_context()
     if worker is None or worker.world is None or worker.group is None or worker.position is None:
         return None
     return Progress(

@@ -32,8 +32,8 @@ from spark_elastic.state.handlers import (
 )
 from spark_elastic.state.state import State
 from spark_elastic.torch.optimizer import has_unapplied
-from spark_elastic.worker.context import register_handlers, registered_handlers
-from spark_elastic.worker.seat import ObjectState, seat_of_process
+from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.session import ObjectState, get_session
 
 __all__ = [
     "ElasticSampler",
@@ -57,18 +57,18 @@ R = TypeVar("R")
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator."""
-    return elastic(func, seat_of_process)
+    return elastic(func, get_session)
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
     """(type, handler class) pairs, of which a `TorchState` takes the first that fits a value."""
-    own = registered_handlers()
+    own = get_process_context().state_handlers
     return list(_registry() if own is None else own)
 
 
 def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) -> None:
     """For the states that this process makes from here on."""
-    register_handlers(list(registry))
+    get_process_context().state_handlers = list(registry)
 
 
 def _registry() -> Registry:

@@ -32,8 +32,8 @@ from spark_elastic.torch.gradients.gradient_sync import (
 from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.tensors import disable_compile
 from spark_elastic.training.step_summary import StepDecision
-from spark_elastic.worker.context import current
-from spark_elastic.worker.seat import engine_of_process
+from spark_elastic.worker.context import get_context
+from spark_elastic.worker.session import get_engine
 
 # An optimizer's parameters under the names that the user gave them. Looks only.
 
@@ -145,7 +145,7 @@ class AdasumSync:
 
     @disable_compile
     def _combine(self, group: Group, before: list[torch.Tensor]) -> None:
-        engine = engine_of_process()
+        engine = get_engine()
         if engine is not None:
             engine.drain()
         for parameter, was in zip(self._parameters, before, strict=True):
@@ -255,10 +255,10 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         distributed._deltas = AdasumSync(named, process_set)
     else:
         distributed._rounds = GradientSync(named, terms, passes, process_set)
-    here = current()
+    worker = get_context()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
-    elif here is not None and here.group is not None and here.group.size > 1 and here.group.rank == 0:
+    elif worker is not None and worker.group is not None and worker.group.size > 1 and worker.group.rank == 0:
         _warn_unscaled_rate()
     _rebind_step(distributed)
     wrapped: Plain = distributed

@@ -16,7 +16,7 @@ import torch
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.operation import Operation
-from spark_elastic.worker.context import floor_of_process
+from spark_elastic.worker.context import get_process_context
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,18 @@ def _check(tensor: object) -> None:
         raise InvalidInput(f"this takes tensors; got a {type(tensor).__name__}: use torch.as_tensor(...).")
 
 
+class _GpuWarning:
+    """Logged when it is created, which a process does once."""
+
+    def __init__(self) -> None:
+        log.warning(
+            "tensors of GPUs are exchanged through the host, also among GPUs of one host: there is no NCCL."
+        )
+
+
 def warn_about_gpus() -> None:
     """Once in a process: how tensors of GPUs are exchanged."""
-    sentence = (
-        "tensors of GPUs are exchanged through the host, also among GPUs of one host: there is no NCCL."
-    )
-    floor_of_process().shared("gpus told", lambda: log.warning(sentence))
+    get_process_context().get_or_create(_GpuWarning)
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -17,7 +17,7 @@ from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import ModelTrainer
-from spark_elastic.worker.program import Session
+from spark_elastic.worker.program import WorkerHandle
 
 # An epoch's sums over its steps, and the entry of the history that is made of them.
 #
@@ -93,7 +93,7 @@ class Evaluation:
         self._rows, self._learner, self._sealed = rows, learner, sealed
         self._reader, self._loader = spec.opened(rows)
 
-    def run(self, world: World, group: Group, session: Session) -> bool:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> bool:
         """Take the steps that are left. False if it stopped at a boundary."""
         learner, here = self._learner, self._learner.state.position
         with (
@@ -101,9 +101,9 @@ class Evaluation:
             self._loader.steps(0, here.step, group.rank, group.size) as steps,
         ):
             for rows in steps:
-                decision = learner.evaluate(group, rows, session.membership_version())
+                decision = learner.evaluate(group, rows, handle.membership_version())
                 self._count(decision)
-                session.tell(learner.state.position)
+                handle.report_position(learner.state.position)
                 self._sealed(world, decision.version)
                 if decision.version > world.version:
                     return False

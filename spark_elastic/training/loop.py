@@ -27,7 +27,7 @@ from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import ModelTrainer
-from spark_elastic.worker.program import CHANGE, Completed, Outcome, Session, Stopped
+from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
 
 class TrainingLoop:
@@ -80,34 +80,34 @@ class TrainingLoop:
             restore(self._spec.store, self._spec.checkpoints.run_id, candidates, self._state)
             self._restored = candidates
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         self._begun = True
         self._mark("runs", group)
         self._warn(group)
         self._hooks.world(group)
         if group.rank == 0 and self._spec.checkpoints is not None and self._checkpointing is None:
-            tell = session.wrote_checkpoint
+            tell = handle.report_checkpoint
             self._checkpointing = Checkpointing(self._spec.store, self._spec.checkpoints, self._clock, tell)
         try:
-            return self._epochs(world, group, session)
+            return self._epochs(world, group, handle)
         except CollectiveError:
             self._mark("broke", group)
             if self._checkpointing is not None:
                 self._checkpointing.unsealed()
             raise
 
-    def _epochs(self, world: World, group: Group, session: Session) -> Outcome:
+    def _epochs(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         version = world.version
         while self._unfinished():
             if self._state.position.phase is Phase.TRAIN:
-                version = self._train(world, group, session)
+                version = self._train(world, group, handle)
                 if self._state.position.phase is Phase.TRAIN:
                     return Stopped(CHANGE)
             if self._state.position.phase is Phase.VALIDATE:
                 assert self._evaluation is not None
-                if not self._evaluation.run(world, group, session):
+                if not self._evaluation.run(world, group, handle):
                     return Stopped(CHANGE)
-            self._close_epoch(world, group, session)
+            self._close_epoch(world, group, handle)
             # What came with an epoch's last step, which may be its only one.
             if version > world.version and self._unfinished():
                 self._stops(world, version)
@@ -128,10 +128,10 @@ class TrainingLoop:
             self._evaluation.close()
         self._ledger.close()
 
-    def _train(self, world: World, group: Group, session: Session) -> int:
+    def _train(self, world: World, group: Group, handle: WorkerHandle) -> int:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
         here, version = self._state.position, world.version
-        session.tell(here)
+        handle.report_position(here)
         self._hooks.epoch_begins(here.epoch)
         with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
             for rows in steps:
@@ -144,11 +144,11 @@ class TrainingLoop:
 
                 self._hooks.step_begins(rows.epoch, rows.step)
                 with self._located(rows):
-                    heard = session.membership_version()
+                    heard = handle.membership_version()
                     decision = self._learner.take(group, rows, heard, account, self._show_step)
-                session.tell(self._state.position)
+                handle.report_position(self._state.position)
                 self._keep(world, applied=True)
-                self._report(group, session, decision.loss / (decision.denominator or 1.0), decision.rows)
+                self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
                 version = decision.version
                 if self._state.position.phase is not Phase.TRAIN:
                     break
@@ -209,7 +209,7 @@ class TrainingLoop:
             if applied:
                 self._checkpointing.applied(self._state)
 
-    def _close_epoch(self, world: World, group: Group, session: Session) -> None:
+    def _close_epoch(self, world: World, group: Group, handle: WorkerHandle) -> None:
         """R1: the barrier seals the epoch's last step; then it enters the history, the same on all ranks."""
         group.barrier()
         self._sealed(world)
@@ -217,11 +217,11 @@ class TrainingLoop:
         decided = self._hooks.epoch_ends(group, entry)
         state.extras["stopped"] = state.extras["stopped"] or decided
         state.extras["history"].append(evaluation.recorded(entry))
-        self._report(group, session, entry["loss"], entry["rows"] // entry["steps"])
+        self._report(group, handle, entry["loss"], entry["rows"] // entry["steps"])
         state.extras.update(evaluation.begun(), validation=no_sums())
         self._learner.reset()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
-        session.tell(state.position)
+        handle.report_position(state.position)
 
     def _epoch_entry(self) -> dict[str, Any]:
         sums = self._state.extras
@@ -243,11 +243,11 @@ class TrainingLoop:
     def _mark(self, event: str, group: Group) -> None:
         self._ledger.mark(event, group.fence, self._state.position)
 
-    def _report(self, group: Group, session: Session, loss: float, rows: int) -> None:
+    def _report(self, group: Group, handle: WorkerHandle, loss: float, rows: int) -> None:
         """loss: of the newest step; at an epoch's end its mean. rows: of a step. With them go the figures
         that only a closed epoch has, those of the last one: losses of validation, metrics, learning rate."""
         here, epochs = self._state.position, self._state.extras["history"]
-        session.report(
+        handle.report_metrics(
             {
                 **(evaluation.figures(epochs[-1]) if epochs else {}),
                 "epoch": here.epoch,

@@ -27,7 +27,7 @@ from spark_elastic.data.store import sweep
 from spark_elastic.protocol.types import KILLED_EXIT_CODES
 from spark_elastic.worker.entry import Handed, Header
 from spark_elastic.worker.forking import Forked, Shape, kept
-from spark_elastic.worker.stack_dump import DUMP, Glimpse, Window
+from spark_elastic.worker.stack_sampler import DUMP, StackReader, StackSample
 
 # Where in Python a process crashed in native code, read from what `faulthandler` prints among the process's lines.
 #
@@ -111,7 +111,7 @@ class Child:
     def __init__(
         self,
         process: subprocess.Popen[bytes] | Forked,
-        window: Window,
+        window: StackReader,
         status: int,
         on_line: Callable[[Child, str], None],
         on_warm: Callable[[Child], None],
@@ -147,7 +147,7 @@ class Child:
     ) -> Child:
         """header: makes the child's header from the descriptor of its status pipe."""
         status_read, status_write = os.pipe()
-        window = Window()
+        window = StackReader()
         watch = window.activity, window.stacks
         told = replace(header(status_write), watch_fds=watch)
         process = _process((status_write, *watch), told)
@@ -177,16 +177,16 @@ class Child:
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return ""
 
-    def look(self, now: float, stopped: bool) -> Glimpse:
+    def look(self, now: float, stopped: bool) -> StackSample:
         """What its main thread does; `now` by this machine's monotonic clock. stopped: it does not run now."""
-        seen = self._window.look(now, stopped)
-        if seen.due:
+        seen = self._window.read(now, stopped)
+        if seen.wants_dump:
             self._process.send_signal(DUMP)  # the next look shows what it writes
         return seen
 
     def tell_heard(self, at: float) -> None:
         """By this machine's monotonic clock, the driver heard the slot at that time."""
-        self._window.tell_heard(at)
+        self._window.record_driver_seen(at)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,7 +1,7 @@
-"""The current worker of this process: the one piece of module state of the project.
+"""What this process knows of itself: its worker, and objects that live as long as a group, a call or the process.
 
-Set by the worker's loop, read by the façades alone (`spark_elastic.torch` and its siblings). Written by the main
-thread; readers in other threads see the last complete value.
+The worker's loop sets the current worker; Horovod's interfaces (`spark_elastic.torch` and its siblings) read it. The
+main thread writes; readers in other threads see the last complete value.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elastic_collectives import Group
+from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Position, WorkerId, World
-from spark_elastic.worker.program import Session
+from spark_elastic.worker.program import WorkerHandle
 
-# The one thread of a process that calls its group's collectives while the main thread computes.
-#
-# Work runs in the order of submission, which the submitters must make the same on all ranks. It is handed over from any
-# thread; the thread itself begins with the first work. Knows neither groups nor tensors.
-
-
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 class EngineThread:
-    """`submit` and go on, or `run` in the calling thread once nothing is under way."""
+    """The thread that calls the collectives of a group while the main thread computes.
+
+    Work runs in the order of submission, which the submitters must make the same on all ranks. Any thread may submit;
+    the thread starts with the first submission. Knows neither groups nor tensors.
+    """
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -36,31 +34,31 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
 
-    def submit(self, work: Callable[[], R]) -> Future[R]:
-        """Run `work` after everything submitted before; the future has what it returns or raises."""
-        done: Future[R] = Future()
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` after everything submitted before; the future has its result or exception."""
+        future: Future[T] = Future()
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
                 self._thread.start()
-            self._last = done
-            self._work.put(lambda: _settle(done, work))
-        return done
+            self._last = future
+            self._work.put(lambda: _complete(future, work))
+        return future
 
-    def run(self, work: Callable[[], R]) -> R:
-        """Run `work` in this thread, after everything submitted. For the main thread: nobody else submits meanwhile."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in the calling thread after everything submitted. No other thread may submit meanwhile."""
         self.drain()
         return work()
 
     def drain(self) -> None:
-        """Wait until everything submitted is through, whether it failed or not. The group's timeout bounds the wait."""
+        """Wait until all submitted work has ended, successfully or not. The group's timeout bounds the wait."""
         with self._lock:
             last = self._last
         if last is not None:
             last.exception()
 
     def close(self) -> None:
-        """End the thread after everything submitted; a later submit begins another one."""
+        """End the thread after all submitted work; a later submission starts another one."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -73,122 +71,148 @@ class EngineThread:
             work()
 
 
-def _settle(done: Future[R], work: Callable[[], R]) -> None:
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
     try:
-        done.set_result(work())
+        future.set_result(work())
     except BaseException as error:  # raised again by the future
-        done.set_exception(error)
+        future.set_exception(error)
 
 
-T = TypeVar("T")
-
-
-class Floor:
-    """What the façades of a process share about one group. Main thread only, but for `engine` and `shared`.
-
-    engine: the one thread that calls the group's collectives beside the main thread. Whoever hands it work puts it in
-    the same order on all ranks; the main thread calls collectives once it is `clear`, or through `engine.run`.
-    """
+class Scope:
+    """Objects of one lifetime, at most one of each type. Any thread."""
 
     def __init__(self) -> None:
-        self.engine = EngineThread()
         self._lock = threading.Lock()
-        self._shared: dict[str, Any] = {}
-        self._agreed: int | None = None
+        self._objects: dict[type, Any] = {}
 
-    def shared(self, key: str, make: Callable[[], T]) -> T:
-        """What `make` made for this group under `key`; made now, if it was not yet. Any thread."""
+    def get_or_create(self, cls: type[T], factory: Callable[[], T] | None = None) -> T:
+        """The scope's object of that type; the first call creates it. factory: by default `cls` without arguments."""
         with self._lock:
-            if key not in self._shared:
-                self._shared[key] = make()
-            found: T = self._shared[key]
+            if cls not in self._objects:
+                self._objects[cls] = (factory or cls)()
+            found: T = self._objects[cls]
             return found
 
-    def agree(self, version: int) -> None:
-        """An exchange brought every rank the same newest version of the membership (R6)."""
-        self._agreed = max(version, self._agreed or 0)
 
-    def take_agreed(self) -> int | None:
-        """The version last agreed on; None if no exchange took place since the last call. The same on every rank."""
-        agreed, self._agreed = self._agreed, None
-        return agreed
+class GroupContext(Scope):
+    """What the users of one group share. Main thread only, except for `engine` and `get_or_create`."""
 
-    def clear(self) -> None:
-        """Wait until the engine's thread is idle. Called before a collective of the main thread."""
+    def __init__(self) -> None:
+        super().__init__()
+        # Calls the group's collectives beside the main thread, in the same order on all ranks. The main thread calls
+        # collectives after `wait_until_idle`, or through `engine.run`.
+        self.engine = EngineThread()
+        self._agreed_version: int | None = None
+
+    def record_agreed_version(self, version: int) -> None:
+        """An exchange brought every rank the same newest membership version (R6, planned change)."""
+        self._agreed_version = max(version, self._agreed_version or 0)
+
+    def take_agreed_version(self) -> int | None:
+        """The version last agreed on, the same on every rank; None if no exchange followed the last call."""
+        version, self._agreed_version = self._agreed_version, None
+        return version
+
+    def wait_until_idle(self) -> None:
+        """Wait until the engine's thread is idle, before the main thread calls a collective."""
         self.engine.drain()
 
 
-@dataclass(frozen=True)
-class Current:
-    """The worker that this process is. `group` is None between worlds; `position` is the step being taken.
+class CallContext(Scope):
+    """What one call of the user's function shares, through all its worlds."""
 
-    resources: addresses of what Spark gave to the slot, by name ("gpu"). address: of this worker for its peers.
-    ports: first and last of those that it may listen on; None: any.
-    waiting: entered around a wait for other workers that is no collective of `group`; any thread.
-    watched: a group beside `group` whose collectives all count as such waits; not for one that idles in them.
+
+class WaitRecorder:
+    """Records that this process waits for other workers, so that its slot does not take it for stalled.
+
+    This one records nothing; a training process has a `StackSampler`.
     """
 
+    def record_wait(self) -> AbstractContextManager[object]:
+        """A context around a wait for other workers that is no collective of a watched group. Any thread."""
+        return nullcontext()
+
+    def watch_group(self, group: Group) -> Group:
+        """The same group, with all its collectives recorded as waits. Not for a group that idles in collectives."""
+        return group
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The worker that this process is, at one point in time."""
+
     worker: WorkerId
+    # None before the first world.
     world: World | None = None
+    # None between two worlds.
     group: Group | None = None
+    # The step that is being taken.
     position: Position | None = None
-    session: Session | None = None
-    floor: Floor = field(default_factory=Floor)
+    # The way to the worker's loop.
+    handle: WorkerHandle | None = None
+    group_context: GroupContext = field(default_factory=GroupContext)
+    # Where the worker's peers find it.
     address: str = "127.0.0.1"
+    # First and last port that the worker may listen on; None: any.
     ports: tuple[int, int] | None = None
+    # Addresses of the resources that Spark gave to the slot, by name ("gpu").
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    watched: Callable[[Group], Group] = lambda group: group
+    wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)
+
+    def require_group(self) -> Group:
+        """The current world's group.
+
+        Raises:
+            CollectiveError: the worker is between two worlds and has none.
+        """
+        if self.group is None:
+            raise CollectiveError((), "this worker is between two worlds")
+        return self.group
 
 
-class _Holder:
-    value: Current | None = None
-    own = Floor()
-    call = Floor()
-    handlers: list[tuple[type, Any]] | None = None
-    initialized = False
+class ProcessContext(Scope):
+    """What lives as long as the process, in a process without a worker as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # None: this process is no worker.
+        self.worker: WorkerContext | None = None
+        self.call = CallContext()
+        # (type, handler class) pairs that the user set for states; None: the defaults.
+        self.state_handlers: list[tuple[type, Any]] | None = None
+        # Whether `init` of one of Horovod's interfaces was called.
+        self.is_initialized = False
 
 
-def current() -> Current | None:
-    """The worker that this process is; None if it is not a worker."""
-    return _Holder.value
+# Module state, since Horovod's API consists of functions without an argument for it.
+_process = ProcessContext()
 
 
-def floor_of_process() -> Floor:
-    """What the façades share for the life of the process, also in one that is not a worker."""
-    return _Holder.own
+def get_process_context() -> ProcessContext:
+    """What lives as long as this process."""
+    return _process
 
 
-def floor_of_call() -> Floor:
-    """What the façades share during one call of the user's function, through all its worlds."""
-    return _Holder.call
+def get_call_context() -> CallContext:
+    """What the current call of the user's function shares."""
+    return _process.call
 
 
-def begin_call() -> None:
-    """The user's function begins again, and asks for everything again."""
-    _Holder.call = Floor()
+def start_call() -> None:
+    """The user's function is called again, and creates everything of its call anew."""
+    _process.call = CallContext()
 
 
-def set_current(value: Current | None) -> None:
+def get_context() -> WorkerContext | None:
+    """The worker that this process is; None if it is no worker."""
+    return _process.worker
+
+
+def set_context(worker: WorkerContext | None) -> None:
     """Set the current worker. Only for the worker's loop."""
-    _Holder.value = value
+    _process.worker = worker
 
 
-def registered_handlers() -> list[tuple[type, Any]] | None:
-    """What the user set as handlers of states, (type, handler class) pairs; None: nothing."""
-    return _Holder.handlers
-
-
-def register_handlers(handlers: list[tuple[type, Any]] | None) -> None:
-    """For the façades' `set_handler_registry`."""
-    _Holder.handlers = handlers
-
-
-def initialized() -> bool:
-    """Whether a façade's `init` was called in this process."""
-    return _Holder.initialized
-
-
-def set_initialized(value: bool) -> None:
-    """For the façades' `init` and `shutdown`."""
-    _Holder.initialized = value
+def get_group_context() -> Scope:
+    """What the users of the current group share; in a process that is no worker, what lives as long as the process."""
+    return _process if _process.worker is None else _process.worker.group_context

@@ -30,9 +30,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import WorkerCalls
-from spark_elastic.worker.loop import Control, Identity, WorkerLoop
+from spark_elastic.worker.loop import DriverWatch, GroupConnector, Identity, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, environment_of, fingerprint, traceback_of
-from spark_elastic.worker.stack_dump import Sampler, WatchedAsks
+from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingAsks
 
 # How a training process ends: with the code that the interpreter would give it, and with what `atexit` has.
 
@@ -139,7 +139,7 @@ def main(handed: Handed | None = None) -> int:
     clock = SystemClock()
     assert header.watch_fds is not None
     faulthandler.enable()  # a crash in native code says in which line of Python
-    sampler = Sampler(*header.watch_fds, clock)
+    sampler = StackSampler(*header.watch_fds, clock)
     sampler.start()
     payload = channel.read(header.payload_bytes)
     program, failure = _load(payload, header.preload)
@@ -157,7 +157,7 @@ def main(handed: Handed | None = None) -> int:
     with RendezvousClient(
         header.address, key, header.attempt, clock, header.driver_timeout, header.certificate
     ) as client:
-        driver = WorkerCalls(WatchedAsks(client, sampler), me.worker, me.slot)
+        driver = WorkerCalls(WaitRecordingAsks(client, sampler), me.worker, me.slot)
         if program is None:
             driver.failed(None, None, *failure)
             return 1
@@ -206,19 +206,22 @@ def _print_log(level: str | None) -> None:
         log.addHandler(logging.StreamHandler())
 
 
-def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, sampler: Sampler) -> int:
+def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, sampler: StackSampler) -> int:
     clock = SystemClock()
     encrypted = header.certificate is not None
     key = bytes.fromhex(header.key)
     with Endpoint(key, host=header.bind, port_range=me.ports, encrypted=encrypted) as endpoint:
-        loop = WorkerLoop(me, program, driver, endpoint, clock, header.collective_timeout)
-        loop.watched, loop.waiting = sampler.watched, sampler.waiting
-        control = Control(me, loop, driver, clock, header.driver_timeout)
-        control.start()
+        watch = DriverWatch(me.worker, driver, clock, header.driver_timeout)
+        reporter = MetricsReporter(driver)
+        groups = GroupConnector(endpoint, header.collective_timeout, sampler)
+        loop = WorkerLoop(me, program, driver, clock, watch, reporter, groups)
+        watch.start(loop.handle_event)
+        reporter.start()
         try:
             return loop.run()
         finally:
-            control.close()
+            watch.close()
+            reporter.close()
 
 
 def why_not_encrypted() -> str | None:

@@ -19,10 +19,10 @@ from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.worker import program
-from spark_elastic.worker.context import begin_call, current
+from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.entry import forks_end_here
-from spark_elastic.worker.program import Completed, Outcome, Session
-from spark_elastic.worker.script import leave_process_group, surround
+from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
+from spark_elastic.worker.script import leave_process_group, set_dist_env
 
 
 class FunctionProgram:
@@ -57,31 +57,31 @@ class FunctionProgram:
         cloudpickle.loads(self._call)
 
     def position(self) -> Position | None:
-        """Told through the session, if the function is elastic."""
+        """Told through the handle, if the function is elastic."""
         return None
 
     def sync(self, world: World, group: Group) -> Position | None:
         """The function hands its state on itself."""
         return None
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
-        here = current()
-        assert here is not None
-        session.kept.pop(ENTERED, None)
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+        worker = get_context()
+        assert worker is not None
+        handle.persistent.pop(ENTERED, None)
         if self._ran:  # before the first call, what its modules asked for when they were imported
-            begin_call()
+            start_call()
             leave_process_group()
         self._ran = True
         if self._durable is not None and self._commits is None:
             store, policy = self._durable
-            self._commits = DurableCommits(store, policy, SystemClock(), session.wrote_checkpoint)
-            session.kept[DURABLE] = self._commits
+            self._commits = DurableCommits(store, policy, SystemClock(), handle.report_checkpoint)
+            handle.persistent[DURABLE] = self._commits
         try:
-            surround(world, group, here.address, here.ports)
+            set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)
             with forks_end_here():
                 value = fn(*args, **kwargs)
-            last = (current() or here).group or group  # an elastic function has gone on to later worlds
+            last = (get_context() or worker).group or group  # an elastic function has gone on to later worlds
             return Completed(program.encode(value, last.rank))
         except MismatchError as error:
             # Not a loss that another world could mend.

@@ -1,7 +1,8 @@
-"""The worker's loop: carries out what the worker machine commands, around the user's program.
+"""The worker's loop, which executes the commands of the worker machine around the user's program.
 
-The main thread runs joins, forming, sync and the program. The control thread (`control.py`) posts what the driver
-says; both go through `_post`, whose lock owns the machine. An abort is carried out by whichever thread hears of it.
+The main thread joins and forms worlds, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch` polls the
+driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread that learns
+of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,120 +23,157 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
-from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Fence, Member, Position, SlotId, WorkerId, World
 from spark_elastic.rendezvous.messages import NextWorld, WorkerCalls
-from spark_elastic.worker.context import Current, Floor, current, set_current
+from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
 from spark_elastic.worker.program import (
     CHANGE,
     Completed,
-    Left,
     Program,
-    Session,
+    WorkerExit,
+    WorkerHandle,
+    check_result_size,
     fingerprint,
-    refuse_too_large,
     traceback_of,
 )
+
+EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself after an order to stop
+RETRY_EVERY = 0.2  # seconds between attempts to reach a silent driver; the last attempts come closer together
+RETRY_AT_LEAST = 0.01  # seconds
+REPORT_EVERY = 0.25  # seconds between two messages with metrics
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a worker is. address: where its peers find it. ports: first and last of those that it may listen on; None:
-    any. resources: what Spark gave to its slot, by name."""
+    """Who a worker is."""
 
     worker: WorkerId
     slot: SlotId
+    # Where its peers find it.
     address: str = "127.0.0.1"
+    # First and last port that it may listen on; None: any.
     ports: tuple[int, int] | None = None
+    # Addresses of the resources that Spark gave to the slot, by name.
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+class GroupConnector:
+    """Forms the groups of worlds over the one endpoint of this process."""
+
+    def __init__(self, endpoint: Endpoint, timeout: float, wait_recorder: WaitRecorder) -> None:
+        self.wait_recorder = wait_recorder
+        self._endpoint = endpoint
+        self._timeout = timeout  # seconds, of each collective and of the exchange of addresses
+
+    def connect(self, world: World, member: Member, driver: WorkerCalls) -> Group:
+        """The group of that world for that member, with its collectives recorded as waits.
+
+        Raises:
+            CollectiveError, StaleGeneration, PeersMissing: the world broke while it was formed.
+        """
+        group = connect(
+            self._endpoint,
+            member.rank,
+            world.size,
+            (world.fence.attempt, world.fence.generation),
+            lambda blob: driver.exchange(world.fence, member.rank, blob, self._timeout),
+            timeout=self._timeout,
+            local_ranks=[peer.rank for peer in world.members if peer.host == member.host],
+        )
+        return self.wait_recorder.watch_group(group)
+
+
 class WorkerLoop:
-    """Runs one program in world after world until the driver has no more use for it."""
+    """Runs one program in world after world until the driver ends the worker."""
 
     def __init__(
         self,
-        me: Identity,
+        identity: Identity,
         program: Program,
         driver: WorkerCalls,
-        endpoint: Endpoint,
         clock: Clock,
-        collective_timeout: float,
+        watch: DriverWatch,
+        reporter: MetricsReporter,
+        groups: GroupConnector,
     ) -> None:
-        self._me = me
+        self._identity = identity
         self._program = program
         self._driver = driver
-        self._endpoint = endpoint
         self._clock = clock
-        self._timeout = collective_timeout
+        self._reporter = reporter
+        self._groups = groups
         self._lock = threading.Lock()  # owns _state, _group, _aborted
-        self._state, _ = worker_machine.initial(me.worker, me.slot)
+        self._state, _ = worker_machine.initial(identity.worker, identity.slot)
         self._group: Group | None = None
         self._world: World | None = None
-        self._floor = Floor()
+        self._group_context = GroupContext()
         self._aborted: Fence | None = None
-        self.membership_version: Callable[[], int] = lambda: 0
-        self.report: Callable[..., None] = lambda numbers: None
-        self.ship_report: Callable[[], None] = lambda: None
-        self.watched: Callable[[Group], Group] = lambda group: group
-        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._session = Session(
-            self._version,
-            self._tell,
-            self._report,
+        self._handle = WorkerHandle(
+            lambda: watch.version,
+            self._report_position,
+            reporter.report,
             self._next_world,
-            wrote_checkpoint=driver.wrote_checkpoint,
+            report_checkpoint=driver.wrote_checkpoint,
         )
-        self._nobody = Current(
-            me.worker, session=self._session, address=me.address, ports=me.ports, resources=me.resources
+        self._outside_world = WorkerContext(
+            identity.worker,
+            handle=self._handle,
+            address=identity.address,
+            ports=identity.ports,
+            resources=identity.resources,
+            wait_recorder=groups.wait_recorder,
         )
 
     def run(self) -> int:
         """Run until the machine says exit. Returns the process's exit code."""
         try:
-            turn = self._advance(on.Warm(self._clock.now()))
-            while not isinstance(turn, do.Exit):
-                turn = self._advance(self._guarded(turn))
-            return turn.code
-        except Left as left:
-            return left.code
+            command = self._advance(on.Warm(self._clock.now()))
+            while not isinstance(command, do.Exit):
+                command = self._advance(self._run_program(command))
+            return command.code
+        except WorkerExit as end:
+            return end.code
         finally:
             self._close_group()
             self._program.close()
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
-        """Post the event and carry out what follows, until it is the program's turn, or the end."""
-        todo = deque(self._post(event))
-        while todo:
-            command = todo.popleft()
+        """Post the event and execute the commands that follow, up to one for the program or the process's exit."""
+        commands = deque(self._post(event))
+        while commands:
+            command = commands.popleft()
             if isinstance(command, do.Sync | do.Run | do.Exit):
                 return command
-            asked = self._clock.now()
+            began = self._clock.now()
             try:
-                answer = self._carry_out(command)
-            except DriverUnreachable as error:  # no crash: whoever waits may see it before the control thread
-                sys.stderr.write(f"worker {self._me.worker} ends: {error}\n")
+                answer = self._execute(command)
+            except (
+                DriverUnreachable
+            ) as error:  # not a crash: this thread may see it before `DriverWatch` does
+                sys.stderr.write(f"worker {self._identity.worker} ends: {error}\n")
                 now = self._clock.now()
-                answer = on.DriverSilent(now, now - asked)
+                answer = on.DriverSilent(now, now - began)
             if answer is not None:
-                todo.extend(self._post(answer))
-        raise ElasticError(f"worker {self._me.worker} was left without a command")
+                commands.extend(self._post(answer))
+        raise ElasticError(f"the machine of worker {self._identity.worker} gave no command")
 
     def _next_world(self, error: CollectiveError | None) -> tuple[World, Group]:
-        """For a program that is in `run`: leave this world and come back in the next."""
+        """For a program inside `run`: leave this world and return with the next."""
         assert self._world is not None
         if error is None:
-            turn = self._advance(on.Boundary(self._clock.now(), self._world.fence, CHANGE))
+            command = self._advance(on.Boundary(self._clock.now(), self._world.fence, CHANGE))
         else:
-            turn = self._advance(self._broke(self._world.fence, error))
-        while isinstance(turn, do.Sync):
-            turn = self._advance(self._guarded(turn))
-        if isinstance(turn, do.Exit):
-            raise Left(turn.code)
+            command = self._advance(self._group_broke(self._world.fence, error))
+        while isinstance(command, do.Sync):
+            command = self._advance(self._run_program(command))
+        if isinstance(command, do.Exit):
+            raise WorkerExit(command.code)
         assert self._group is not None
-        return turn.world, self._group
+        return command.world, self._group
 
-    def hear(self, event: on.WorkerEvent) -> int | None:
-        """For the control thread: carry out what must not wait for the main thread. Returns an exit code, if any."""
+    def handle_event(self, event: on.WorkerEvent) -> int | None:
+        """For the thread of `DriverWatch`: execute what must not wait for the main thread; returns an exit code, if
+        any."""
         code = None
         for command in self._post(event):
             if isinstance(command, do.AbortGroup):
@@ -149,7 +187,7 @@ class WorkerLoop:
             self._state, commands = worker_machine.step(self._state, event)
         return commands
 
-    def _carry_out(self, command: do.WorkerCommand) -> on.WorkerEvent | None:
+    def _execute(self, command: do.WorkerCommand) -> on.WorkerEvent | None:
         match command:
             case do.Join():
                 return self._join(command)
@@ -160,48 +198,39 @@ class WorkerLoop:
             case do.CloseGroup():
                 self._close_group()
             case do.ReportFailure():
-                sys.stderr.write(command.traceback)  # nobody else may tell it: it may be borne
+                sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
                 self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
             case do.ReportDone(_, fence, position, result):
-                self.ship_report()  # the driver may end the job at our report, and nobody would see the last numbers
-                return self._ask(lambda: self._driver.done(fence, position, result))
+                self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
+                return self._poll(lambda: self._driver.done(fence, position, result))
             case do.Sync() | do.Run() | do.Exit():
-                pass  # not for here
+                pass  # not for `_execute`
         return None
 
     def _join(self, command: do.Join) -> on.WorkerEvent:
-        set_current(self._nobody)
+        set_context(self._outside_world)
         fence, position, suspects = command.fence, command.position, command.suspects
-        return self._ask(
+        return self._poll(
             lambda: self._driver.join(fence, position, suspects, command.reason, command.planned)
         )
 
-    def _ask(self, question: Callable[[], NextWorld]) -> on.WorkerEvent:
+    def _poll(self, request: Callable[[], NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
-        answer = question()
+        answer = request()
         while answer.wait:
-            answer = question()
+            answer = request()
         now = self._clock.now()
         if answer.world is not None:
             return on.WorldReceived(now, answer.world)
         return on.StopReceived(now, answer.stop or "")
 
     def _form(self, world: World) -> on.WorkerEvent:
-        member = world.member(self._me.worker)
+        member = world.member(self._identity.worker)
         assert member is not None  # the machine forms its own worlds only
         try:
-            group = connect(
-                self._endpoint,
-                member.rank,
-                world.size,
-                (world.fence.attempt, world.fence.generation),
-                lambda blob: self._driver.exchange(world.fence, member.rank, blob, self._timeout),
-                timeout=self._timeout,
-                local_ranks=[peer.rank for peer in world.members if peer.host == member.host],
-            )
+            group = self._groups.connect(world, member, self._driver)
         except (CollectiveError, StaleGeneration, PeersMissing) as error:
-            return self._broke(world.fence, error)
-        group = self.watched(group)
+            return self._group_broke(world.fence, error)
         with self._lock:
             self._group, self._world = group, world
             aborted = self._aborted is not None and self._aborted >= world.fence
@@ -210,62 +239,60 @@ class WorkerLoop:
         try:
             self._driver.formed(world.fence)
         except StaleGeneration as error:
-            return self._broke(world.fence, error)
-        self._floor = Floor()
+            return self._group_broke(world.fence, error)
+        self._group_context = GroupContext()
         position = self._program.position()
-        now = replace(self._nobody, world=world, group=group, position=position, floor=self._floor)
-        set_current(replace(now, waiting=self.waiting, watched=self.watched))
+        context = self._group_context
+        set_context(
+            replace(self._outside_world, world=world, group=group, position=position, group_context=context)
+        )
         return on.GroupFormed(self._clock.now(), world.fence)
 
-    def _guarded(self, turn: do.Sync | do.Run) -> on.WorkerEvent:
-        """Let the program do its part in this world; what breaks becomes an event."""
+    def _run_program(self, command: do.Sync | do.Run) -> on.WorkerEvent:
+        """Let the program sync or run in this world; exceptions become events."""
         group = self._group
         assert group is not None
         try:
-            if isinstance(turn, do.Run):
-                return self._train(turn.world, group)
-            return on.Synced(self._clock.now(), turn.world.fence, self._program.sync(turn.world, group))
+            if isinstance(command, do.Run):
+                return self._train(command.world, group)
+            return on.Synced(self._clock.now(), command.world.fence, self._program.sync(command.world, group))
         except CollectiveError as error:
-            return self._broke(self._fence(), error)
-        except Left:
+            return self._group_broke(self._fence(), error)
+        except WorkerExit:
             raise
         except BaseException as error:
-            # The user's, or ours inside the user's, whatever its class: told to the driver, which decides (R13).
+            # Reported to the driver whatever its class; the driver decides (R13, user errors).
             return on.UserRaised(self._clock.now(), fingerprint(error), traceback_of(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
-        outcome = self._program.run(world, group, self._session)
-        now = self._clock.now()  # and not `world` from here on: the program may be in a later one by now
+        outcome = self._program.run(world, group, self._handle)
+        now = (
+            self._clock.now()
+        )  # `world` is not used from here on: the program may have gone on to a later one
         if isinstance(outcome, Completed):
-            refuse_too_large(outcome.result)
+            check_result_size(outcome.result)
             return on.Finished(now, self._fence(), outcome.result)
         return on.Boundary(now, self._fence(), outcome.reason)
 
-    def _version(self) -> int:
-        return self.membership_version()  # looked up late: the control thread puts its own in place
-
-    def _report(self, numbers: Mapping[str, Any]) -> None:
-        self.report(numbers)
-
-    def _tell(self, position: Position) -> None:
-        here = current()
-        assert here is not None
-        set_current(replace(here, position=position))
+    def _report_position(self, position: Position) -> None:
+        worker = get_context()
+        assert worker is not None
+        set_context(replace(worker, position=position))
         self._post(on.Applied(self._clock.now(), self._fence(), position))
 
     def _fence(self) -> Fence:
         assert self._world is not None
         return self._world.fence
 
-    def _broke(self, fence: Fence, error: Exception) -> on.GroupBroken:
+    def _group_broke(self, fence: Fence, error: Exception) -> on.GroupBroken:
         suspects = error.ranks if isinstance(error, CollectiveError) else ()
         return on.GroupBroken(self._clock.now(), fence, tuple(suspects), str(error))
 
     def _abort_group(self, command: do.AbortGroup) -> None:
         with self._lock:
             self._aborted = command.fence
-            meant = self._world is not None and self._world.fence == command.fence
-            group = self._group if meant else None  # the main thread may have gone on to the next
+            is_current = self._world is not None and self._world.fence == command.fence
+            group = self._group if is_current else None  # the main thread may have gone on to the next world
         if group is not None:
             group.abort(command.reason)
 
@@ -273,91 +300,97 @@ class WorkerLoop:
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
-            group.close()  # frees the engine's thread if it is in a collective
-            self._floor.engine.close()
+            group.close()  # releases the engine's thread from a collective
+            self._group_context.engine.close()
 
 
-# The control thread of a worker: hears the driver while the main thread trains.
-#
-# It long-polls the driver for aborts, the membership version and orders to stop, and sends progress along. It never
-# touches the program. R12: when the driver is silent for `driver_timeout`, the worker ends itself.
+class DriverWatch:
+    """Follows the driver from a daemon thread, by long polls: aborts, the membership version, orders to stop.
 
+    It never touches the program. When the driver was silent for `driver_timeout`, it ends the worker (R12, driver
+    silence).
+    """
 
-LAST_WORDS = 2.0  # seconds that the main thread gets to end by itself after an order to stop
-PAUSE = 0.2  # seconds between tries while the driver is away; the last ones come closer together
-LEAST_PAUSE = 0.01
-REPORT_EVERY = 0.25  # seconds between two progress messages
-
-
-class Control:
-    """Two daemon threads: `watch` for the driver's word, `report` for progress. `start` and `close` frame the run."""
-
-    def __init__(
-        self, me: Identity, loop: WorkerLoop, driver: WorkerCalls, clock: Clock, driver_timeout: float
-    ):
-        self._me = me
-        self._loop = loop
+    def __init__(self, worker: WorkerId, driver: WorkerCalls, clock: Clock, driver_timeout: float) -> None:
+        self._worker = worker
         self._driver = driver
         self._clock = clock
         self._driver_timeout = driver_timeout
         self._version = 0
         self._closing = threading.Event()
-        self._latest: Mapping[str, Any] | None = None
-        self._threads = [
-            threading.Thread(target=self._watch, name="spark-elastic-watch", daemon=True),
-            threading.Thread(target=self._ship_reports, name="spark-elastic-report", daemon=True),
-        ]
 
-    def start(self) -> None:
-        self._loop.membership_version = lambda: self._version
-        self._loop.report, self._loop.ship_report = self._report, self._ship
-        for thread in self._threads:
-            thread.start()
+    @property
+    def version(self) -> int:
+        """The newest membership version that this worker knows. Any thread."""
+        return self._version
+
+    def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
+        """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
+        threading.Thread(
+            target=self._watch, args=(handle_event,), name="spark-elastic-watch", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._closing.set()
 
-    def _report(self, numbers: Mapping[str, Any]) -> None:
-        self._latest = numbers  # the newest wins; a reader never sees half of one
-
-    def _ship_reports(self) -> None:
-        while not self._closing.wait(REPORT_EVERY):
-            self._ship()
-
-    def _ship(self) -> None:
-        numbers, self._latest = self._latest, None
-        if numbers is not None:
-            # Progress is for people; the watch thread is who minds the driver's absence.
-            with suppress(ElasticError):
-                self._driver.report(dict(numbers))
-
-    def _watch(self) -> None:
+    def _watch(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         began = self._clock.now()
-        over: Fence | None = None  # the newest generation that is known to be over
+        over: Fence | None = None  # the newest generation that the driver has ended
         while not self._closing.is_set():
-            heard = max(began, self._driver.heard_at())
-            left = heard + self._driver_timeout - self._clock.now()
+            last_seen = max(began, self._driver.heard_at())
+            left = last_seen + self._driver_timeout - self._clock.now()
             if left <= 0.0:
                 silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
-                self._leave(self._loop.hear(silent), "the driver is silent")
+                self._exit(handle_event(silent), "the driver is silent")
             try:
                 news = self._driver.watch(over, self._version, within=max(0.0, left))
             except ElasticError:
-                self._closing.wait(min(PAUSE, max(LEAST_PAUSE, left)))
+                self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
             now = self._clock.now()
             self._version = max(self._version, news.version)
             if news.over is not None and news.over != over:
                 over = news.over
-                self._loop.hear(AbortReceived(now, over, news.why))
+                handle_event(AbortReceived(now, over, news.why))
             if news.stop is not None:
-                self._leave(self._loop.hear(StopReceived(now, news.stop)), news.stop)
+                self._exit(handle_event(StopReceived(now, news.stop)), news.stop)
                 return
 
-    def _leave(self, code: int | None, reason: str) -> None:
-        """End the process even where user code does not come back."""
-        if code is None or self._closing.wait(LAST_WORDS):
+    def _exit(self, code: int | None, reason: str) -> None:
+        """End the process, even if user code never returns to the main thread."""
+        if code is None or self._closing.wait(EXIT_GRACE):
             return
-        sys.stderr.write(f"worker {self._me.worker} ends: {reason}\n")
+        sys.stderr.write(f"worker {self._worker} ends: {reason}\n")
         sys.stderr.flush()
         os._exit(code)
+
+
+class MetricsReporter:
+    """Sends the newest metrics to the driver, from a daemon thread."""
+
+    def __init__(self, driver: WorkerCalls) -> None:
+        self._driver = driver
+        self._latest: Mapping[str, Any] | None = None
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="spark-elastic-report", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Replace what is sent next. Never blocks."""
+        self._latest = metrics
+
+    def flush(self) -> None:
+        """Send the newest metrics now, if there are any. Any thread."""
+        metrics, self._latest = self._latest, None
+        if metrics is not None:
+            # Progress is for people; `DriverWatch` takes care of a silent driver.
+            with suppress(ElasticError):
+                self._driver.report(dict(metrics))
+
+    def _run(self) -> None:
+        while not self._closing.wait(REPORT_EVERY):
+            self.flush()

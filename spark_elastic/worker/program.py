@@ -43,27 +43,27 @@ Outcome: TypeAlias = Stopped | Completed
 
 
 @dataclass(frozen=True)
-class Session:
+class WorkerHandle:
     """What a running program may use of its worker.
 
     membership_version: newest version of the membership that this worker heard of; goes into the trailer.
     tell: called with the position after each change of it; cheap, no I/O.
     report: ships a few numbers to the driver for the progress line; may drop some, never blocks.
     next_world: for a program that keeps control over worlds: leaves this one (None: at a boundary that all ranks agreed
-    on; an error: because it broke) and returns the next and its group. Unwinds by `Left` when there is none.
+    on; an error: because it broke) and returns the next and its group. Raises `WorkerExit` when there is none.
     kept: what outlives one call of a user's function, by name.
     wrote_checkpoint: tells the driver, which decides whether it counts (R18); any thread, one short request.
     """
 
     membership_version: Callable[[], int]
-    tell: Callable[[Position], None]
-    report: Callable[[Mapping[str, Any]], None]
+    report_position: Callable[[Position], None]
+    report_metrics: Callable[[Mapping[str, Any]], None]
     next_world: Callable[[CollectiveError | None], tuple[World, Group]]
-    kept: dict[str, Any] = field(default_factory=dict)
-    wrote_checkpoint: Callable[[Checkpoint], object] = lambda checkpoint: None
+    persistent: dict[str, Any] = field(default_factory=dict)
+    report_checkpoint: Callable[[Checkpoint], object] = lambda checkpoint: None
 
 
-class Left(BaseException):
+class WorkerExit(BaseException):
     """The job has no more use for this worker. Raised through user code, which must let it pass."""
 
     def __init__(self, code: int) -> None:
@@ -96,7 +96,7 @@ class Program(Protocol):
         """
         ...
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         """Go on from `position()` until the end, or until a boundary at which a change is wanted."""
         ...
 
@@ -188,7 +188,7 @@ def encode(value: object, rank: int) -> str:
     return json.dumps(base64.b64encode(pickled).decode("ascii"))
 
 
-def refuse_too_large(text: str) -> None:
+def check_result_size(text: str) -> None:
     """For a program's result, as JSON text.
 
     Raises:

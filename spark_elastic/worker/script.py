@@ -132,7 +132,7 @@ PORTS = (20_000, 32_767)
 TRIES = 1_000
 
 
-def surround(world: World, group: Group, address: str, ports: tuple[int, int] | None = None) -> None:
+def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int] | None = None) -> None:
     """Set MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and their kin, and Horovod's names for ranks and sizes.
 
     address: of this worker. ports: first and last of those that it may listen on; None: any. The master is rank 0, the

@@ -232,8 +232,8 @@ class SlotAgent:
         state = child.state()
         stopped = state in NOT_RUNNING
         seen = child.look(self._clock.now(), stopped)
-        told = seen.stack if stopped or (not seen.waits and seen.seconds > STACK_AFTER) else ""
-        pace = self._driver.beat(child.worker or "", state, seen.waits, seen.seconds, told)
+        told = seen.stack if stopped or (not seen.is_waiting and seen.seconds > STACK_AFTER) else ""
+        pace = self._driver.beat(child.worker or "", state, seen.is_waiting, seen.seconds, told)
         child.tell_heard(self._client.heard_at())
         return pace
 

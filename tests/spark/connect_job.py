@@ -34,18 +34,18 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int]:
 
     from spark_elastic.state.elastic_loop import elastic
     from spark_elastic.state.object_state import ObjectState
-    from spark_elastic.worker.context import current
-    from spark_elastic.worker.seat import seat_of_process
+    from spark_elastic.worker.context import get_context
+    from spark_elastic.worker.session import get_session
 
     sizes: list[int] = []
 
     def loop(state: Any) -> None:
-        here = current()
-        assert here is not None
-        assert here.group is not None
-        sizes.append(here.group.size)
+        worker = get_context()
+        assert worker is not None
+        assert worker.group is not None
+        sizes.append(worker.group.size)
         while state.step < STEPS:
-            if state.step == STEPS // 2 and here.group.rank == 1:
+            if state.step == STEPS // 2 and worker.group.rank == 1:
                 try:
                     os.close(os.open(f"{folder}/killed", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
@@ -55,13 +55,13 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int]:
                     signal.pause()
             # The survivor waits in the tenth step for the one that comes in its place.
             total = np.array([1.0])
-            here.group.allreduce(total)
+            worker.group.allreduce(total)
             if total[0] == 2.0 or state.step < STEPS // 2:
                 state.step += 1
             state.commit()
 
     state = ObjectState(step=0)
-    elastic(loop, seat_of_process)(state)
+    elastic(loop, get_session)(state)
     return state.step, sizes, len(os.environ["TOKEN"])
 
 

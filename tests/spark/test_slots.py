@@ -21,7 +21,7 @@ from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.platforms import Classic, JobSpec
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
-from spark_elastic.worker.program import Outcome, Session
+from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.stories import Held
 
@@ -110,7 +110,7 @@ def test_r18_executors_that_were_killed_are_known_dead(
 class Talkative(Held):
     """Prints its rank."""
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
         sys.stdout.write(f"I am {group.rank}\n")
         return super().run(world, group, session)
 

@@ -24,8 +24,8 @@ from spark_elastic.protocol.types import START
 from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.worker.context import current, floor_of_process
-from spark_elastic.worker.seat import engine_of_process, group_of, group_of_process
+from spark_elastic.worker.context import get_context, get_process_context
+from spark_elastic.worker.session import get_engine, get_group
 
 Marks = npt.NDArray[np.bool_]
 
@@ -63,7 +63,7 @@ class GradientSync:
         self._passes = passes
         self._process_set = process_set
         self.exchange = GradientExchange(
-            named, terms, weak_method(self._open), engine_of_process, get_timeline, _is_only_optimizer
+            named, terms, weak_method(self._open), get_engine, get_timeline, _is_only_optimizer
         )
         self.done = False
         # In which the newest step was opened; in its process set there may be nobody but this rank.
@@ -79,7 +79,7 @@ class GradientSync:
             raise InvalidInput(
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
-        self._world = group_of_process()
+        self._world = get_group()
         self.exchange.open(get_training_group(self._process_set), self._passes)
         self.done = False
 
@@ -92,7 +92,7 @@ class GradientSync:
 
     def is_stale(self) -> bool:
         """Whether the open step belongs to a world that is over."""
-        return self.exchange.is_open and self._world is not group_of_process()
+        return self.exchange.is_open and self._world is not get_group()
 
     @property
     def has_unsynced_gradients(self) -> bool:
@@ -190,9 +190,17 @@ class GradientSync:
         return decision
 
 
+class _OptimizersInUse(WeakSet[Joinable]):
+    """The exchanges of all optimizers that this process uses."""
+
+
+class _Subgroups(dict[tuple[int, ...], Group]):
+    """The groups of process sets in one world, by their ranks."""
+
+
 def get_optimizers_in_use() -> WeakSet[Joinable]:
     """The exchanges of all optimizers that this process uses."""
-    return floor_of_process().shared("optimizers", WeakSet)
+    return get_process_context().get_or_create(_OptimizersInUse)
 
 
 def _is_only_optimizer() -> bool:
@@ -207,15 +215,16 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
     Raises:
         CollectiveError: between two worlds there is nobody.
     """
-    here = current()
-    if here is None or process_set is global_process_set:
-        return None if here is None else group_of(here)
-    ranks, world = tuple(process_set.ranks), group_of(here)
+    worker = get_context()
+    if worker is None or process_set is global_process_set:
+        return None if worker is None else worker.require_group()
+    ranks, world = tuple(process_set.ranks), worker.require_group()
     if world.rank not in ranks or len(ranks) == 1:
         return None
-    return here.floor.shared(
-        f"gradients of {ranks}", lambda: here.watched(world.subgroup(_number(ranks), ranks))
-    )
+    subgroups = worker.group_context.get_or_create(_Subgroups)
+    if ranks not in subgroups:
+        subgroups[ranks] = worker.wait_recorder.watch_group(world.subgroup(_number(ranks), ranks))
+    return subgroups[ranks]
 
 
 @contextmanager
@@ -234,12 +243,12 @@ def exchange_trailer(
 
     rows: 0 on a rank that has joined.
     """
-    here = current()
-    version = 0 if here is None or here.session is None else here.session.membership_version()
+    worker = get_context()
+    version = 0 if worker is None or worker.handle is None else worker.handle.membership_version()
     mine = StepSummary(START, version, layout, rows, 0.0, 1.0, present, found_sparse, bucket_bytes)
     decision = exchange_summaries(group, mine)
-    if here is not None and here.group is group:  # what a part of the world heard is no agreement of all
-        here.floor.agree(decision.version)
+    if worker is not None and worker.group is group:  # what a part of the world heard is no agreement of all
+        worker.group_context.record_agreed_version(decision.version)
     return decision
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from spark_elastic.worker.stack_dump import uncollected
+from spark_elastic.worker.stack_sampler import uncollected
 
 
 def rng_state() -> dict[str, Any]:

@@ -31,7 +31,7 @@ from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import input_dtype
-from spark_elastic.worker.seat import engine_of_process
+from spark_elastic.worker.session import get_engine
 
 
 class TorchTrainTask(TrainingLoop):
@@ -67,7 +67,7 @@ class TorchTrainer:
             model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras
         )
         self._exchange = GradientExchange(
-            model.named_parameters(), options_from_env(wire=spec.wire), engine=engine_of_process
+            model.named_parameters(), options_from_env(wire=spec.wire), engine=get_engine
         )
         rules = StepOptions(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._train_step = TrainStep(

@@ -27,8 +27,10 @@ pytestmark = [
 def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
     job, (store, manifest) = JOBS[name], make_data(tmp_path)
     world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
-    session: Any = SimpleNamespace(
-        membership_version=lambda: 0, tell=lambda position: None, report=lambda numbers: None
+    handle: Any = SimpleNamespace(
+        membership_version=lambda: 0,
+        report_position=lambda position: None,
+        report_metrics=lambda numbers: None,
     )
     tasks = [job.task(store, manifest) for _ in range(2)]
     for task in tasks:  # one after the other: Keras builds no two models at a time
@@ -37,7 +39,7 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
 
     def work(group: Group) -> Any:
         task = tasks[group.rank]
-        outcome = task.run(world, group, session)
+        outcome = task.run(world, group, handle)
         digest = task._state.digest()
         task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
         assert task._state.digest() == digest

@@ -18,8 +18,8 @@ import numpy as np
 
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.object_state import ObjectState
-from spark_elastic.worker.context import current
-from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.context import get_context
+from spark_elastic.worker.session import get_session
 
 FOLDER = Path(sys.argv[1])
 
@@ -33,7 +33,7 @@ def _die(how: str) -> None:
 
 
 def _train(state: Any) -> int:
-    place = current()
+    place = get_context()
     assert place is not None
     assert place.group is not None
     assert place.world is not None
@@ -67,4 +67,4 @@ def _train(state: Any) -> int:
 
 
 if __name__ == "__main__":
-    elastic(_train, seat_of_process)(ObjectState(step=0))
+    elastic(_train, get_session)(ObjectState(step=0))

@@ -40,13 +40,13 @@ def train(looked: str) -> None:
 
     from spark_elastic.state.elastic_loop import elastic
     from spark_elastic.state.object_state import ObjectState
-    from spark_elastic.worker.context import current
-    from spark_elastic.worker.seat import seat_of_process
+    from spark_elastic.worker.context import get_context
+    from spark_elastic.worker.session import get_session
 
     assert len(os.environ["TOKEN"]) == 17, "the worker has it"
 
     def loop(state: Any) -> None:
-        assert current().group._origin.endpoint.encrypted, "the mesh is inside TLS as well"
+        assert get_context().group._origin.endpoint.encrypted, "the mesh is inside TLS as well"
         while state.step < 10:
             state.step += 1
             state.commit()
@@ -55,7 +55,7 @@ def train(looked: str) -> None:
             time.sleep(0.05)
         raise ValueError("the end of the script")
 
-    elastic(loop, seat_of_process)(ObjectState(step=0))
+    elastic(loop, get_session)(ObjectState(step=0))
 
 
 class Traces(io.StringIO):

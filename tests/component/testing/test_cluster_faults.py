@@ -26,13 +26,13 @@ import numpy as np
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.testing import Blow, ClusterFaults
-from spark_elastic.worker.context import current
-from spark_elastic.worker.seat import seat_of_process
+from spark_elastic.worker.context import get_context
+from spark_elastic.worker.session import get_session
 
 faults = ClusterFaults({BLOWS!r}, sys.argv[1])
 
 def loop(state):
-    group = current().group
+    group = get_context().group
     while state.step < {STEPS}:
         faults.strike(state.step, group.rank, group.size)
         group.allreduce(np.ones(10))
@@ -40,7 +40,7 @@ def loop(state):
         state.commit()
     print("steps", state.step, flush=True)
 
-elastic(loop, seat_of_process)(ObjectState(step=0))
+elastic(loop, get_session)(ObjectState(step=0))
 """
 
 

@@ -68,25 +68,25 @@ def hold(state: Any, awaited: int | str | None) -> None:
     """Stand still until the job is in its awaited world, the first one being 1, or until that file is there: so a blow
     comes in mid-training however late the test strikes. A file says nothing of the world: steps must follow that
     notice what was struck."""
-    from spark_elastic.worker.context import current
+    from spark_elastic.worker.context import get_context
 
-    here = current()
-    assert here is not None
-    assert here.world is not None
+    worker = get_context()
+    assert worker is not None
+    assert worker.world is not None
     while isinstance(awaited, str) and not os.path.exists(awaited):
         time.sleep(PACE)
-    while isinstance(awaited, int) and here.world.fence.generation < awaited:
+    while isinstance(awaited, int) and worker.world.fence.generation < awaited:
         time.sleep(PACE)
         state.check_host_updates()  # leaves this world for the next one
 
 
 def await_size(state: Any, size: int) -> None:
     """Stand still until the world has that many workers."""
-    from spark_elastic.worker.context import current
+    from spark_elastic.worker.context import get_context
 
-    here = current()
-    assert here is not None
-    while here.group is None or here.group.size < size:
+    worker = get_context()
+    assert worker is not None
+    while worker.group is None or worker.group.size < size:
         time.sleep(PACE)
         state.check_host_updates()
 
@@ -102,21 +102,21 @@ def count(
 
     from spark_elastic.state.elastic_loop import elastic
     from spark_elastic.state.object_state import ObjectState
-    from spark_elastic.worker.context import current
-    from spark_elastic.worker.seat import seat_of_process
+    from spark_elastic.worker.context import get_context
+    from spark_elastic.worker.session import get_session
 
     trained: list[int] = []
 
     def loop(state: Any) -> None:
-        here = current()
-        assert here is not None
-        assert here.group is not None
+        worker = get_context()
+        assert worker is not None
+        assert worker.group is not None
         while state.step < steps:
             hold(state, (holds or {}).get(state.step))
             time.sleep(PACE)
             change = np.ones(1000)
-            here.group.allreduce(change)
-            state.numbers = state.numbers + change / here.group.size
+            worker.group.allreduce(change)
+            state.numbers = state.numbers + change / worker.group.size
             trained.append(state.step)
             state.step += 1
             print(f"step {state.step}", flush=True)  # noqa: T201 - what the test waits for
@@ -126,7 +126,7 @@ def count(
                 state.check_host_updates()
 
     state: Any = ObjectState(numbers=np.zeros(1000), step=0)
-    elastic(loop, seat_of_process)(state)
+    elastic(loop, get_session)(state)
     assert float(state.numbers.min()) == float(state.numbers.max())
     return {"number": float(state.numbers[0]), "trained": trained}
 

@@ -86,17 +86,17 @@ def unaware(folder: str, go: str) -> tuple[str, int, int]:
 
     import numpy as np
 
-    from spark_elastic.worker.context import current
+    from spark_elastic.worker.context import get_context
 
-    here = current()
-    assert here is not None
-    assert here.group is not None
+    worker = get_context()
+    assert worker is not None
+    assert worker.group is not None
     (Path(folder) / f"{uuid.uuid4()}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
     for step in range(20):
         hold(None, go if step == 12 else None)
         time.sleep(0.05)
         total = np.ones(1)
-        here.group.allreduce(total)
+        worker.group.allreduce(total)
         print(f"step {step}", flush=True)  # noqa: T201 - what the test waits for
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) > 0, int(total[0])
 
@@ -185,7 +185,7 @@ def breaks_in_vain() -> None:
     from elastic_collectives import CollectiveError
     from spark_elastic.state.elastic_loop import elastic
     from spark_elastic.state.object_state import ObjectState
-    from spark_elastic.worker.seat import seat_of_process
+    from spark_elastic.worker.session import get_session
 
     def loop(state: Any) -> None:
         if state.step:
@@ -194,7 +194,7 @@ def breaks_in_vain() -> None:
         state.commit()
         loop(state)
 
-    elastic(loop, seat_of_process)(ObjectState(step=0))
+    elastic(loop, get_session)(ObjectState(step=0))
 
 
 def test_r13_worlds_that_break_where_they_stand_end_the_job_with_the_workers_reason() -> None:
@@ -217,12 +217,12 @@ def test_a_result_that_cannot_travel_is_one_sentence() -> None:
 def mismatched() -> None:
     import numpy as np
 
-    from spark_elastic.worker.context import current
+    from spark_elastic.worker.context import get_context
 
-    here = current()
-    assert here is not None
-    assert here.group is not None
-    here.group.allreduce(np.ones(2 + here.group.rank))
+    worker = get_context()
+    assert worker is not None
+    assert worker.group is not None
+    worker.group.allreduce(np.ones(2 + worker.group.rank))
 
 
 def test_collectives_that_do_not_match_end_the_job_and_do_not_go_round_for_ever() -> None:

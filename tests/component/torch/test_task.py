@@ -33,13 +33,13 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
 
     def work(group: Group) -> tuple[Any, Any]:
         report = told.append if group.rank == 0 else lambda numbers: None
-        session: Any = SimpleNamespace(
-            membership_version=lambda: 0, tell=lambda position: None, report=report
+        handle: Any = SimpleNamespace(
+            membership_version=lambda: 0, report_position=lambda position: None, report_metrics=report
         )
         task = job.task(store, manifest)
         task._spec = replace(task._spec, checkpoints=None)
         task.prepare()
-        outcome = task.run(world, group, session)
+        outcome = task.run(world, group, handle)
         task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
         task.close()
         return task._learner.state.model.state_dict(), outcome
@@ -123,15 +123,17 @@ class Ends(Callback):
 def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
     world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
-    session: Any = SimpleNamespace(
-        membership_version=lambda: 0, tell=lambda position: None, report=lambda numbers: None
+    handle: Any = SimpleNamespace(
+        membership_version=lambda: 0,
+        report_position=lambda position: None,
+        report_metrics=lambda numbers: None,
     )
 
     def work(group: Group) -> Any:
         task = job.task(store, manifest)
         task._spec = replace(task._spec, checkpoints=None)
         task.prepare()
-        outcome: Any = task.run(world, group, session)
+        outcome: Any = task.run(world, group, handle)
         task.close()
         return json.loads(outcome.result)["history"]
 
@@ -162,17 +164,17 @@ def test_r18_behind_the_last_boundary_the_very_step_is_durable(
 
     def work(group: Group) -> tuple[Any, Any]:
         heard = iter([0] * (last - 1 + group.rank) + [LAST_CHANGE] * job.workers)
-        session: Any = SimpleNamespace(
+        handle: Any = SimpleNamespace(
             membership_version=lambda: next(heard),
-            tell=lambda position: None,
-            report=lambda numbers: None,
-            wrote_checkpoint=told.append,
+            report_position=lambda position: None,
+            report_metrics=lambda numbers: None,
+            report_checkpoint=told.append,
         )
         task = job.task(store, manifest)
         rare = CheckpointPolicy(RUN, 100_000, None)
         task._spec = replace(task._spec, checkpoints=rare, validation=None)
         task.prepare()
-        outcome = task.run(world, group, session)
+        outcome = task.run(world, group, handle)
         task.close()
         return outcome, task.position()
 

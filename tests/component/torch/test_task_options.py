@@ -155,12 +155,14 @@ def trained(
     )
     brought = case.brought()  # once: threads that draw at the same time get other numbers
     world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
-    session: Any = SimpleNamespace(membership_version=lambda: 0, tell=lambda at: None, report=lambda n: None)
+    handle: Any = SimpleNamespace(
+        membership_version=lambda: 0, report_position=lambda at: None, report_metrics=lambda n: None
+    )
 
     def work(group: Group) -> tuple[Any, Any, Any]:
         task = TorchTrainTask(spec, copy.deepcopy(brought))
         task.prepare()
-        outcome: Any = task.run(world, group, session)
+        outcome: Any = task.run(world, group, handle)
         task.close()
         model: Any = task._learner.state.model  # type: ignore[attr-defined]
         return model.state_dict(), json.loads(outcome.result)["history"], getattr(model, "seen", set())

@@ -13,7 +13,7 @@ import numpy as np
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Position, World
 from spark_elastic.testing.fakes import CountingProgram
-from spark_elastic.worker.program import CHANGE, Completed, Outcome, Session, Stopped
+from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
 LONG = 1.5  # seconds
 LOOK_EVERY = 0.03  # seconds
@@ -38,24 +38,24 @@ class Held(CountingProgram):
     def release(self) -> None:
         Path(self._hold).unlink(missing_ok=True)
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         self._steps -= 1
         try:
-            outcome = super().run(world, group, session)
+            outcome = super().run(world, group, handle)
         finally:
             self._steps += 1
         if isinstance(outcome, Completed):
-            outcome = self._stand(world, group, session) or super().run(world, group, session)
+            outcome = self._stand(world, group, handle) or super().run(world, group, handle)
         return outcome
 
-    def _stand(self, world: World, group: Group, session: Session) -> Stopped | None:
+    def _stand(self, world: World, group: Group, handle: WorkerHandle) -> Stopped | None:
         """Until it is released or, as after any step, the membership changes; the same on all ranks."""
         deadline = self._clock.now() + HELD_AT_MOST
         while True:
             self._clock.sleep(LOOK_EVERY)
-            session.report({"step": self._step, "world": group.size})  # again: one may have been lost
+            handle.report_metrics({"step": self._step, "world": group.size})  # again: one may have been lost
             free = not os.path.exists(self._hold) or self._clock.now() > deadline
-            told = group.allgather(np.array([session.membership_version(), free], dtype=np.int64))
+            told = group.allgather(np.array([handle.membership_version(), free], dtype=np.int64))
             if told[:, 0].max() > world.version:
                 return Stopped(CHANGE)
             if told[:, 1].any():
@@ -75,9 +75,9 @@ class SlowSync(Held):
 class SlowReturn(Held):
     """The survivors of the first world take their time to come back from it."""
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         try:
-            return super().run(world, group, session)
+            return super().run(world, group, handle)
         except CollectiveError:
             if world.fence.generation == 1:
                 say("comes back slowly")

@@ -29,7 +29,7 @@ from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Outcome, Session, decode
+from spark_elastic.worker.program import Outcome, WorkerHandle, decode
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
 from tests.patience import until
@@ -179,7 +179,7 @@ def test_newcomers_join_while_the_others_train() -> None:
 class Broken(CountingProgram):
     """Raises at step 3, on every rank."""
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
         sys.stderr.write("about to raise\n")
         raise ValueError("the user's own mistake")
 
@@ -196,7 +196,7 @@ def test_r13_an_exception_of_user_code_on_every_worker_ends_the_job_with_its_tra
 class BrokenOnce(CountingProgram):
     """Rank 1 of the first world raises; whoever comes after it does not."""
 
-    def run(self, world: World, group: Group, session: Session) -> Outcome:
+    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
         if world.fence.generation == 1 and group.rank == 1:
             raise ValueError("one worker's bad moment")
         return super().run(world, group, session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -13,24 +13,20 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.worker import context
-from spark_elastic.worker.context import Current, Floor
+from spark_elastic.worker.context import ProcessContext, WorkerContext
 
 T = TypeVar("T")
 
 
-class _OfThread(threading.local):
-    """`context._Holder`, one for each thread."""
+class _ContextPerThread(threading.local, ProcessContext):
+    """`context._process`, one for each thread."""
 
     def __init__(self) -> None:
-        self.value: Current | None = None
-        self.own = Floor()
-        self.call = Floor()
-        self.handlers: list[Any] | None = None
-        self.initialized = False
+        ProcessContext.__init__(self)
 
 
 def per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_Holder", _OfThread())
+    monkeypatch.setattr(context, "_process", _ContextPerThread())
 
 
 def become(group: Group) -> None:
@@ -38,7 +34,7 @@ def become(group: Group) -> None:
     size = group.size
     members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))
     fence = Fence(*group.fence)
-    context.set_current(Current(f"w{group.rank}", World(fence, members, None, "a test"), group))
+    context.set_context(WorkerContext(f"w{group.rank}", World(fence, members, None, "a test"), group))
 
 
 def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
@@ -52,9 +48,9 @@ def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
             return work(group)
         finally:
             all_done.wait(45)
-            here = context.current()
-            assert here is not None
-            here.floor.engine.close()
+            worker = context.get_context()
+            assert worker is not None
+            worker.group_context.engine.close()
 
     try:
         with ThreadPoolExecutor(size) as pool:

@@ -46,10 +46,10 @@ class Stage:
         self._generation = 0
         self._events = list(events)
         self._version = 0
-        self._alive: set[Seat] = set()
-        self._here: list[Seat] = []
-        self._done: set[Seat] = set()
-        self._members: list[Seat] = []
+        self._alive: set[StageSession] = set()
+        self._here: list[StageSession] = []
+        self._done: set[StageSession] = set()
+        self._members: list[StageSession] = []
         self._threads: list[threading.Thread] = []
         self._first = size
         self.durable: DurableCommits | None = None
@@ -58,8 +58,8 @@ class Stage:
         self.errors: list[BaseException] = []
         self.results: list[Any] = []
 
-    def play(self, work: Callable[[Seat], Any]) -> list[Any]:
-        """`work(seat)` on every worker, newcomers included; what those returned that lived."""
+    def play(self, work: Callable[[StageSession], Any]) -> list[Any]:
+        """`work(session)` on every worker, newcomers included; what those returned that lived."""
         self._work = work
         for _ in range(self._first):
             self._start()
@@ -82,10 +82,10 @@ class Stage:
                     self._members[event.rank % len(self._members)].light(event.after, event.slips)
             self._news.notify_all()
 
-    def outlived(self, seat: Seat) -> bool:
+    def outlived(self, session: StageSession) -> bool:
         """Whether somebody lives on when this one dies; it counts as dead from here on."""
         with self._news:
-            others = self._alive - {seat}
+            others = self._alive - {session}
             self._alive = others or self._alive
             return bool(others)
 
@@ -99,45 +99,45 @@ class Stage:
         return self._version
 
     def _start(self) -> None:
-        seat = Seat(self)
-        self._alive.add(seat)
-        thread = threading.Thread(target=self._be, args=(seat,), daemon=True)
+        session = StageSession(self)
+        self._alive.add(session)
+        thread = threading.Thread(target=self._be, args=(session,), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _be(self, seat: Seat) -> None:
+    def _be(self, session: StageSession) -> None:
         try:
-            seat.next_world(None)
-            result = self._work(seat)
+            session.next_world(None)
+            result = self._work(session)
             with self._news:
                 self.results.append(result)
         except Dead:
             pass
         except BaseException as error:
             self.errors.append(error)
-            seat.hang_up()
+            session.hang_up()
         finally:
             with self._news:
-                self._alive.discard(seat)
+                self._alive.discard(session)
                 self._form()
                 self._news.notify_all()
 
-    def arrive(self, seat: Seat) -> tuple[World, Group]:
+    def arrive(self, session: StageSession) -> tuple[World, Group]:
         with self._news:
-            if seat.doomed:
-                self._alive.discard(seat)
+            if session.doomed:
+                self._alive.discard(session)
                 self._form()
                 self._news.notify_all()
                 raise Dead
             before = self._generation
-            self._here.append(seat)
+            self._here.append(session)
             self._form()
             self._news.notify_all()
             if not self._news.wait_for(
-                lambda: self._generation > before and seat not in self._here, DEADLINE
+                lambda: self._generation > before and session not in self._here, DEADLINE
             ):
                 raise TimeoutError("no world was formed")
-            return self._world, self._fabric.group(self._members.index(seat))
+            return self._world, self._fabric.group(self._members.index(session))
 
     def _form(self) -> None:
         """Once everybody who lives has come; newcomers are soon there."""
@@ -145,8 +145,8 @@ class Stage:
             return
         if self._generation == 0 and len(self._here) < self._first:
             return
-        order = [seat for seat in self._members if seat in self._here]
-        order += [seat for seat in self._here if seat not in order]
+        order = [session for session in self._members if session in self._here]
+        order += [session for session in self._here if session not in order]
         self._generation += 1
         places = [Place(f"w{id(s)}", "s", "h", s.position) for s in order]
         fence = Fence(1, self._generation)
@@ -154,18 +154,18 @@ class Stage:
         resume = self.resume if source is None else ()
         self._world = World(fence, assign(places), 0 if resume else source, "", self._version, resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
-        for seat, group in zip(order, self._fabric.groups, strict=True):
-            group._meet = seat.burning(group._meet)  # type: ignore[method-assign]
+        for session, group in zip(order, self._fabric.groups, strict=True):
+            group._meet = session.burning(group._meet)  # type: ignore[method-assign]
         self._members, self._here = order, []
         self.sizes.append(len(order))
 
 
-class Seat:
-    """`state.Seat` of one thread."""
+class StageSession:
+    """`state.WorkerSession` of one thread."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self.kept: dict[str, Any] = {}
+        self.persistent: dict[str, Any] = {}
         self.position: Position | None = None
         self.doomed = False
         self._fuse: int | None = None
@@ -182,13 +182,13 @@ class Seat:
     def durable(self) -> DurableCommits | None:
         return self._stage.durable
 
-    def ends(self) -> bool:
+    def is_job_ending(self) -> bool:
         return False
 
-    def at(self, commits: int) -> None:
+    def report_commit(self, commits: int) -> None:
         self.position = Position(0, Phase.TRAIN, commits)
 
-    def stop_wanted(self) -> bool:
+    def agree_to_stop(self) -> bool:
         newest = np.array([self._stage.version], np.int64)
         self.allreduce(newest, "max")
         return int(newest[0]) > self._world.version

@@ -17,7 +17,7 @@ from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import State
-from tests.unit.state.stage import Seat, Stage
+from tests.unit.state.stage import Stage, StageSession
 
 
 class Played:
@@ -33,7 +33,7 @@ class Played:
         stage.durable = DurableCommits(store, policy, SystemClock(), self.told.append)
         stage.resume = resume
 
-        def work(seat: Seat) -> float:
+        def work(session: StageSession) -> float:
             trained: list[int] = []
             self.trained.append(trained)
             state: Any = ObjectState(step=0, numbers=np.zeros(3), **more)
@@ -41,13 +41,13 @@ class Played:
             def loop(state: Any) -> None:
                 while state.step < until:
                     ones = np.ones(1)
-                    seat.allreduce(ones)
-                    state.numbers = state.numbers + ones[0] / seat.group.size
+                    session.allreduce(ones)
+                    state.numbers = state.numbers + ones[0] / session.group.size
                     trained.append(state.step)
                     state.step += 1
                     state.commit()
 
-            elastic(loop, lambda: seat)(state)
+            elastic(loop, lambda: session)(state)
             return float(state.numbers[0])
 
         try:
@@ -111,11 +111,11 @@ def test_what_cannot_be_made_durable_is_refused_by_name() -> None:
     stage = Stage(1)
     stage.durable = DurableCommits(memory_store(), CheckpointPolicy("run"), SystemClock(), print)
     with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
-        stage.play(lambda seat: elastic(_never, lambda: seat)(WithOwn(mine={})))
+        stage.play(lambda session: elastic(_never, lambda: session)(WithOwn(mine={})))
     stage = Stage(1)
     stage.durable = DurableCommits(memory_store(), CheckpointPolicy("run"), SystemClock(), print)
     with pytest.raises(InvalidInput, match="this one is a Own"):
-        stage.play(lambda seat: elastic(_never, lambda: seat)(Own()))
+        stage.play(lambda session: elastic(_never, lambda: session)(Own()))
 
 
 def test_checkpoints_of_another_state_are_refused() -> None:

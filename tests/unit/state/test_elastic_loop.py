@@ -16,7 +16,7 @@ from spark_elastic.protocol.types import START, Fence, Phase, Position, World
 from spark_elastic.state.elastic_loop import elastic, hand_over_of
 from spark_elastic.state.object_state import ObjectState
 from spark_elastic.state.state import HostsUpdatedInterrupt, State
-from tests.unit.state.stage import Event, Seat, Stage
+from tests.unit.state.stage import Event, Stage, StageSession
 from tests.unit.state.weights import Weights, WeightsState
 
 STEPS = 12
@@ -27,14 +27,14 @@ def training(stage: Stage, commit_every: int, check: bool) -> Any:
 
     numbers = itertools.count(0, 1000)
 
-    def work(seat: Seat) -> tuple[float, int]:
+    def work(session: StageSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
             while state.step < STEPS:
                 stage.reached(state.step)
                 gradient = np.ones(1)
-                seat.allreduce(gradient)
+                session.allreduce(gradient)
                 state._commits.wait()  # what an optimizer's hook does
-                state.weights.add(float(gradient[0]) / seat.world.size)
+                state.weights.add(float(gradient[0]) / session.world.size)
                 state.step += 1
                 assert state.weights.numbers.max() == state.step + state.began_at, "not of one version"
                 if state.step % commit_every == 0:
@@ -45,7 +45,7 @@ def training(stage: Stage, commit_every: int, check: bool) -> Any:
 
         began_at = next(numbers)  # another one on each worker, which newcomers must not keep
         state = WeightsState(weights=Weights(fill=float(began_at)), step=0, began_at=began_at)
-        return elastic(loop, lambda: seat)(state)
+        return elastic(loop, lambda: session)(state)
 
     return work
 
@@ -74,19 +74,19 @@ def test_w3_the_counter_equals_the_steps_under_any_schedule(
 def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
     taken: list[int] = []
 
-    def work(seat: Seat) -> int:
+    def work(session: StageSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 stage.reached(state.step)
-                seat.allreduce(np.ones(1))
-                if seat.world.members[0].position is not None or seat.group.rank == 0:
+                session.allreduce(np.ones(1))
+                if session.world.members[0].position is not None or session.group.rank == 0:
                     taken.append(state.step)
                 state.step += 1
                 if state.step % 4 == 0:
                     state.commit()
             return int(state.step)
 
-        return elastic(loop, lambda: seat)(ObjectState(step=0))
+        return elastic(loop, lambda: session)(ObjectState(step=0))
 
     stage = Stage(2, (Event(6, rank=1, after=1),))
     assert stage.play(work) == [STEPS]
@@ -95,9 +95,9 @@ def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
 
 
 def test_initial_values_are_those_of_rank_0() -> None:
-    def work(seat: Seat) -> tuple[int, str]:
-        state = ObjectState(name=f"of rank {seat.group.rank}", step=0)
-        return elastic(lambda state: (seat.group.rank, state.name), lambda: seat)(state)
+    def work(session: StageSession) -> tuple[int, str]:
+        state = ObjectState(name=f"of rank {session.group.rank}", step=0)
+        return elastic(lambda state: (session.group.rank, state.name), lambda: session)(state)
 
     assert sorted(Stage(3).play(work)) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
 
@@ -105,18 +105,18 @@ def test_initial_values_are_those_of_rank_0() -> None:
 def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
     steps: list[int] = []
 
-    def work(seat: Seat) -> int:
+    def work(session: StageSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
-                if seat.group.rank == 0:
+                if session.group.rank == 0:
                     stage.reached(state.step)
                     steps.append(state.step)
-                seat.allreduce(np.ones(1))
+                session.allreduce(np.ones(1))
                 state.step += 1
                 state.check_host_updates()
             return int(state.step)
 
-        return elastic(loop, lambda: seat)(ObjectState(step=0))
+        return elastic(loop, lambda: session)(ObjectState(step=0))
 
     stage = Stage(2, (Event(5),))
     assert stage.play(work) == [STEPS] * 3
@@ -127,14 +127,14 @@ def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
 def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind() -> None:
     """One rank stops there as planned, with its live values; the other goes back to its last commit."""
 
-    def work(seat: Seat) -> int:
+    def work(session: StageSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
-                if state.step == 5 and seat.world.fence.generation == 1 and seat.group.rank == 0:
+                if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
                     stage.announce()
                 stage.reached(state.step)
                 told = np.array([state.step], np.int64)
-                seat.allreduce(told, "max")
+                session.allreduce(told, "max")
                 assert told[0] == state.step, "the ranks are at different steps"
                 state.step += 1
                 if state.step % 4 == 0:
@@ -143,7 +143,7 @@ def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind()
                     state.check_host_updates()
             return int(state.step)
 
-        return elastic(loop, lambda: seat)(ObjectState(step=0))
+        return elastic(loop, lambda: session)(ObjectState(step=0))
 
     stage = Stage(2, (Event(5, rank=1, after=2, slips=True),))
     assert stage.play(work) == [STEPS] * 2
@@ -156,23 +156,23 @@ def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(join
 
     class Handed(WeightsState):
         def sync(self) -> None:
-            assert self._seat is not None
-            if self._seat.world.fence.generation == 2 and self._seat.group.rank == 0:
-                self._seat.die()  # type: ignore[attr-defined]
+            assert self._session is not None
+            if self._session.world.fence.generation == 2 and self._session.group.rank == 0:
+                self._session.die()  # type: ignore[attr-defined]
             super().sync()
 
-    def work(seat: Seat) -> tuple[float, int]:
+    def work(session: StageSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
             while state.step < STEPS:
                 stage.reached(state.step)
-                seat.allreduce(np.ones(1))
+                session.allreduce(np.ones(1))
                 state._commits.wait()
                 state.weights.add(1.0)
                 state.step += 1
                 state.commit()
             return float(state.weights.numbers[0]), state.step
 
-        return elastic(loop, lambda: seat)(Handed(weights=Weights(), step=0))
+        return elastic(loop, lambda: session)(Handed(weights=Weights(), step=0))
 
     event = Event(5) if joins else Event(5, rank=2, after=1, slips=True)
     stage = Stage(2 if joins else 3, (event,))
@@ -183,23 +183,23 @@ def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(join
 def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state() -> None:
     called: list[int] = []
 
-    def work(seat: Seat) -> float:
+    def work(session: StageSession) -> float:
         state = ObjectState(step=0, rate=1.0)
 
         def rescale() -> None:
-            called.append(seat.world.size)
-            state.rate = 1.0 * seat.world.size
+            called.append(session.world.size)
+            state.rate = 1.0 * session.world.size
 
         def loop(state: Any) -> float:
             while state.step < STEPS:
                 stage.reached(state.step)
-                seat.allreduce(np.ones(1))
+                session.allreduce(np.ones(1))
                 state.step += 1
                 state.commit()
             return float(state.rate)
 
         state.register_reset_callbacks([rescale])
-        return elastic(loop, lambda: seat)(state)
+        return elastic(loop, lambda: session)(state)
 
     stage = Stage(2, (Event(5),))
     assert stage.play(work) == [3.0] * 3
@@ -209,9 +209,9 @@ def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state
 class Plain(State):
     """A user's own state: saved, restored and synced by methods of its own, which know rank 0 alone."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, session: StageSession) -> None:
         super().__init__()
-        self._own, self.step, self._kept = seat, 0, 0
+        self._own, self.step, self._kept = session, 0, 0
 
     def save(self) -> None:
         self._kept = self.step
@@ -227,16 +227,16 @@ class Plain(State):
 
 
 def test_a_users_own_state_works_through_losses_and_joins() -> None:
-    def work(seat: Seat) -> int:
+    def work(session: StageSession) -> int:
         def loop(state: Plain) -> int:
             while state.step < STEPS:
                 stage.reached(state.step)
-                seat.allreduce(np.ones(1))
+                session.allreduce(np.ones(1))
                 state.step += 1
                 state.commit()
             return state.step
 
-        return elastic(loop, lambda: seat)(Plain(seat))
+        return elastic(loop, lambda: session)(Plain(session))
 
     stage = Stage(3, (Event(3), Event(6, rank=0), Event(9)))
     assert set(stage.play(work)) == {STEPS}
@@ -256,11 +256,11 @@ def test_without_a_worker_the_function_is_merely_called() -> None:
 
 
 def test_what_no_other_world_could_mend_is_raised() -> None:
-    def work(seat: Seat) -> None:
+    def work(session: StageSession) -> None:
         def loop(state: Any) -> None:
             raise MismatchError((0,), "the user's own doing")
 
-        elastic(loop, lambda: seat)(ObjectState(step=0))
+        elastic(loop, lambda: session)(ObjectState(step=0))
 
     with pytest.raises(MismatchError, match="own doing"):
         Stage(1).play(work)
@@ -269,9 +269,9 @@ def test_what_no_other_world_could_mend_is_raised() -> None:
 def test_a_second_call_of_the_users_function_goes_on_from_the_state_of_the_first() -> None:
     seen: list[int] = []
 
-    def work(seat: Seat) -> int:
+    def work(session: StageSession) -> int:
         for _ in range(2):
-            seat.kept.pop("entered", None)  # as the program does before each call
+            session.persistent.pop("entered", None)  # as the program does before each call
 
             def loop(state: Any) -> int:
                 seen.append(state.step)
@@ -280,7 +280,7 @@ def test_a_second_call_of_the_users_function_goes_on_from_the_state_of_the_first
                 state.step += 100
                 return int(state.step)
 
-            result = elastic(loop, lambda: seat)(ObjectState(step=0))
+            result = elastic(loop, lambda: session)(ObjectState(step=0))
         return result
 
     assert Stage(1).play(work) == [110]
@@ -288,23 +288,23 @@ def test_a_second_call_of_the_users_function_goes_on_from_the_state_of_the_first
 
 
 def test_two_states_in_one_function_are_refused() -> None:
-    def work(seat: Seat) -> None:
+    def work(session: StageSession) -> None:
         for _ in range(2):
-            elastic(lambda state: None, lambda: seat)(ObjectState(step=0))
+            elastic(lambda state: None, lambda: session)(ObjectState(step=0))
 
     with pytest.raises(InvalidInput, match="one state"):
         Stage(1).play(work)
 
 
 def test_one_state_may_be_trained_in_two_parts() -> None:
-    def work(seat: Seat) -> int:
+    def work(session: StageSession) -> int:
         state = ObjectState(step=0)
 
         def more(state: Any) -> None:
             state.step += 3
 
-        elastic(more, lambda: seat)(state)
-        elastic(more, lambda: seat)(state)
+        elastic(more, lambda: session)(state)
+        elastic(more, lambda: session)(state)
         return int(state.step)
 
     assert Stage(2).play(work) == [6, 6]

@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.state import commit, handover
 from spark_elastic.state.handlers import StateHandler, handler_for
 from spark_elastic.state.object_state import ObjectState
-from tests.unit.state.stage import Seat, Stage
+from tests.unit.state.stage import Stage, StageSession
 from tests.unit.state.weights import Weights, WeightsState
 
 
@@ -93,9 +93,9 @@ def test_a_users_handler_takes_part() -> None:
     state.restore()
     assert (state.words, state.count) == (["a"], 1)
 
-    def work(seat: Seat) -> list[str]:
+    def work(session: StageSession) -> list[str]:
         state: Any = LoudState(words=[], count=0)
-        state.sit(seat)
+        state.attach(session)
         state.begin_world(1, 7)
         return list(state.words)
 
@@ -112,16 +112,16 @@ def test_w3_who_did_not_get_all_of_a_state_does_not_claim_it() -> None:
     class BrokenState(ObjectState):
         registry = ((list, Breaks),)
 
-    def work(seat: Seat) -> Any:
-        state: Any = BrokenState(words=[], count=seat.group.rank)
-        state.sit(seat)
-        if seat.group.rank == 0:
+    def work(session: StageSession) -> Any:
+        state: Any = BrokenState(words=[], count=session.group.rank)
+        state.attach(session)
+        if session.group.rank == 0:
             state._handlers["words"].sync = lambda: None
         with suppress(CollectiveError):
             state.begin_world(0, 7)
-        seat.hang_up()
+        session.hang_up()
         state.restore()
-        return seat.group.rank, state.count, state._number
+        return session.group.rank, state.count, state._number
 
     assert (1, 1, 0) in Stage(2).play(work)
 
@@ -131,22 +131,24 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(handover, "_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
     damaged: list[int] = []
 
-    def work(seat: Seat) -> Any:
-        state: Any = WeightsState(weights=Weights(64, fill=float(seat.group.rank)), step=seat.group.rank)
-        state.sit(seat)
-        monkeypatch.setattr(handover, "_crc", crc) if seat.group.rank == 0 else None
-        if seat.group.rank == 0:
+    def work(session: StageSession) -> Any:
+        state: Any = WeightsState(
+            weights=Weights(64, fill=float(session.group.rank)), step=session.group.rank
+        )
+        state.attach(session)
+        monkeypatch.setattr(handover, "_crc", crc) if session.group.rank == 0 else None
+        if session.group.rank == 0:
             state.sync()
             return None
         # Rank 1 sees other bytes than were sent.
-        broadcast = seat.group.broadcast
+        broadcast = session.group.broadcast
 
         def flip(array: Any, root: int) -> None:
             broadcast(array, root)
             if array.nbytes == 512:
                 array[7] ^= 1
 
-        monkeypatch.setattr(seat.group, "broadcast", flip)
+        monkeypatch.setattr(session.group, "broadcast", flip)
         with pytest.raises(StoreError, match="not taken over"):
             state.sync()
         damaged.append(1)
@@ -158,11 +160,11 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
 
 
 def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
-    def work(seat: Seat) -> Any:
-        state: Any = WeightsState(weights=Weights(fill=float(seat.group.rank)), step=seat.group.rank)
-        state.sit(seat)
-        if seat.group.rank == 0:
-            seat.hang_up()
+    def work(session: StageSession) -> Any:
+        state: Any = WeightsState(weights=Weights(fill=float(session.group.rank)), step=session.group.rank)
+        state.attach(session)
+        if session.group.rank == 0:
+            session.hang_up()
             return None
         with pytest.raises(CollectiveError):
             state.sync()

@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.variables import array_of
 from tests.unit.ops.workers import among_fakes, per_thread
-from tests.unit.state.stage import Event, Seat, Stage
+from tests.unit.state.stage import Event, Stage, StageSession
 
 STEPS = 8
 keras = tf.keras
@@ -59,19 +59,19 @@ def test_newcomers_and_survivors_hold_the_same_whatever_they_began_with(make: Ca
     stage = Stage(2, (Event(2), Event(5, rank=0)))
     numbers = iter(range(100))
 
-    def work(seat: Seat) -> tuple[list[Any], int]:
+    def work(session: StageSession) -> tuple[list[Any], int]:
         state, step, all_there_is = make(next(numbers))
 
         def loop(state: Any) -> tuple[list[Any], int]:
             while state.step < STEPS:
                 stage.reached(state.step)
-                seat.allreduce(np.ones(1))
+                session.allreduce(np.ones(1))
                 step()
                 state.step += 1
                 state.commit()
             return all_there_is(), state.step
 
-        return elastic(loop, lambda: seat)(state)
+        return elastic(loop, lambda: session)(state)
 
     results = stage.play(work)
     assert stage.sizes[:3] == [2, 3, 2]

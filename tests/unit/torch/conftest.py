@@ -11,8 +11,8 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.ops import process_sets
 from spark_elastic.torch.gradients import gradient_sync as rounds
-from spark_elastic.worker import seat
-from spark_elastic.worker.context import Current, Floor
+from spark_elastic.worker import session
+from spark_elastic.worker.context import GroupContext, WorkerContext
 from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.torch.loops import Here
 from tests.unit.torch.worlds import World, in_a_world
@@ -50,18 +50,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    made, floors = Here(), list[Floor]()
+    made, contexts = Here(), list[GroupContext]()
 
-    def current() -> Current | None:
+    def get_context() -> WorkerContext | None:
         if not made.is_worker:
             return None
-        floors.append(made.floor)
-        return Current("w", group=made.group, floor=made.floor)
+        contexts.append(made.group_context)
+        return WorkerContext("w", group=made.group, group_context=made.group_context)
 
-    monkeypatch.setattr(rounds, "current", current)
-    monkeypatch.setattr(rounds, "floor_of_process", lambda: made.process)
-    monkeypatch.setattr(seat, "current", current)
-    monkeypatch.setattr(process_sets, "current", current)
+    monkeypatch.setattr(rounds, "get_context", get_context)
+    monkeypatch.setattr(rounds, "get_process_context", lambda: made.process)
+    monkeypatch.setattr(session, "get_context", get_context)
+    monkeypatch.setattr(process_sets, "get_context", get_context)
     yield made
-    for floor in floors:
-        floor.engine.close()
+    for context in contexts:
+        context.engine.close()

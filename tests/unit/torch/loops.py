@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.worker.context import Floor
+from spark_elastic.worker.context import GroupContext, ProcessContext
 
 X = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -45,13 +45,13 @@ class Here(threading.local):
     """The current worker of each thread, as each process has one of its own."""
 
     group: Group | None = None
-    floor: Floor
-    process: Floor
+    group_context: GroupContext
+    process: ProcessContext
     is_worker = False
 
     def __init__(self) -> None:
-        self.process = Floor()
+        self.process = ProcessContext()
 
 
 def enter(here: Here, group: Group | None) -> None:
-    here.group, here.floor, here.is_worker = group, Floor(), True
+    here.group, here.group_context, here.is_worker = group, GroupContext(), True

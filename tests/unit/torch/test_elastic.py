@@ -16,15 +16,15 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.elastic import ModelStateHandler
-from spark_elastic.worker.context import current, register_handlers, set_initialized
+from spark_elastic.worker.context import get_context, get_process_context
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     yield
-    register_handlers(None)
-    set_initialized(False)
+    get_process_context().state_handlers = None
+    get_process_context().is_initialized = False
 
 
 def net() -> torch.nn.Sequential:
@@ -274,41 +274,41 @@ def test_horovods_names_of_the_errors() -> None:
     assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
 
 
-class LoneSeat:
+class LoneSession:
     """A worker alone, in world after world; the third time it is asked somebody wants to join."""
 
     durable = None
 
     def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
+        self.persistent: dict[str, Any] = {}
         self.asked = 0
         self.next_world(None)
 
     @property
     def world(self) -> Any:
-        here = current()
-        assert here is not None
-        return here.world
+        worker = get_context()
+        assert worker is not None
+        return worker.world
 
     @property
     def group(self) -> Any:
-        here = current()
-        assert here is not None
-        return here.group
+        worker = get_context()
+        assert worker is not None
+        return worker.group
 
-    def at(self, commits: int) -> None:
+    def report_commit(self, commits: int) -> None:
         pass
 
-    def stop_wanted(self) -> bool:
+    def agree_to_stop(self) -> bool:
         self.asked += 1
         return 3 <= self.asked <= 4
 
-    def ends(self) -> bool:
+    def is_job_ending(self) -> bool:
         return False
 
     def next_world(self, error: CollectiveError | None) -> None:
-        self.kept["generation"] = self.kept.get("generation", 0) + 1
-        become(FakeFabric(1, fence=(1, self.kept["generation"])).group(0))
+        self.persistent["generation"] = self.persistent.get("generation", 0) + 1
+        become(FakeFabric(1, fence=(1, self.persistent["generation"])).group(0))
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["a newcomer", "a loss"])
@@ -319,7 +319,7 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
     """A sampler has counted rows by then whose gradients no snapshot holds."""
     per_thread(monkeypatch)
     hvd.elastic._tell_of_gradients.cache_clear()
-    seat = LoneSeat()
+    session = LoneSession()
     model = torch.nn.ParameterList([torch.zeros(8)])
     (weight,) = model
     optimizer = hvd.DistributedOptimizer(
@@ -345,8 +345,8 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
                 losses.remove(state.batch)
                 raise CollectiveError((), "somebody is gone")
 
-    elastic(train, lambda: seat)(state)
+    elastic(train, lambda: session)(state)
     assert weight.tolist() == [1.0] * 8
-    assert seat.kept["generation"] > 1
+    assert session.persistent["generation"] > 1
     assert caplog.text.count("saves nothing") == 1
     optimizer.close()

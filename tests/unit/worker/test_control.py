@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence
 from spark_elastic.rendezvous.messages import News, NextWorld
-from spark_elastic.worker.loop import Control, Identity, WorkerLoop
+from tests.unit.worker.loops import build_loop
 
 
 def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,14 +33,12 @@ def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -
     driver: Any = SimpleNamespace(
         watch=watch, heard_at=lambda: 0.0, report=heard.append, done=done, wrote_checkpoint=None
     )
-    nothing: Any = None
-    me = Identity("1-0.1", "1-0")
-    loop = WorkerLoop(me, nothing, driver, nothing, SystemClock(), 5.0)
-    control = Control(me, loop, driver, SystemClock(), 30.0)
-    control.start()
-    loop.report({"val_loss": 0.5})
-    loop._carry_out(do.ReportDone("", Fence(1, 1), START, "result"))
-    control.close()
+    loop = build_loop(driver=driver)
+    reporter = loop._reporter
+    reporter.start()
+    loop._handle.report_metrics({"val_loss": 0.5})
+    loop._execute(do.ReportDone("", Fence(1, 1), START, "result"))
+    reporter.close()
     over.set()
     assert heard == [{"val_loss": 0.5}, "done"]
 
@@ -54,8 +51,7 @@ def test_r12_a_silent_driver_ends_the_main_thread_as_it_ends_the_control_thread(
 
     driver: Any = SimpleNamespace(join=join, wrote_checkpoint=None)
     program: Any = SimpleNamespace(close=lambda: None)
-    nothing: Any = None
-    loop = WorkerLoop(Identity("1-0.1", "1-0"), program, driver, nothing, SystemClock(), 5.0)
+    loop = build_loop(program, driver)
     assert loop.run() == DRIVER_SILENT_EXIT_CODE
 
 
@@ -64,7 +60,6 @@ def test_r12_nor_does_it_hide_what_user_code_raised() -> None:
         raise DriverUnreachable("The driver does not answer.")
 
     driver: Any = SimpleNamespace(failed=unreachable, wrote_checkpoint=None)
-    nothing: Any = None
-    loop = WorkerLoop(Identity("1-0.1", "1-0"), nothing, driver, nothing, SystemClock(), 5.0)
+    loop = build_loop(driver=driver)
     raised = UserRaised(0.0, "f", "Traceback: the user's\n")
     assert loop._advance(raised) == Exit("user code raised", 1)

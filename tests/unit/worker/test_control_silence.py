@@ -11,7 +11,7 @@ from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import News, SlotOrders
 from spark_elastic.testing.fakes import FakeClock
-from spark_elastic.worker.loop import Control, Identity, WorkerLoop
+from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
 TIMEOUT = 8.0
@@ -45,16 +45,13 @@ class Refused:
 def test_r12_a_worker_lives_for_one_timeout_after_the_drivers_last_word() -> None:
     clock, heard = FakeClock(), []
 
-    class Loop:
-        def hear(self, event: object) -> None:
-            heard.append(event)
-            control.close()
+    def handle_event(event: object) -> None:
+        heard.append(event)
+        watch.close()
 
     driver = Refused(News(0), clock)
-    control = Control(
-        Identity("1-0.1", "1-0"), cast("WorkerLoop", Loop()), cast("Any", driver), clock, TIMEOUT
-    )
-    control._watch()
+    watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
+    watch._watch(handle_event)
     (silent,) = heard
     assert isinstance(silent, DriverSilent)
     assert silent.seconds == pytest.approx(silent.now - driver.at)
@@ -65,10 +62,9 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
     """Others were heard while it was: the slot's beats."""
     clock, ends = FakeClock(), []
 
-    class Loop:
-        def hear(self, event: object) -> None:
-            ends.append(clock.now())
-            control.close()
+    def handle_event(event: object) -> None:
+        ends.append(clock.now())
+        watch.close()
 
     class Held(Refused):
         def watch(self, *seen: object, within: float = TIMEOUT) -> Any:
@@ -78,10 +74,8 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
             raise DriverUnreachable("held up")
 
     driver = Held(News(0), clock)
-    control = Control(
-        Identity("1-0.1", "1-0"), cast("WorkerLoop", Loop()), cast("Any", driver), clock, TIMEOUT
-    )
-    control._watch()
+    watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
+    watch._watch(handle_event)
     assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
 
 

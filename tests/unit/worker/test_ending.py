@@ -14,16 +14,16 @@ Script.read(sys.argv[1])()
 """
 FUNCTION = """
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Session
+from spark_elastic.worker.program import WorkerHandle
 from tests.unit.ops.workers import become
 
 become(FakeFabric(1).group(0))
-session = Session(lambda: 0, lambda at: None, lambda told: None, lambda error: None)
+handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, lambda error: None)
 def train():
     exec(open(sys.argv[1]).read())
-FunctionProgram(train).run(current().world, current().group, session)
+FunctionProgram(train).run(get_context().world, get_context().group, handle)
 """
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Session
+from spark_elastic.worker.program import WorkerHandle
 from tests.unit.ops.workers import become, per_thread
 
 OF_A_MODULE = ProcessSet([1])
@@ -28,15 +28,18 @@ def train() -> dict[int, list[int]]:
 
 def test_a_function_that_begins_again_adds_its_process_sets_again(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
-    program, session = FunctionProgram(train), Session(lambda: 0, lambda at: None, lambda told: None, _never)
+    program, handle = (
+        FunctionProgram(train),
+        WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _never),
+    )
     with patch.dict(os.environ):
         for generation in (1, 2):
             become(FakeFabric(1, fence=(1, generation)).group(0))
-            here = current()
-            assert here is not None
-            assert here.world is not None
-            assert here.group is not None
-            program.run(here.world, here.group, session)
+            worker = get_context()
+            assert worker is not None
+            assert worker.world is not None
+            assert worker.group is not None
+            program.run(worker.world, worker.group, handle)
             assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
 
 
@@ -44,9 +47,9 @@ TALKS = """
 import os
 import torch.distributed as dist
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.worker.context import current
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Session
+from spark_elastic.worker.program import WorkerHandle
 from tests.unit.ops.workers import become
 
 def talk():
@@ -56,7 +59,8 @@ def talk():
 program = FunctionProgram(talk)
 for generation in (1, 2):
     become(FakeFabric(1, fence=(1, generation)).group(0))
-    program.run(current().world, current().group, Session(lambda: 0, lambda at: None, lambda told: None, None))
+    handle = WorkerHandle(lambda: 0, lambda at: None, lambda metrics: None, None)
+    program.run(get_context().world, get_context().group, handle)
     print(os.environ["MASTER_PORT"], flush=True)
 os._exit(0)
 """

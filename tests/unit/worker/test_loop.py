@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clock import SystemClock
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.membership import Place, assign
 from spark_elastic.protocol.types import Fence, World
-from spark_elastic.worker.loop import Identity, WorkerLoop
-from spark_elastic.worker.program import Completed, Left
-
-NOTHING: Any = None
-
-
-def _loop(program: Any = NOTHING) -> WorkerLoop:
-    driver: Any = SimpleNamespace(wrote_checkpoint=None)
-    return WorkerLoop(Identity("1-0.1", "1-0"), program, driver, NOTHING, SystemClock(), 5.0)
+from spark_elastic.worker.program import Completed, WorkerExit
+from tests.unit.worker.loops import build_loop
 
 
 def _world(generation: int) -> World:
@@ -36,7 +28,7 @@ class _Group:
 
 def test_r10_an_abort_that_the_control_thread_carries_out_late_spares_the_next_world() -> None:
     """Between its word and its deed the main thread has gone on."""
-    loop, groups = _loop(), [_Group(), _Group()]
+    loop, groups = build_loop(), [_Group(), _Group()]
 
     def go_on(generation: int) -> None:
         loop._group, loop._world = groups[generation - 1], _world(generation)  # type: ignore[assignment]
@@ -52,16 +44,16 @@ def test_r10_an_abort_that_the_control_thread_carries_out_late_spares_the_next_w
         return commands
 
     loop._post = held_up  # type: ignore[method-assign]
-    loop.hear(on.AbortReceived(0, Fence(1, 1), "world 1 is over"))
+    loop.handle_event(on.AbortReceived(0, Fence(1, 1), "world 1 is over"))
     assert groups[1].aborted == []
 
 
 def test_a_result_that_no_message_takes_ends_the_job_with_a_sentence() -> None:
     """Refused by the server, it would end the process in the middle of its last word."""
     program: Any = SimpleNamespace(run=lambda *world: Completed("x" * 9_000_000))
-    loop, world = _loop(program), _world(1)
+    loop, world = build_loop(program), _world(1)
     loop._group, loop._world = SimpleNamespace(), world  # type: ignore[assignment]
-    event = loop._guarded(do.Run("", world, None))
+    event = loop._run_program(do.Run("", world, None))
     assert isinstance(event, on.UserRaised)
     assert "InvalidInput: what training returned takes 8.6 MiB" in event.traceback
 
@@ -73,18 +65,18 @@ def test_what_user_code_raises_is_told_whatever_its_class(raised: type[BaseExcep
     def run(*world: object) -> Completed:
         raise raised("why")
 
-    loop = _loop(SimpleNamespace(run=run))
+    loop = build_loop(SimpleNamespace(run=run))
     loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
-    event = loop._guarded(do.Run("", _world(1), None))
+    event = loop._run_program(do.Run("", _world(1), None))
     assert isinstance(event, on.UserRaised)
     assert f"{raised.__name__}: why" in event.traceback
 
 
 def test_the_end_of_a_function_that_was_in_other_worlds_is_no_exception_of_the_users() -> None:
     def run(*world: object) -> Completed:
-        raise Left(0)
+        raise WorkerExit(0)
 
-    loop = _loop(SimpleNamespace(run=run))
+    loop = build_loop(SimpleNamespace(run=run))
     loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
-    with pytest.raises(Left):
-        loop._guarded(do.Run("", _world(1), None))
+    with pytest.raises(WorkerExit):
+        loop._run_program(do.Run("", _world(1), None))

@@ -11,24 +11,27 @@ import pytest
 
 import spark_elastic
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.context import Current, set_current
-from spark_elastic.worker.seat import WorkerSeat
+from spark_elastic.worker.context import WorkerContext, set_context
+from spark_elastic.worker.session import get_session
 
 
 @pytest.fixture
 def told() -> Iterator[list[Any]]:
     heard: list[Any] = []
-    session: Any = SimpleNamespace(kept={}, report=heard.append, tell=lambda position: None)
+    handle: Any = SimpleNamespace(
+        persistent={}, report_metrics=heard.append, report_position=lambda position: None
+    )
     world: Any = SimpleNamespace(size=3)
-    set_current(Current("w", world=world, session=session))
+    set_context(WorkerContext("w", world=world, handle=handle))
     yield heard
-    set_current(None)
+    set_context(None)
 
 
 def test_numbers_stay_beside_the_count_of_commits(told: list[Any]) -> None:
     spark_elastic.report(loss=np.float32(0.5), epoch=2)
-    session: Any = SimpleNamespace(**vars(spark_elastic.worker.context.current().session))
-    WorkerSeat(session).at(7)
+    session = get_session()
+    assert session is not None
+    session.report_commit(7)
     spark_elastic.report(loss=0.25)
     assert told == [
         {"loss": 0.5, "epoch": 2, "world": 3},

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 import spark_elastic
-from spark_elastic.worker.context import Current, set_current
+from spark_elastic.worker.context import WorkerContext, set_context
 from spark_elastic.worker.entry import Header
 
 
 @pytest.fixture
 def worker() -> Iterator[None]:
     yield
-    set_current(None)
+    set_context(None)
 
 
 def test_addresses_travel_in_the_header() -> None:
@@ -27,5 +27,5 @@ def test_addresses_travel_in_the_header() -> None:
 
 def test_a_worker_sees_those_of_its_slot_and_others_see_none(worker: None) -> None:
     assert spark_elastic.task_resources() == {}
-    set_current(Current("w", resources={"gpu": ("2",)}))
+    set_context(WorkerContext("w", resources={"gpu": ("2",)}))
     assert spark_elastic.task_resources() == {"gpu": ("2",)}

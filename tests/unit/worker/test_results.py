@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.gate import GateLimits
-from spark_elastic.worker.program import MOST, decode, encode, refuse_too_large
+from spark_elastic.worker.program import MOST, check_result_size, decode, encode
 
 
 def test_any_object_comes_back() -> None:
@@ -45,6 +45,6 @@ def test_a_result_too_large_for_a_message_is_one_sentence() -> None:
 
 
 def test_what_the_server_would_not_read_is_one_sentence() -> None:
-    refuse_too_large("x" * (7 << 20))
+    check_result_size("x" * (7 << 20))
     with pytest.raises(InvalidInput, match=r"takes 8\.6 MiB in a message, and at most 8 MiB"):
-        refuse_too_large('"' * 4_500_000)
+        check_result_size('"' * 4_500_000)

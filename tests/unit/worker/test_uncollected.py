@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spark_elastic.worker.stack_dump import uncollected
+from spark_elastic.worker.stack_sampler import uncollected
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from spark_elastic.torch.gradients import dispatch as fusion
 from spark_elastic.torch.gradients.buckets import layout
 from spark_elastic.torch.gradients.dispatch import Fusion
 from spark_elastic.torch.gradients.exchange_options import build_specs
-from spark_elastic.worker.context import Floor
+from spark_elastic.worker.context import ProcessContext
 
 
 class Memory:
@@ -27,8 +27,8 @@ class Memory:
 def test_once_it_is_said_that_gradients_of_gpus_go_through_the_host(
     device: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    floor, group = Floor(), Memory()
-    monkeypatch.setattr(tensors, "floor_of_process", lambda: floor)
+    process, group = ProcessContext(), Memory()
+    monkeypatch.setattr(tensors, "get_process_context", lambda: process)
     monkeypatch.setattr(fusion, "_Staging", lambda flat: None)  # there is no pinned memory without a GPU
     parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     buckets = layout(build_specs(["a", "b"], parameters), bucket_bytes=1)
@@ -38,4 +38,3 @@ def test_once_it_is_said_that_gradients_of_gpus_go_through_the_host(
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "tensors of GPUs are exchanged through the host"
     ] * times
-    floor.engine.close()

@@ -20,8 +20,8 @@ from spark_elastic.ops.process_sets import ProcessSet, add_process_set
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
 from spark_elastic.torch.elastic import OptimizerStateHandler
 from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use, get_training_group
-from spark_elastic.worker.context import current, set_current
-from spark_elastic.worker.stack_dump import Sampler, Window
+from spark_elastic.worker.context import get_context, set_context
+from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 from tests.patience import until
 from tests.unit.ops.workers import among_fakes, become, per_thread
 from tests.unit.torch.worlds import in_a_world
@@ -31,17 +31,17 @@ CLOCK = SystemClock()
 
 def test_who_waits_for_gradients_of_a_process_set_is_seen_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
-    fabric, window = FakeFabric(3), Window()
-    sampler = Sampler(window.activity, window.stacks, CLOCK)
+    fabric, window = FakeFabric(3), StackReader()
+    sampler = StackSampler(window.activity, window.stacks, CLOCK)
     sampler.start()
     seen = threading.Event()
 
     def reduce(rank: int) -> float:
         become(fabric.group(rank))
-        here = current()
-        assert here is not None
+        worker = get_context()
+        assert worker is not None
         if rank == 0:
-            set_current(replace(here, watched=sampler.watched))
+            set_context(replace(worker, wait_recorder=sampler))
         else:
             assert seen.wait(45)
         group, array = get_training_group(ProcessSet([0, 1])), np.ones(1)
@@ -53,11 +53,11 @@ def test_who_waits_for_gradients_of_a_process_set_is_seen_to_wait(monkeypatch: p
         with ThreadPoolExecutor(2) as pool:
             sums = [pool.submit(reduce, rank) for rank in (0, 1)]
             try:
-                assert until(lambda: window.look(CLOCK.now()).waits)
+                assert until(lambda: window.read(CLOCK.now()).is_waiting)
             finally:
                 seen.set()
             assert [each.result() for each in sums] == [2.0, 2.0]
-        assert not window.look(CLOCK.now()).waits
+        assert not window.read(CLOCK.now()).is_waiting
     finally:
         sampler.close()
         window.close()
@@ -129,7 +129,7 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
         before = model[0].weight.detach().clone()
         first.step()
         second.step()
-        close_floor()
+        close_engine()
         return [round(float((before - model[0].weight.detach()).mean()), 3)]
 
     assert in_a_world(2, work) == [[2.0]] * 2
@@ -162,7 +162,7 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
         (sum(100 * layer(x).sum() for layer in second) + sum(layer(x).sum() for layer in used)).backward()
         for optimizer in reversed(optimizers):
             optimizer.step()
-        close_floor()
+        close_engine()
         return [
             round(float((was - now.detach()).mean()), 3) for was, now in zip(before, parameters, strict=True)
         ]
@@ -187,16 +187,16 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
             found.append(optimizer._rounds.exchange.under_way)
             optimizer.step()
             del second
-        close_floor()
+        close_engine()
         return found
 
     assert in_a_world(2, work) == [[True, False, True]] * 2
 
 
-def close_floor() -> None:
-    here = current()
-    assert here is not None
-    here.floor.engine.close()
+def close_engine() -> None:
+    worker = get_context()
+    assert worker is not None
+    worker.group_context.engine.close()
 
 
 def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(

@@ -66,9 +66,9 @@ def test_who_is_lost_is_known_by_its_rank_in_the_world(
         try:
             return _what_rank_1_hears(group, make)
         finally:
-            here = context.current()
-            assert here is not None
-            here.floor.engine.close()
+            worker = context.get_context()
+            assert worker is not None
+            worker.group_context.engine.close()
 
     _, error, _ = in_a_world(3, be)
     assert error is not None

@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
 from spark_elastic.rendezvous.messages import Asks, Done, Exchange, JoinWorld, Request
+from spark_elastic.worker.context import WaitRecorder
 
 # Moments without a collection of garbage. Any thread.
 #
@@ -77,7 +78,7 @@ _DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 
-class Sampler:
+class StackSampler(WaitRecorder):
     """The child's side. activity, stacks: the descriptors that its slot made. Construct in the main thread."""
 
     def __init__(self, activity: int, stacks: int, clock: Clock) -> None:
@@ -102,7 +103,7 @@ class Sampler:
         self._number.close()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def record_wait(self) -> Iterator[None]:
         """A context around anything that waits for other processes; any thread."""
         self.begin_waiting()
         try:
@@ -116,12 +117,12 @@ class Sampler:
     def end_waiting(self) -> None:
         self._set(-self._clock.now())
 
-    def slot_heard_at(self) -> float:
+    def driver_seen_at(self) -> float:
         """When the driver last heard the slot; 0 while it has not."""
         heard: float = _NUMBER.unpack_from(self._number, _HEARD)[0]
         return heard
 
-    def watched(self, group: Group) -> Group:
+    def watch_group(self, group: Group) -> Group:
         """`group`, its collectives told to the slot."""
         return cast("Group", _WatchedGroup(group, self))
 
@@ -159,25 +160,25 @@ def _place(path: str, line: str, function: str) -> str:
     return f"{function} ({'/'.join(path.split('/')[-2:])}:{line})"
 
 
-class WatchedAsks:
+class WaitRecordingAsks:
     """`asks`, with every request that waits for other workers marked as waiting. What the slot's beats, which no poll
     holds up, tell of the driver counts as if it had been heard here (R12)."""
 
     _WAITING = JoinWorld, Exchange, Done
 
-    def __init__(self, asks: Asks, sampler: Sampler) -> None:
+    def __init__(self, asks: Asks, sampler: StackSampler) -> None:
         self._asks = asks
         self._sampler = sampler
 
     def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
-        with self._sampler.waiting() if isinstance(request, self._WAITING) else nullcontext():
+        with self._sampler.record_wait() if isinstance(request, self._WAITING) else nullcontext():
             return self._asks.ask(request, hold, within)
 
     def now(self) -> float:
         return self._asks.now()
 
     def heard_at(self) -> float:
-        return max(self._asks.heard_at(), self._sampler.slot_heard_at())
+        return max(self._asks.heard_at(), self._sampler.driver_seen_at())
 
 
 class _WatchedGroup:
@@ -185,7 +186,7 @@ class _WatchedGroup:
 
     _SILENT = frozenset({"rank", "size", "fence", "abort", "close", "subgroup", "limit", "watch"})
 
-    def __init__(self, group: Group, sampler: Sampler) -> None:
+    def __init__(self, group: Group, sampler: StackSampler) -> None:
         self._group = group
         self._sampler = sampler
 
@@ -217,19 +218,19 @@ class _WatchedGroup:
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class StackSample:
     """waits: the child waits for others; it has done so, or worked, for `seconds`. stack: "" while there is none.
 
     due: its main thread is to write its stack now.
     """
 
-    waits: bool
+    is_waiting: bool
     seconds: float
     stack: str
-    due: bool = False
+    wants_dump: bool = False
 
 
-class Window:
+class StackReader:
     """The slot's side; makes the files. Any thread; `close` frees the descriptors."""
 
     def __init__(self) -> None:
@@ -243,19 +244,19 @@ class Window:
         self._asked = 0.0  # the sample after which the main thread was asked
         self._closed = False
 
-    def look(self, now: float, stopped: bool = False) -> Glimpse:
+    def read(self, now: float, stopped: bool = False) -> StackSample:
         """now: of the same machine's monotonic clock as the child's. stopped: the child does not run now."""
         with self._lock:
             if self._closed:
-                return Glimpse(waits=False, seconds=0.0, stack=self._newest)
+                return StackSample(is_waiting=False, seconds=0.0, stack=self._newest)
             page = os.pread(self.activity, 2 * _NUMBER.size, 0)
             text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
-            self._newest = newest_stack(text) or self._newest
+            self._newest = parse_newest_stack(text) or self._newest
             (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
             due = self._is_due(sampled, now, stopped)
-        return Glimpse(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+        return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
 
-    def tell_heard(self, at: float) -> None:
+    def record_driver_seen(self, at: float) -> None:
         """The driver heard the slot then."""
         with self._lock:
             if not self._closed:
@@ -280,7 +281,7 @@ class Window:
                 os.close(self.stacks)
 
 
-def newest_stack(text: str) -> str:
+def parse_newest_stack(text: str) -> str:
     """The main thread's newest stack in one line, "" where there is none.
 
     text: a line with the newest sample, then what the main thread wrote since upon a signal, as `faulthandler` does.

@@ -1,0 +1,158 @@
+"""What hand-written training uses of the current worker: its session for the run loop, and numbers for people.
+
+Training thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Phase, Position, World, is_last
+from spark_elastic.state import object_state
+from spark_elastic.state.durable_commits import DURABLE, DurableCommits
+from spark_elastic.worker.context import EngineThread, WorkerContext, get_context
+from spark_elastic.worker.program import WorkerHandle
+from spark_elastic.worker.script import set_dist_env
+
+METRICS = "metrics"  # in `WorkerHandle.persistent`: all numbers reported so far
+RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers that the job counts itself
+
+
+class ContextSession:
+    """`state.WorkerSession` over the current worker. A count of commits is reported as a position in epoch 0."""
+
+    def __init__(self, handle: WorkerHandle) -> None:
+        self._handle = handle
+        self._agreed_version = 0  # newest membership version that all ranks know
+
+    @property
+    def world(self) -> World:
+        world = _require_context().world
+        assert world is not None
+        return world
+
+    @property
+    def group(self) -> Group:
+        return _require_context().require_group()
+
+    @property
+    def persistent(self) -> dict[str, Any]:
+        return self._handle.persistent
+
+    def report_commit(self, commits: int) -> None:
+        self._handle.report_position(Position(0, Phase.TRAIN, commits))
+        update_metrics(self._handle, {"step": commits, "world": self.world.size})
+
+    def agree_to_stop(self) -> bool:
+        """Whether all ranks stop here. The answer follows from the membership version that came with the last exchange
+        of gradients; if there was none, a small exchange takes place."""
+        worker = _require_context()
+        version = worker.group_context.take_agreed_version()
+        if version is None:
+            newest = np.array([self._handle.membership_version()], np.int64)
+            worker.group_context.wait_until_idle()
+            worker.require_group().allreduce(newest, op="max")
+            version = int(newest[0])
+        self._agreed_version = version
+        return version > self.world.version
+
+    @property
+    def durable(self) -> DurableCommits | None:
+        durable: DurableCommits | None = self._handle.persistent.get(DURABLE)
+        return durable
+
+    def is_job_ending(self) -> bool:
+        return is_last(self._agreed_version)
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        world, group = self._handle.next_world(error)
+        worker = _require_context()
+        set_dist_env(world, group, worker.address, worker.ports)
+
+
+def get_session() -> ContextSession | None:
+    """The session of this process; None in a process that is not a worker."""
+    worker = get_context()
+    return None if worker is None or worker.handle is None else ContextSession(worker.handle)
+
+
+def get_group() -> Group | None:
+    """The current world's group; None in a process that is not a worker.
+
+    Raises:
+        CollectiveError: the worker is between two worlds.
+    """
+    worker = get_context()
+    return None if worker is None else worker.require_group()
+
+
+def get_engine() -> EngineThread | None:
+    """The thread that calls the current world's collectives; None in a process that is not a worker."""
+    worker = get_context()
+    return None if worker is None else worker.group_context.engine
+
+
+def _require_context() -> WorkerContext:
+    worker = get_context()
+    assert worker is not None
+    return worker
+
+
+def report(**numbers: Any) -> None:
+    """Show these numbers of a training, as `report(loss=0.3, accuracy=0.9)`; each stays until it is reported anew.
+
+    Cheap enough for every step: four times a second the newest numbers go to the driver, which shows those of rank 0.
+    Takes any value that `float` takes. Does nothing in a process that is no worker.
+
+    Raises:
+        InvalidInput: a value is not a number, or the job counts a number of that name itself.
+    """
+    metrics: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if name in RESERVED:
+            raise InvalidInput(f"report() counts {name} itself: give yours under another name.")
+        try:
+            metrics[name] = value if isinstance(value, int) else float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"report() takes numbers; {name} is a {type(value).__name__} and no number: {error}."
+            ) from error
+    worker = get_context()
+    if worker is not None and worker.handle is not None:
+        size = {} if worker.world is None else {"world": worker.world.size}
+        update_metrics(worker.handle, {**metrics, **size})
+
+
+def update_metrics(handle: WorkerHandle, numbers: dict[str, Any]) -> None:
+    """Report numbers in addition to those reported before.
+
+    They are stored where they outlive one call of the user's function: a count of commits alone does not take the loss
+    off the status page.
+    """
+    metrics: dict[str, Any] = handle.persistent.setdefault(METRICS, {})
+    metrics.update(numbers)
+    handle.report_metrics(dict(metrics))
+
+
+def task_resources() -> dict[str, tuple[str, ...]]:
+    """Addresses by resource, as `TaskContext.resources()` has them: {"gpu": ("0",)}; empty where there are none.
+
+    For the function on a worker. The addresses are the slot's own, so no two workers of a host share one.
+    """
+    worker = get_context()
+    return {} if worker is None else dict(worker.resources)
+
+
+class ObjectState(object_state.ObjectState):
+    # A `sync` outside of the run loop finds the process's world.
+    __doc__ = object_state.ObjectState.__doc__
+    get_group = staticmethod(get_group)
+
+
+class KerasState(object_state.KerasState):
+    __doc__ = object_state.KerasState.__doc__
+    get_group = staticmethod(get_group)

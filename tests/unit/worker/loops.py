@@ -1,0 +1,21 @@
+"""A worker's loop without a cluster."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.worker.context import WaitRecorder
+from spark_elastic.worker.loop import DriverWatch, GroupConnector, Identity, MetricsReporter, WorkerLoop
+
+NOTHING: Any = None
+
+
+def build_loop(program: Any = NOTHING, driver: Any = NOTHING) -> WorkerLoop:
+    """Its watch and its reporter are not started."""
+    driver = driver or SimpleNamespace(wrote_checkpoint=None)
+    identity, clock = Identity("1-0.1", "1-0"), SystemClock()
+    watch = DriverWatch(identity.worker, driver, clock, 30.0)
+    groups = GroupConnector(NOTHING, 5.0, WaitRecorder())
+    return WorkerLoop(identity, program, driver, clock, watch, MetricsReporter(driver), groups)
