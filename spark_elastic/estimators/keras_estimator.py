@@ -29,7 +29,7 @@ from spark_elastic.estimators.keras_objects import (
 from spark_elastic.estimators.params import KERAS_REFUSED, KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import widths_of
 from spark_elastic.estimators.validation import Request, checked
-from spark_elastic.keras.train.archive import Archive, leaves, own_of
+from spark_elastic.keras.train.archive import Archive, iter_leaves, select_user_objects
 from spark_elastic.keras.train.task import KerasTrainTask
 
 # One fit of the Keras estimator: what is Keras's in it. Runs in the caller's thread.
@@ -144,9 +144,9 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
         objects, parts = dict(objects), {}
         configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
-        check_lambdas(leaves(configured))
+        check_lambdas(iter_leaves(configured))
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
-        custom = {**own_of(leaves(configured)), **(objects.get("custom_objects") or {})}
+        custom = {**select_user_objects(iter_leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):
             archive = Archive.of(objects.pop("model"), custom)
             parts = {"model.keras": archive.content, "floatx": archive.floatx.encode()}

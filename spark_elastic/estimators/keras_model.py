@@ -21,8 +21,8 @@ from spark_elastic.errors import StoreError
 from spark_elastic.estimators.predictor import Floats, gpu_for, in_parts
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.batching import Inputs, ordered_labels
-from spark_elastic.training.spec import changed
+from spark_elastic.keras.train.batching import Inputs, order_labels
+from spark_elastic.training.spec import transform_inputs
 
 PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
 
@@ -85,7 +85,7 @@ class KerasPredictor:
             found = list(keras.tree.flatten(outputs))
             if not self.labels:
                 return found
-            order = ordered_labels(model, outputs, self.labels)
+            order = order_labels(model, outputs, self.labels)
             return [found[order.index(label)] for label in self.labels]
 
         change = None if self.transformation is None else cloudpickle.loads(self.transformation)
@@ -95,7 +95,7 @@ class KerasPredictor:
 
     def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[Floats]:
         columns, call, change = self._called
-        given = changed(inputs, self.columns, change)
+        given = transform_inputs(inputs, self.columns, change)
         named = {c.name: values for c, values in zip(self.columns, given, strict=True)}
         outputs = call([tf.constant(array) for array in columns.arrays(named)])
         return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]

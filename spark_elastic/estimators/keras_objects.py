@@ -15,8 +15,8 @@ import keras
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_objects import DRAWING
 from spark_elastic.estimators.validation import kind
-from spark_elastic.keras.train.archive import Archive, things_of
-from spark_elastic.keras.train.batching import ordered_features, ordered_labels
+from spark_elastic.keras.train.archive import Archive, iter_model_parts
+from spark_elastic.keras.train.batching import order_features, order_labels
 from spark_elastic.keras.train.objective import CompiledLosses
 from spark_elastic.keras.train.task import KerasBrought
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -41,7 +41,7 @@ def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
     transformation = values["transformation_fn"]
     if transformation is not None and not callable(transformation):
         raise InvalidInput(f"transformation_fn must be a function; got {kind(transformation)}.")
-    check_lambdas(things_of(model))
+    check_lambdas(iter_model_parts(model))
     archive = Archive.of(model, values["custom_objects"])
     _check_losses(_read_back(archive))
     return KerasBrought(
@@ -191,8 +191,8 @@ def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
         raise InvalidInput(
             f"the model has {len(outputs)} outputs and label_cols names {len(labels)} columns: name one for each."
         )
-    ordered_features(model, features)
-    ordered_labels(model, getattr(model, "output", None), labels)
+    order_features(model, features)
+    order_labels(model, getattr(model, "output", None), labels)
 
 
 def _check_losses(model: Any) -> None:

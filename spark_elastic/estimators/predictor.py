@@ -18,7 +18,7 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.spec import Transformation, changed
+from spark_elastic.training.spec import Transformation, transform_inputs
 from spark_elastic.training.trainer import input_dtype, output_parts
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.
@@ -249,7 +249,7 @@ class Predictor:
         self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
     ) -> list[npt.NDArray[np.float64]]:
         module = self._loaded[0].to(device)  # where it is there already, nothing happens
-        given = changed(inputs, self.columns, self._loaded[1])
+        given = transform_inputs(inputs, self.columns, self._loaded[1])
         with torch.inference_mode():
             output = module(*(self._tensor(values).to(device) for values in given))
         outputs = output_parts(output)

@@ -25,7 +25,7 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
-from spark_elastic.torch.train.metrics import named
+from spark_elastic.torch.train.metrics import name_metrics
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.state import readable
 
@@ -146,7 +146,7 @@ def brought(values: Mapping[str, Any]) -> Brought:
         optimizer=optimizer,
         losses=losses,
         loss_weights=_loss_weights(values["loss_weights"], len(losses)),
-        metrics=named(values["metrics"] or ()),
+        metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
         train_minibatch_fn=_minibatch_fn(values["train_minibatch_fn"]),
         transformation=_function(values["transformation_fn"], "transformation_fn"),

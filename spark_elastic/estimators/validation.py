@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import Missing
 from spark_elastic.state import run_lease
-from spark_elastic.training.spec import reshaping
+from spark_elastic.training.spec import with_shapes
 
 # How messages name values. Pure.
 
@@ -134,7 +134,7 @@ def _reshaping(objects: Any, columns: Mapping[str, Any]) -> Any:
     if shapes is None or objects.transformation is None:
         return objects
     named = dict(zip(columns["feature_cols"], shapes, strict=True))
-    return dataclasses.replace(objects, transformation=reshaping(objects.transformation, named))
+    return dataclasses.replace(objects, transformation=with_shapes(objects.transformation, named))
 
 
 def _columns(values: Mapping[str, Any]) -> dict[str, Any]:

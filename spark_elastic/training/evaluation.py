@@ -87,23 +87,23 @@ class Evaluation:
     """The validation of one model on one data set. `run` takes the steps that are left of the position's epoch."""
 
     def __init__(
-        self, spec: TrainSpec, rows: Rows, learner: ModelTrainer, sealed: Callable[[World, int], None]
+        self, spec: TrainSpec, rows: Rows, trainer: ModelTrainer, sealed: Callable[[World, int], None]
     ) -> None:
         """sealed: called when an exchange is complete, which says that the step before it is history (R1)."""
-        self._rows, self._learner, self._sealed = rows, learner, sealed
+        self._rows, self._trainer, self._sealed = rows, trainer, sealed
         self._reader, self._loader = spec.opened(rows)
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> bool:
         """Take the steps that are left. False if it stopped at a boundary."""
-        learner, here = self._learner, self._learner.state.position
+        trainer, here = self._trainer, self._trainer.state.position
         with (
-            learner.evaluating(),
+            trainer.validation_mode(),
             self._loader.steps(0, here.step, group.rank, group.size) as steps,
         ):
             for rows in steps:
-                decision = learner.evaluate(group, rows, handle.membership_version())
+                decision = trainer.validation_step(group, rows, handle.membership_version())
                 self._count(decision)
-                handle.report_position(learner.state.position)
+                handle.report_position(trainer.state.position)
                 self._sealed(world, decision.version)
                 if decision.version > world.version:
                     return False
@@ -111,7 +111,7 @@ class Evaluation:
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the epoch whose steps were taken. Without a loss if the model reports none."""
-        sums = self._learner.state.extras["validation"]
+        sums = self._trainer.state.extras["validation"]
         known = not math.isnan(sums["divisor"])
         loss = {"val_loss": mean_loss(sums, self._rows.plan.steps)} if known else {}
         return {**loss, "val_rows": sums["rows"]}
@@ -120,7 +120,7 @@ class Evaluation:
         self._reader.close()
 
     def _count(self, decision: StepDecision) -> None:
-        state = self._learner.state
+        state = self._trainer.state
         sums, here = state.extras["validation"], state.position
         sums["loss"] += decision.loss
         sums["divisor"] += decision.denominator

@@ -23,7 +23,7 @@ class Ledger(Protocol):
         self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]
     ) -> None: ...
 
-    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None: ...
+    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None: ...
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
         """When a phase of a recovery was reached: formed, synced, runs, read, broke."""
@@ -38,7 +38,7 @@ class NullLedger:
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
         """Writes nothing."""
 
-    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
         """Writes nothing."""
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
@@ -60,7 +60,7 @@ class FileLedger:
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
         self._line("contributes", fence, position, rows=row_ids.tolist())
 
-    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
         self._line("applied", fence, position, world=world)
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:

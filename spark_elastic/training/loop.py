@@ -1,6 +1,6 @@
 """What the estimators' workers run: epochs over a materialised data set, step by step, from any position on.
 
-A `worker.program.Program`, shipped by cloudpickle with the user's model inside its learner. Knows no Spark and no
+A `worker.program.Program`, shipped by cloudpickle with the user's model inside its trainer. Knows no Spark and no
 framework. All methods are called from the worker's main thread.
 """
 
@@ -33,9 +33,9 @@ from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, Wo
 class TrainingLoop:
     """What a worker of an estimator runs."""
 
-    def __init__(self, spec: TrainSpec, learner: ModelTrainer) -> None:
+    def __init__(self, spec: TrainSpec, trainer: ModelTrainer) -> None:
         self._spec = spec
-        self._learner = learner
+        self._trainer = trainer
         self._begun = False
         self._restored: tuple[Checkpoint, ...] = ()  # candidates that were read, but not handed on yet
         self._checkpointing: Checkpointing | None = None
@@ -51,12 +51,12 @@ class TrainingLoop:
             "stopped": None,
             "warned": False,
         }
-        self._learner.prepare({**extras, **evaluation.begun()}, self._ledger)
-        self._state, self._hooks = self._learner.state, self._learner.hooks
+        self._trainer.prepare({**extras, **evaluation.begun()}, self._ledger)
+        self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
         self._reader, self._loader = spec.opened(spec.rows)
         self._evaluation: Evaluation | None = None
         if spec.validation is not None:
-            self._evaluation = Evaluation(spec, spec.validation, self._learner, self._sealed)
+            self._evaluation = Evaluation(spec, spec.validation, self._trainer, self._sealed)
 
     def position(self) -> Position | None:
         return self._state.position if self._begun else None
@@ -64,7 +64,7 @@ class TrainingLoop:
     def sync(self, world: World, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
-        self._hooks.begins(group)
+        self._callbacks.on_fit_begin(group)
         if world.resume and group.rank == world.source:
             self._restore(world.resume)
         position = self._state.sync(group, world.source, world.receivers)
@@ -84,7 +84,7 @@ class TrainingLoop:
         self._begun = True
         self._mark("runs", group)
         self._warn(group)
-        self._hooks.world(group)
+        self._callbacks.on_world_begin(group)
         if group.rank == 0 and self._spec.checkpoints is not None and self._checkpointing is None:
             tell = handle.report_checkpoint
             self._checkpointing = Checkpointing(self._spec.store, self._spec.checkpoints, self._clock, tell)
@@ -122,7 +122,7 @@ class TrainingLoop:
     def close(self) -> None:
         if self._checkpointing is not None:
             self._checkpointing.close()
-        self._learner.close()
+        self._trainer.close()
         self._reader.close()
         if self._evaluation is not None:
             self._evaluation.close()
@@ -132,7 +132,7 @@ class TrainingLoop:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
         here, version = self._state.position, world.version
         handle.report_position(here)
-        self._hooks.epoch_begins(here.epoch)
+        self._callbacks.on_epoch_begin(here.epoch)
         with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
             for rows in steps:
                 if rows.step == here.step:
@@ -142,10 +142,10 @@ class TrainingLoop:
                 def account(decision: StepDecision, began: float = began) -> Position:
                     return self._account(decision, group.size, self._clock.now() - began)
 
-                self._hooks.step_begins(rows.epoch, rows.step)
+                self._callbacks.on_step_begin(rows.epoch, rows.step)
                 with self._located(rows):
                     heard = handle.membership_version()
-                    decision = self._learner.take(group, rows, heard, account, self._show_step)
+                    decision = self._trainer.train_step(group, rows, heard, account, self._show_step)
                 handle.report_position(self._state.position)
                 self._keep(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
@@ -176,7 +176,7 @@ class TrainingLoop:
         """Add a step to the epoch's sums, which are part of the state. Returns the position after the step."""
         sums, here = self._state.extras, self._state.position
         evaluation.add_step(sums, decision, here.step + 1, size, seconds)
-        self._hooks.applied()
+        self._callbacks.on_step_applied()
         loss = decision.loss / (decision.denominator or 1.0)
         sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": decision.rows}
         if decision.ends:
@@ -189,7 +189,7 @@ class TrainingLoop:
         """The newest step is sealed: callbacks may see it (R1)."""
         logs, self._state.extras["pending"] = self._state.extras["pending"], None
         if logs is not None:
-            self._hooks.step_sealed(logs)
+            self._callbacks.on_step_finalized(logs)
 
     def _sealed(self, world: World, version: int = 0) -> None:
         """An exchange that applies no step is complete. version: the newest membership version that came with it."""
@@ -214,19 +214,19 @@ class TrainingLoop:
         group.barrier()
         self._sealed(world)
         state, entry = self._state, self._epoch_entry()
-        decided = self._hooks.epoch_ends(group, entry)
+        decided = self._callbacks.on_epoch_end(group, entry)
         state.extras["stopped"] = state.extras["stopped"] or decided
         state.extras["history"].append(evaluation.recorded(entry))
         self._report(group, handle, entry["loss"], entry["rows"] // entry["steps"])
         state.extras.update(evaluation.begun(), validation=no_sums())
-        self._learner.reset()
+        self._trainer.reset_metrics()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
         handle.report_position(state.position)
 
     def _epoch_entry(self) -> dict[str, Any]:
         sums = self._state.extras
         planned = self._spec.plan.rows_before(sums["steps"])
-        entry = evaluation.entry(sums, self._state.position.epoch, planned) | self._learner.numbers()
+        entry = evaluation.entry(sums, self._state.position.epoch, planned) | self._trainer.epoch_metrics()
         if self._evaluation is not None:
             for name, value in self._evaluation.numbers().items():
                 entry.setdefault(name, value)  # a model may say its own val_loss
@@ -236,7 +236,7 @@ class TrainingLoop:
         """R9: warn once per training, at its first world of several workers. That it was said is part of the state."""
         if group.size > 1 and not self._state.extras["warned"]:
             self._state.extras["warned"] = True
-            sentence = self._learner.world_dependence()
+            sentence = self._trainer.describe_world_dependence()
             if sentence is not None and group.rank == 0:
                 warnings.warn(sentence, UserWarning, stacklevel=2)
 
@@ -263,10 +263,10 @@ class TrainingLoop:
 
     def _finish(self, group: Group) -> str:
         """R15: rank 0 writes the final model; whoever is rank 0 when it is asked for holds the same one."""
-        self._hooks.fit_ends(self._state.extras["history"])
+        self._callbacks.on_fit_end(self._state.extras["history"])
         digest, written = self._state.digest(), ""
         if group.rank == 0:
-            weights = self._learner.weights()
+            weights = self._trainer.export_weights()
             self._spec.store.write_verified(self._spec.result, weights)
             written = hashlib.sha256(weights).hexdigest()
         return json.dumps(

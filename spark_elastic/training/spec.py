@@ -148,11 +148,11 @@ class LocalBatch(Generic[R]):
 Arrays = list[npt.NDArray[Any]]
 
 
-class StepPart:
+class MetricRows:
     """This rank's rows of the step in flight; once they are gathered, those of all ranks."""
 
     def __init__(self) -> None:
-        self.drop()
+        self.discard()
 
     def add(self, rows: int, logged: Mapping[str, float], columns: Arrays | None) -> None:
         """Some rows more. logged: sums over them, by name. columns: None where the numbers are all that is told."""
@@ -162,7 +162,7 @@ class StepPart:
         if columns is not None:
             self._columns.append(columns)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget the rows of a step that was given up."""
         self._rows = 0
         self._logged: dict[str, float] = {}
@@ -172,20 +172,20 @@ class StepPart:
     def gather(self, group: Group) -> None:
         """Exchange the step's rows; collective, also on a rank without rows."""
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        blob = packed(self._logged, self._rows, columns)
-        self.drop()  # first: the exchange may break
-        self._gathered = [unpacked(each) for each in group.allgather_bytes(blob)]
+        blob = pack_metric_rows(self._logged, self._rows, columns)
+        self.discard()  # first: the exchange may break
+        self._gathered = [unpack_metric_rows(each) for each in group.allgather_bytes(blob)]
 
-    def taken(self) -> tuple[list[tuple[dict[str, float], int]], Arrays]:
+    def pop_gathered(self) -> tuple[list[tuple[dict[str, float], int]], Arrays]:
         """What was gathered: (numbers, rows) of each rank, and the columns of the whole step, if any. Drops it."""
         gathered = self._gathered
-        self.drop()
+        self.discard()
         parts = [columns for _, _, columns in gathered if columns]
         whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return [(logged, rows) for logged, rows, _ in gathered], whole
 
 
-def packed(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
+def pack_metric_rows(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
     """One JSON line, then arrays as numpy writes them."""
     file = io.BytesIO()
     file.write(json.dumps([dict(logged), rows, len(columns)]).encode() + b"\n")
@@ -194,7 +194,7 @@ def packed(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
     return file.getvalue()
 
 
-def unpacked(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
+def unpack_metric_rows(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
     file = io.BytesIO(blob)
     logged, rows, columns = json.loads(file.readline())
     return logged, rows, [np.load(file, allow_pickle=False) for _ in range(columns)]
@@ -206,32 +206,32 @@ def unpacked(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
 Transformation = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
-def transformed(
+def transform_columns(
     rows: StepRows, wanted: Sequence[str], transformation: Transformation | None
 ) -> Mapping[str, Any]:
     """The wanted columns, by name. Raises InvalidInput where the function leaves one out, or rows of it."""
     if transformation is None:
         return rows.columns
-    return checked_columns(transformation(dict(rows.columns)), wanted, len(rows))
+    return check_columns(transformation(dict(rows.columns)), wanted, len(rows))
 
 
-def changed(
+def transform_inputs(
     inputs: Sequence[Any], columns: Sequence[Column], transformation: Transformation | None
 ) -> list[Any]:
     """Feature columns as the model takes them, each in its place; raises as `transformed` does."""
     if transformation is None:
         return list(inputs)
     names = [column.name for column in columns]
-    made = checked_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
+    made = check_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
     return [made[name] for name in names]
 
 
-def reshaping(transformation: Transformation, shapes: Mapping[str, tuple[int, ...]]) -> Transformation:
+def with_shapes(transformation: Transformation, shapes: Mapping[str, tuple[int, ...]]) -> Transformation:
     """`transformation`, then each named column's rows in the given shape, in training and for predictions alike."""
-    return partial(_reshaped, transformation, shapes)
+    return partial(_transform_and_reshape, transformation, shapes)
 
 
-def _reshaped(
+def _transform_and_reshape(
     transformation: Transformation, shapes: Mapping[str, tuple[int, ...]], columns: dict[str, Any]
 ) -> Mapping[str, Any]:
     made = dict(transformation(columns))
@@ -248,7 +248,7 @@ def _reshaped(
     return made
 
 
-def checked_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:
+def check_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:
     """What a transformation made of `rows` rows: the wanted columns. Raises as `transformed` does."""
     for name in wanted:
         if name not in columns or len(columns[name]) != rows:

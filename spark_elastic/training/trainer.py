@@ -46,38 +46,38 @@ class TrainingState(Protocol):
         ...
 
 
-class Hooks(Protocol):
+class CallbackList(Protocol):
     """The user's callbacks, called at the right moments."""
 
-    def begins(self, group: Group) -> None:
+    def on_fit_begin(self, group: Group) -> None:
         """Once, in the first world, before a state is taken over: what callbacks set as they begin gives way to it."""
         ...
 
-    def world(self, group: Group) -> None:
+    def on_world_begin(self, group: Group) -> None:
         """A world begins."""
         ...
 
-    def epoch_begins(self, epoch: int) -> None: ...
+    def on_epoch_begin(self, epoch: int) -> None: ...
 
-    def step_begins(self, epoch: int, step: int) -> None: ...
+    def on_step_begin(self, epoch: int, step: int) -> None: ...
 
-    def applied(self) -> None:
+    def on_step_applied(self) -> None:
         """A step is being applied; called inside its apply section."""
         ...
 
-    def step_sealed(self, logs: Mapping[str, Any]) -> None:
+    def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
         """logs: epoch, step, loss, rows of a step that is history."""
         ...
 
-    def ends(self) -> bool:
+    def wants_stop(self) -> bool:
         """Whether a callback wants training to end after the step under way."""
         ...
 
-    def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
+    def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         """Why training is to end, or None. A CollectiveError leaves the callbacks as they were."""
         ...
 
-    def fit_ends(self, history: list[dict[str, Any]]) -> None: ...
+    def on_fit_end(self, history: list[dict[str, Any]]) -> None: ...
 
 
 class ModelTrainer(Protocol):
@@ -90,13 +90,13 @@ class ModelTrainer(Protocol):
     def state(self) -> TrainingState: ...
 
     @property
-    def hooks(self) -> Hooks: ...
+    def callbacks(self) -> CallbackList: ...
 
     def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
         """extras: the loop's, to become the state's."""
         ...
 
-    def take(
+    def train_step(
         self,
         group: Group,
         rows: StepRows,
@@ -109,27 +109,27 @@ class ModelTrainer(Protocol):
         and returns the next position."""
         ...
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    def validation_mode(self) -> AbstractContextManager[None]:
         """A context around the evaluations of one epoch."""
         ...
 
-    def evaluate(self, group: Group, rows: StepRows, version: int) -> StepDecision:
+    def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
         """One step of validation, its exchange included; the position stays."""
         ...
 
-    def numbers(self) -> dict[str, Any]:
+    def epoch_metrics(self) -> dict[str, Any]:
         """The numbers of the epoch that is over: metrics, learning rate."""
         ...
 
-    def reset(self) -> None:
+    def reset_metrics(self) -> None:
         """Begin the next epoch's numbers."""
         ...
 
-    def world_dependence(self) -> str | None:
+    def describe_world_dependence(self) -> str | None:
         """R9: what makes the weights depend on the number of workers, in a sentence; None: nothing."""
         ...
 
-    def weights(self) -> bytes:
+    def export_weights(self) -> bytes:
         """The final model's weights, in the form in which the store keeps them."""
         ...
 
@@ -140,7 +140,7 @@ class ModelTrainer(Protocol):
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Ctrl-C and its like wait until the block is through."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -161,7 +161,7 @@ def uninterrupted() -> Iterator[None]:
 NAMED = 3  # layers that are named; the others are counted
 
 
-def sentence(dependent: Iterable[tuple[str, str]]) -> str | None:
+def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | None:
     """The warning, or None if `dependent` (the name of each such layer, and why) is empty."""
     found = [f"{name} ({why})" for name, why in dependent]
     if not found:

@@ -46,8 +46,8 @@ class Archive:
 
     @classmethod
     def of(cls, model: Any, custom_objects: Mapping[str, Any] | None = None) -> Archive:
-        custom = {**custom_of(model), **(custom_objects or {})}
-        return cls(saved(model), cloudpickle.dumps(custom), keras.config.floatx())
+        custom = {**collect_custom_objects(model), **(custom_objects or {})}
+        return cls(save_model(model), cloudpickle.dumps(custom), keras.config.floatx())
 
     def identity(self) -> str:
         """What the model is and is compiled with, as text; no weights, nor the numbers that Keras counts names by."""
@@ -66,7 +66,7 @@ class Archive:
 
     def load(self) -> Any:
         """The model, compiled as it was saved."""
-        with self.default_dtype(), _written(self.content) as path:
+        with self.default_dtype(), _temporary_file(self.content) as path:
             custom = cloudpickle.loads(self.custom)
             with warnings.catch_warnings():
                 # An optimizer that has not taken a step has nothing to load.
@@ -92,18 +92,18 @@ class Archive:
         """
         model = self.load()
         model.optimizer.build(model.trainable_variables)
-        with _written(trained) as path:
+        with _temporary_file(trained) as path:
             try:
                 model.load_weights(path)
             except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
                 raise StoreError(
                     f"the trained weights do not fit the model that was trained: {error}"
                 ) from error
-        return dataclasses.replace(self, content=saved(model))
+        return dataclasses.replace(self, content=save_model(model))
 
 
 @contextmanager
-def _written(content: bytes) -> Iterator[str]:
+def _temporary_file(content: bytes) -> Iterator[str]:
     with scratch_folder() as folder:
         path = str(folder / "model.keras")
         with open(path, "wb") as file:
@@ -111,7 +111,7 @@ def _written(content: bytes) -> Iterator[str]:
         yield path
 
 
-def saved(model: Any) -> bytes:
+def save_model(model: Any) -> bytes:
     """A `.keras` file of weights, architecture, and what the model is compiled with."""
     with scratch_folder() as folder:
         path = str(folder / "model.keras")
@@ -120,12 +120,12 @@ def saved(model: Any) -> bytes:
             return file.read()
 
 
-def custom_of(model: Any) -> dict[str, Any]:
+def collect_custom_objects(model: Any) -> dict[str, Any]:
     """Classes and functions of the user's in a model, by the names under which Keras looks for them."""
-    return own_of(things_of(model))
+    return select_user_objects(iter_model_parts(model))
 
 
-def own_of(things: Iterable[Any]) -> dict[str, Any]:
+def select_user_objects(things: Iterable[Any]) -> dict[str, Any]:
     """The same of objects, functions and classes."""
     found: dict[str, Any] = {}
     for thing in things:
@@ -135,22 +135,22 @@ def own_of(things: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def things_of(model: Any) -> Iterator[Any]:
+def iter_model_parts(model: Any) -> Iterator[Any]:
     """Everything in a model that may be of the user's making."""
     layers = list(model._flatten_layers())
     classes = {known for layer in layers for known in type(layer).__mro__ if _is_users(known)}
     makers = tuple(f"{known.__qualname__}." for known in classes)
     for layer in layers:
         yield layer
-        yield from _given(layer, makers)
+        yield from _arguments_of(layer, makers)
     optimizer = getattr(model, "optimizer", None)  # there is no such attribute before compile()
     if optimizer is not None:
         yield optimizer
         yield optimizer._learning_rate
-    yield from leaves(getattr(getattr(model, "_compile_config", None), "config", {}))
+    yield from iter_leaves(getattr(getattr(model, "_compile_config", None), "config", {}))
 
 
-def _given(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
+def _arguments_of(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
     """Functions and parts that a layer was given: neither methods, of which Keras keeps wrappers in each layer, nor
     functions defined inside of the model's own classes, which make them again when they are read back."""
     for name, part in vars(layer).items():
@@ -168,7 +168,7 @@ def _is_inner(own: Any) -> bool:
     return "<" in own.__qualname__
 
 
-def leaves(configured: Any) -> Iterator[Any]:
+def iter_leaves(configured: Any) -> Iterator[Any]:
     """Objects and functions among what a model is compiled with, at any depth."""
     for leaf in keras.tree.flatten(configured):
         if leaf is not None and not isinstance(leaf, str | float | int | bool):

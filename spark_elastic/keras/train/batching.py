@@ -14,12 +14,12 @@ import numpy.typing as npt
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.spec import LocalBatch, TrainSpec, Transformation, transformed
+from spark_elastic.training.spec import LocalBatch, TrainSpec, Transformation, transform_columns
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place. Pure; any thread.
 
 
-def ordered_features(model: Any, columns: Sequence[str]) -> list[str]:
+def order_features(model: Any, columns: Sequence[str]) -> list[str]:
     """In the order of the model's inputs; as they are given for a class of the user's, which takes what comes.
 
     Raises:
@@ -27,22 +27,22 @@ def ordered_features(model: Any, columns: Sequence[str]) -> list[str]:
     """
     tensors = list(getattr(model, "inputs", None) or ())
     names = [tensor.name for tensor in tensors]
-    return _ordered(
+    return _order_columns(
         columns, getattr(model, "input", None) if tensors else None, names, "feature_cols", "inputs"
     )
 
 
-def ordered_labels(model: Any, outputs: Any, columns: Sequence[str]) -> list[str]:
+def order_labels(model: Any, outputs: Any, columns: Sequence[str]) -> list[str]:
     """In the order of the model's outputs. outputs: what a call of it returned, or its symbolic `output`.
 
     Raises:
         InvalidInput: the outputs are a dict of other keys.
     """
     names = list(getattr(model, "output_names", None) or ())
-    return _ordered(columns, outputs, names, "label_cols", "outputs")
+    return _order_columns(columns, outputs, names, "label_cols", "outputs")
 
 
-def _ordered(
+def _order_columns(
     columns: Sequence[str], structure: Any, names: Sequence[str], parameter: str, what: str
 ) -> list[str]:
     if isinstance(structure, Mapping) and len(structure) > 1:
@@ -77,14 +77,14 @@ class Inputs:
         """
         tensors = list(getattr(model, "inputs", None) or ())
         by_name = {column.name: column for column in features}
-        columns = tuple(by_name[name] for name in ordered_features(model, list(by_name)))
+        columns = tuple(by_name[name] for name in order_features(model, list(by_name)))
         if not tensors:  # a class of its own, which takes what comes
             if free:
                 return cls(columns, (), ())
             return cls(
                 columns, tuple(_plain_dtype(c.dtype) for c in columns), tuple(c.shape for c in columns)
             )
-        shapes = tuple(_fitting(c.shape, t.shape[1:]) for c, t in zip(columns, tensors, strict=True))
+        shapes = tuple(_choose_shape(c.shape, t.shape[1:]) for c, t in zip(columns, tensors, strict=True))
         return cls(columns, tuple(str(t.dtype) for t in tensors), () if free else shapes)
 
     def arrays(self, columns: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -95,7 +95,7 @@ class Inputs:
         return tuple(a.astype(dtype, copy=False) for a, dtype in zip(arrays, dtypes, strict=True))
 
 
-class Columns:
+class BatchBuilder:
     """Which columns are what. labels: in the order of the model's outputs."""
 
     def __init__(
@@ -111,9 +111,9 @@ class Columns:
         self._shapes = None if shapes is None else dict(zip(spec.labels, shapes, strict=True))
         self._transformation, self._class_weight = transformation, class_weight
 
-    def share(self, rows: StepRows) -> LocalBatch[Array]:
+    def build(self, rows: StepRows) -> LocalBatch[Array]:
         wanted = [c.name for c in self._inputs.columns] + [*self._labels, *filter(None, [self._weight])]
-        columns = transformed(rows, wanted, self._transformation)
+        columns = transform_columns(rows, wanted, self._transformation)
         labels = tuple(self._label(name, np.asarray(columns[name])) for name in self._labels)
         weights = None if self._weight is None else np.asarray(columns[self._weight], keras.config.floatx())
         if self._class_weight is not None:
@@ -136,7 +136,7 @@ def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
     return found
 
 
-def _fitting(shape: tuple[int, ...], wanted: Sequence[int | None]) -> tuple[int, ...]:
+def _choose_shape(shape: tuple[int, ...], wanted: Sequence[int | None]) -> tuple[int, ...]:
     """The shape that the model wants, where the row's numbers fill it; else the row's own."""
     known = tuple(size for size in wanted if size is not None)
     if len(known) == len(wanted) and math.prod(known) == math.prod(shape):

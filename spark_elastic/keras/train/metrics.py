@@ -15,7 +15,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.training.spec import Arrays, LocalBatch, StepPart
+from spark_elastic.training.spec import Arrays, LocalBatch, MetricRows
 
 
 class StepMetrics:
@@ -32,7 +32,7 @@ class StepMetrics:
         self._run = self._update if eager else tf.function(self._update, reduce_retracing=True)
         self._sums: dict[str, list[float]] = {}
         self._outputs = 0
-        self._part = StepPart()
+        self._part = MetricRows()
 
     @property
     def variables(self) -> list[Any]:
@@ -68,13 +68,13 @@ class StepMetrics:
         if self._compiled is not None or self._names:
             self._part.gather(group)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget the rows of a step that was given up."""
-        self._part.drop()
+        self._part.discard()
 
     def commit(self) -> None:
         """The step was applied: what was gathered counts."""
-        told, columns = self._part.taken()
+        told, columns = self._part.pop_gathered()
         for logged, rows in told:
             for name, total in logged.items():
                 before = self._sums.get(name, [0.0, 0])

@@ -69,7 +69,7 @@ def is_plain(value: Any) -> bool:
 ARRAYS, VALUES = "state.npz", "state.json"
 
 
-class LearnerState:
+class KerasTrainingState:
     """replicas: variables that are equal on all ranks (P4). others: that travel as well. callbacks: whose `captured`
     and `load` give and take their attributes."""
 

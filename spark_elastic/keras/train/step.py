@@ -19,12 +19,12 @@ import tensorflow as tf
 from elastic_collectives import Group
 from spark_elastic.keras.train.metrics import StepMetrics
 from spark_elastic.keras.train.objective import CompiledLosses
-from spark_elastic.keras.train.state import LearnerState, value_of
+from spark_elastic.keras.train.state import KerasTrainingState, value_of
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.spec import LocalBatch, TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.training.trainer import sentence, uninterrupted
+from spark_elastic.training.trainer import defer_interrupts, describe_dependent_layers
 
 # Arrays of one step, summed over the world in the group's memory: gradients, and running statistics.
 #
@@ -35,7 +35,7 @@ from spark_elastic.training.trainer import sentence, uninterrupted
 Array = npt.NDArray[Any]
 
 
-class Exchange:
+class FlatAllreduce:
     """shapes, dtypes: of the arrays of a step, the same on all ranks; float16 and bfloat16 travel as float32."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class Exchange:
         self._flat: dict[str, Array] = {}
         self._views: list[Array] = []
 
-    def summed(self, group: Group, arrays: Sequence[Array | None], wire: str | None) -> list[Array]:
+    def allreduce(self, group: Group, arrays: Sequence[Array | None], wire: str | None) -> list[Array]:
         """The sums over all ranks, in rank order; None counts as zeros. wire: how float32 travels, None for as it is.
 
         What is returned is overwritten by the next call.
@@ -120,7 +120,7 @@ class RunningStats:
             drawn = hashlib.sha256(repr((*key, number)).encode()).digest()
             seed.assign(np.array([int.from_bytes(drawn[:4], "little") >> 1, 0]))
 
-    def moved(self, weight: float) -> tuple[list[Array | None], list[bool]]:
+    def weighted_values(self, weight: float) -> tuple[list[Array | None], list[bool]]:
         """Each variable times this rank's share of the step's rows, and whether it was written to."""
         now = [np.asarray(value_of(v)) for v in self.variables]
         written = [not np.array_equal(a, b) for a, b in zip(now, self._before, strict=True)]
@@ -136,9 +136,9 @@ class RunningStats:
                 variable.assign(mean)
 
 
-def world_dependence(model: Any) -> str | None:
+def describe_world_dependence(model: Any) -> str | None:
     """R9: one sentence that names the layers that make the weights depend on the number of workers, or None."""
-    return sentence(_dependent(model))
+    return describe_dependent_layers(_dependent(model))
 
 
 def _dependent(model: Any) -> Iterator[tuple[str, str]]:
@@ -242,7 +242,7 @@ class TrainStep:
         self,
         spec: TrainSpec,
         model: Any,
-        state: LearnerState,
+        state: KerasTrainingState,
         objective: CompiledLosses,
         structure: Structure,
         metrics: StepMetrics,
@@ -254,12 +254,12 @@ class TrainStep:
         self._moving, self._ledger = RunningStats(model), ledger
         self._count = len(model.trainable_variables)
         variables = [*model.trainable_variables, *self._moving.variables]
-        self._exchange = Exchange(
+        self._exchange = FlatAllreduce(
             [tuple(v.shape) for v in variables],
             [str(v.dtype) for v in variables],
         )
 
-    def take(
+    def run(
         self,
         group: Group,
         share: LocalBatch[Array],
@@ -280,8 +280,8 @@ class TrainStep:
             factors = self._objective.factors(group, share)
             self._ledger.write_ahead(group.fence, here, share.row_ids)
             gradients, loss = self._backward(share, factors)
-            moved, written = self._moving.moved(len(share) / share.planned)
-            sums = self._exchange.summed(group, [*gradients, *moved], self._spec.wire)
+            moved, written = self._moving.weighted_values(len(share) / share.planned)
+            sums = self._exchange.allreduce(group, [*gradients, *moved], self._spec.wire)
             self._metrics.gather(group)
             there = np.array([*(g is not None for g in gradients), *written])
             hashed, rows = self._exchange.layout_hash, len(share)
@@ -293,18 +293,18 @@ class TrainStep:
                 decision.check_finite(here)
         except BaseException:
             self._moving.restore()
-            self._metrics.drop()
+            self._metrics.discard()
             raise
-        with uninterrupted():
+        with defer_interrupts():
             before_apply()
             self._apply(sums[: self._count], decision.present[: self._count])
             self._moving.apply(sums[self._count :], decision.present[self._count :])
             self._metrics.commit()
             state.position = after(decision)
-            self._ledger.applied(group.fence, here, group.size)
+            self._ledger.record_applied(group.fence, here, group.size)
         return decision
 
-    def evaluate(self, group: Group, share: LocalBatch[Array], version: int) -> StepDecision:
+    def validate(self, group: Group, share: LocalBatch[Array], version: int) -> StepDecision:
         """One step of validation; the position stays."""
         here, loss = self._state.position, 0.0
         try:
@@ -319,7 +319,7 @@ class TrainStep:
             )
             decision = exchange_summaries(group, trailer)
         except BaseException:
-            self._metrics.drop()
+            self._metrics.discard()
             raise
         self._metrics.commit()
         return decision

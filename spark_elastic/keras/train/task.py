@@ -16,13 +16,13 @@ import numpy as np
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import some_row
-from spark_elastic.keras.train.archive import Archive, saved
-from spark_elastic.keras.train.batching import Columns, Inputs, ordered_labels
-from spark_elastic.keras.train.hooks import KerasHooks
+from spark_elastic.keras.train.archive import Archive, save_model
+from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels
+from spark_elastic.keras.train.callbacks import KerasCallbackList
 from spark_elastic.keras.train.metrics import StepMetrics
 from spark_elastic.keras.train.objective import CompiledLosses
-from spark_elastic.keras.train.state import LearnerState
-from spark_elastic.keras.train.step import Structure, TrainStep, world_dependence
+from spark_elastic.keras.train.state import KerasTrainingState
+from spark_elastic.keras.train.step import Structure, TrainStep, describe_world_dependence
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.training.checkpointing import digest
 from spark_elastic.training.ledger import Ledger
@@ -79,22 +79,22 @@ class KerasTrainer:
         inputs = Inputs.of(model, spec.features, free=transformed)
         change = brought.transformation
         row = self._row()
-        structure, outputs = self._tried(Columns(spec, inputs, spec.labels, change, None).share(row))
-        labels = ordered_labels(model, outputs, spec.labels)
-        self._columns = Columns(spec, inputs, labels, change, brought.class_weight)
-        self._seen = Columns(spec, inputs, labels, change, None)  # as Keras validates
-        known = structure.outputs(list(self._seen.share(row).labels))
+        structure, outputs = self._tried(BatchBuilder(spec, inputs, spec.labels, change, None).build(row))
+        labels = order_labels(model, outputs, spec.labels)
+        self._columns = BatchBuilder(spec, inputs, labels, change, brought.class_weight)
+        self._seen = BatchBuilder(spec, inputs, labels, change, None)  # as Keras validates
+        known = structure.outputs(list(self._seen.build(row).labels))
         objective = CompiledLosses(model, known, outputs)
         self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(known, outputs)
         params = {"epochs": spec.epochs, "steps": spec.plan.steps, "verbose": 0}
-        self.hooks = KerasHooks(brought.callbacks, model, params)
+        self.callbacks = KerasCallbackList(brought.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
         extras.update(losses={}, trained={})
-        self.state = LearnerState(replicas, self._metrics.variables, self.hooks, extras)
+        self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, extras)
         self._train_step = TrainStep(spec, model, self.state, objective, structure, self._metrics, ledger)
 
-    def take(
+    def train_step(
         self,
         group: Group,
         rows: StepRows,
@@ -113,35 +113,35 @@ class KerasTrainer:
                 extras["losses"] = {}
             return position
 
-        share, ends = self._columns.share(rows), self.hooks.ends()
-        return self._train_step.take(group, share, version, accounted, before_apply, ends)
+        share, ends = self._columns.build(rows), self.callbacks.wants_stop()
+        return self._train_step.run(group, share, version, accounted, before_apply, ends)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        self.hooks.tests_begin()
+    def validation_mode(self) -> AbstractContextManager[None]:
+        self.callbacks.on_validation_begin()
         return nullcontext()
 
-    def evaluate(self, group: Group, rows: StepRows, version: int) -> StepDecision:
+    def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
         self._metrics.sums = self.state.extras["losses"]
-        decision = self._train_step.evaluate(group, self._seen.share(rows), version)
+        decision = self._train_step.validate(group, self._seen.build(rows), version)
         self.state.extras["losses"] = self._metrics.sums
         return decision
 
-    def numbers(self) -> dict[str, Any]:
+    def epoch_metrics(self) -> dict[str, Any]:
         found = {"learning_rate": float(np.asarray(self.model.optimizer.learning_rate))}
         found.update(self.state.extras["trained"])
         if self._spec.validation is not None:
             found.update({f"val_{name}": value for name, value in self._metrics.results().items()})
         return found
 
-    def reset(self) -> None:
+    def reset_metrics(self) -> None:
         self._metrics.reset()
         self.state.extras.update(losses={}, trained={})
 
-    def world_dependence(self) -> str | None:
-        return world_dependence(self.model)
+    def describe_world_dependence(self) -> str | None:
+        return describe_world_dependence(self.model)
 
-    def weights(self) -> bytes:
-        return saved(self.model)
+    def export_weights(self) -> bytes:
+        return save_model(self.model)
 
     def close(self) -> None:
         self._train_step.close()

@@ -14,7 +14,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, attach_trainer
-from spark_elastic.torch.train.loss import LossResult, RowLoss, autocast, given_loss, widened
+from spark_elastic.torch.train.loss import LossResult, RowLoss, autocast, return_loss, to_float32
 from spark_elastic.training.spec import LocalBatch
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
@@ -76,7 +76,7 @@ class LightningLoss:
         self._precision = precision
         self._plan = plan
         self._columns = tuple(columns)
-        self._loss = RowLoss(given_loss, weighted)
+        self._loss = RowLoss(return_loss, weighted)
         self._logged: dict[str, float] = {}
         self._here, self._rank, self._size = START, 0, 1
 
@@ -101,7 +101,7 @@ class LightningLoss:
             value = value.get("loss")
         if value is None and evaluates:
             return LossResult(torch.zeros(()), math.nan, logged=self._logged)
-        summed = self._loss(widened(value), part.labels, part.weights)
+        summed = self._loss(to_float32(value), part.labels, part.weights)
         return LossResult(summed.total, summed.denominator, logged=self._logged)
 
     def _trainer(self, training: bool) -> TrainerStandIn:

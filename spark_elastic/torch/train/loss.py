@@ -69,7 +69,7 @@ def module_of(loss: Any) -> Any:
     Raises:
         InvalidInput: the partial holds what the module does not take.
     """
-    module = _known(loss)
+    module = _loss_class(loss)
     if module is None:
         return loss
     if not isinstance(loss, functools.partial):
@@ -83,12 +83,12 @@ def module_of(loss: Any) -> Any:
         ) from None
 
 
-def by_element(loss: Any) -> bool:
+def is_elementwise(loss: Any) -> bool:
     """Whether it is one of torch's that compare number by number, whatever its settings."""
-    return (_known(loss) or type(loss)) in _ELEMENTWISE
+    return (_loss_class(loss) or type(loss)) in _ELEMENTWISE
 
 
-def _known(loss: Any) -> type[_Loss] | None:
+def _loss_class(loss: Any) -> type[_Loss] | None:
     """Of which module one of torch's functions, or a `partial` of it, has the name."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     return _MODULES.get(function) if isinstance(function, FunctionType) else None
@@ -117,7 +117,7 @@ class RowLoss:
             self._loss = copy.deepcopy(loss)
             self._loss.reduction = "none"
         self._of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-        self._elementwise = by_element(loss)
+        self._elementwise = is_elementwise(loss)
 
     def __call__(
         self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
@@ -316,7 +316,7 @@ class ModelLoss:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights)
-        return LossResult(summed.total, summed.denominator, _detached(output_parts(output)))
+        return LossResult(summed.total, summed.denominator, _detach(output_parts(output)))
 
 
 class MultiOutputLoss:
@@ -366,7 +366,7 @@ class MultiOutputLoss:
         ]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
         logged = {name: float(own.detach()) / len(part) for name, own in zip(self._names, each, strict=True)}
-        return LossResult(total, float(len(part)), _detached(outputs), logged)
+        return LossResult(total, float(len(part)), _detach(outputs), logged)
 
 
 class FunctionLoss:
@@ -376,7 +376,7 @@ class FunctionLoss:
 
     def __init__(self, function: Callable[..., Any], weighted: bool, precision: str | None = None) -> None:
         self._function = function
-        self._loss = RowLoss(given_loss, weighted)
+        self._loss = RowLoss(return_loss, weighted)
         self._precision = precision
 
     def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
@@ -385,7 +385,7 @@ class FunctionLoss:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         with autocast(self._precision):
             value = self._function(model, part.features, part.labels)
-        summed = self._loss(widened(value), part.labels, part.weights)
+        summed = self._loss(to_float32(value), part.labels, part.weights)
         return LossResult(summed.total, summed.denominator)
 
 
@@ -405,19 +405,19 @@ class _Forward:
                 f"the model returns {', '.join(names)}, and label_cols names {', '.join(self._labels)}: name the "
                 "labels in the order of the outputs."
             )
-        return output if self._precision is None else widened(output)
+        return output if self._precision is None else to_float32(output)
 
 
 def autocast(precision: str | None) -> AbstractContextManager[Any]:
     return nullcontext() if precision is None else torch.autocast("cpu", dtype=DTYPES[precision])
 
 
-def given_loss(value: Any, *labels: torch.Tensor) -> Any:
+def return_loss(value: Any, *labels: torch.Tensor) -> Any:
     """The user's function has computed the loss already."""
     return value
 
 
-def widened(output: Any) -> Any:
+def to_float32(output: Any) -> Any:
     """The same, in whatever structure, with no float of 16 bits."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -426,5 +426,5 @@ def widened(output: Any) -> Any:
     return tree_map_only(torch.Tensor, wide, output)
 
 
-def _detached(outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+def _detach(outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     return tuple(output.detach() for output in outputs if isinstance(output, torch.Tensor))

@@ -15,8 +15,8 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.loss import LossResult, by_element, widened
-from spark_elastic.training.spec import StepPart
+from spark_elastic.torch.train.loss import LossResult, is_elementwise, to_float32
+from spark_elastic.training.spec import MetricRows
 
 
 class Metrics:
@@ -35,7 +35,7 @@ class Metrics:
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
         self._sums: dict[str, tuple[float, int]] = {}  # (sum over rows, rows) of functions and logged numbers
         self._updates = 0
-        self._part = StepPart()
+        self._part = MetricRows()
 
     def add(self, scored: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """A part of this rank's rows."""
@@ -46,7 +46,9 @@ class Metrics:
             )
         rows = len(labels[0])
         logged = {name: value * rows for name, value in scored.logged.items()}
-        columns = [widened(tensor).numpy() for tensor in (*scored.outputs, *labels)] if self._given else None
+        columns = (
+            [to_float32(tensor).numpy() for tensor in (*scored.outputs, *labels)] if self._given else None
+        )
         self._part.add(rows, logged, columns)
 
     def gather(self, group: Group) -> None:
@@ -54,13 +56,13 @@ class Metrics:
         if self._given or self._logs:
             self._part.gather(group)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget the rows of a step that was given up."""
-        self._part.drop()
+        self._part.discard()
 
     def commit(self) -> None:
         """The step was applied: what was gathered counts."""
-        told, columns = self._part.taken()
+        told, columns = self._part.pop_gathered()
         for logged, rows in told:
             for name, total in logged.items():
                 self._count(name, total, rows)
@@ -73,7 +75,7 @@ class Metrics:
         found: dict[str, Any] = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
         for name, (_, metric) in self._objects.items():
             if self._updates:
-                found.update(_numbers(name, metric.compute()))
+                found.update(_flatten_result(name, metric.compute()))
         prefix = self._prefix  # which LightningModules give their names themselves
         return {name if name.startswith(prefix) else prefix + name: found[name] for name in found}
 
@@ -83,13 +85,13 @@ class Metrics:
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        objects = {name: (given, _state(metric)) for name, (given, metric) in self._objects.items()}
+        objects = {name: (given, _state_of(metric)) for name, (given, metric) in self._objects.items()}
         return {"sums": dict(self._sums), "updates": self._updates, "objects": objects}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums, self._updates = dict(state["sums"]), state["updates"]
         self._objects = {
-            name: (given, _restored(self._given[given], kept, self._updates))
+            name: (given, _restore_metric(self._given[given], kept, self._updates))
             for name, (given, kept) in state["objects"].items()
         }
 
@@ -107,8 +109,8 @@ class Metrics:
             )
         for given, metric in self._given.items():
             for suffix, (output, *others) in calls:
-                arguments, name = (output, *_fitting(metric, output, others)), given + suffix
-                if not accumulates(metric):
+                arguments, name = (output, *_match_label_shape(metric, output, others)), given + suffix
+                if not is_accumulator(metric):
                     rows = len(labels[0])
                     self._count(name, float(metric(*arguments)) * rows, rows)
                     continue
@@ -121,38 +123,42 @@ class Metrics:
         self._sums[name] = (so_far + total, before + rows)
 
 
-def _fitting(metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _match_label_shape(
+    metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """A label per row meets an output of one column, where torch or torchmetrics compare numbers; a metric of the
     user's own is given the labels as they are."""
     label, *others = labels
-    compares = by_element(metric) or type(metric).__module__.startswith("torchmetrics.")
+    compares = is_elementwise(metric) or type(metric).__module__.startswith("torchmetrics.")
     if compares and label.ndim == 1 and output.shape == (len(label), 1):
         return [label.unsqueeze(1), *others]
     return labels
 
 
-def named(metrics: Any) -> dict[str, Any]:
+def name_metrics(metrics: Any) -> dict[str, Any]:
     """By name: a function's own, else its class's in lower case. Of a collection (torchmetrics) each member has its own
     name, after that of the collection if it was given one.
 
     Raises:
         InvalidInput: one is neither a function nor a metric object, or two have the same name.
     """
-    if accumulates(metrics) or callable(metrics) or not isinstance(metrics, Iterable):
+    if is_accumulator(metrics) or callable(metrics) or not isinstance(metrics, Iterable):
         metrics = [metrics]
     pairs: list[tuple[str, Any]] = []
     if isinstance(metrics, Mapping):
         for name, metric in metrics.items():
             members = (
-                [(f"{name}_{member}", each) for member, each in metric.items()] if _collects(metric) else []
+                [(f"{name}_{member}", each) for member, each in metric.items()]
+                if _is_collection(metric)
+                else []
             )
             pairs += members or [(str(name), metric)]
     else:
         for metric in metrics:
             own = getattr(metric, "__name__", type(metric).__name__.lower())
-            pairs += list(metric.items()) if _collects(metric) else [(own, metric)]
+            pairs += list(metric.items()) if _is_collection(metric) else [(own, metric)]
     for name, metric in pairs:
-        if isinstance(metric, type) or not (callable(metric) or accumulates(metric)):
+        if isinstance(metric, type) or not (callable(metric) or is_accumulator(metric)):
             raise InvalidInput(
                 f"metrics must be functions of (output, label) or objects with update, compute and reset; {name!r} "
                 f"is {metric!r}."
@@ -163,20 +169,22 @@ def named(metrics: Any) -> dict[str, Any]:
     return found
 
 
-def accumulates(metric: Any) -> bool:
+def is_accumulator(metric: Any) -> bool:
     """Whether it is an object in torchmetrics' style, not a function."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
-def _collects(metric: Any) -> bool:
+def _is_collection(metric: Any) -> bool:
     """Whether it is a collection of metrics, whose accumulators may be shared among them."""
-    return accumulates(metric) and callable(getattr(metric, "items", None))
+    return is_accumulator(metric) and callable(getattr(metric, "items", None))
 
 
-def _numbers(name: str, value: Any) -> dict[str, Any]:
+def _flatten_result(name: str, value: Any) -> dict[str, Any]:
     """What `compute` returned, as the history takes it: numbers, or lists of them, those of a dict each by its name."""
     if isinstance(value, Mapping):
-        return {k: v for key, part in value.items() for k, v in _numbers(f"{name}_{key}", part).items()}
+        return {
+            k: v for key, part in value.items() for k, v in _flatten_result(f"{name}_{key}", part).items()
+        }
     return {name: _plain(name, value)}
 
 
@@ -191,7 +199,7 @@ def _plain(name: str, value: Any) -> Any:
         ) from None
 
 
-def _state(metric: Any) -> dict[str, Any]:
+def _state_of(metric: Any) -> dict[str, Any]:
     if not hasattr(metric, "state_dict"):
         return dict(vars(metric))
     for part in _parts(metric):  # torchmetrics leaves its accumulators out otherwise
@@ -206,7 +214,7 @@ def _parts(metric: Any) -> list[Any]:
     return [part for part in inner if hasattr(part, "persistent")]
 
 
-def _restored(metric: Any, kept: dict[str, Any], updates: int) -> Any:
+def _restore_metric(metric: Any, kept: dict[str, Any], updates: int) -> Any:
     metric = copy.deepcopy(metric)
     if not hasattr(metric, "load_state_dict"):
         vars(metric).update(kept)

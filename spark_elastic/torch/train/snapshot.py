@@ -38,7 +38,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def drawing_by(*key: int) -> Iterator[None]:
+def seeded_rng(*key: int) -> Iterator[None]:
     """Inside, random numbers follow from `key` alone; after it, the generators go on as if nothing had been drawn."""
     kept = _torch_state(), mtrand.get_bit_generator(), random.getstate()
     numbers = b"%d," * len(key) % key  # to spell a member of an enum takes ten times as long
@@ -76,7 +76,7 @@ class ForwardSnapshot:
         named = model.named_buffers() if has_buffers(modules) else ()
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named}
 
-    def wrote(self, name: str, buffer: torch.Tensor) -> bool:
+    def has_changed(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether a buffer's values changed since; torch's version counters miss what BatchNorm writes."""
         return name not in self._buffers or not torch.equal(self._buffers[name][1], buffer)
 

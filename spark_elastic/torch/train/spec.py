@@ -26,7 +26,7 @@ from spark_elastic.torch.train.loss import (
     module_of,
 )
 from spark_elastic.training.checkpointing import PLAIN, WEIGHTS, digest, text
-from spark_elastic.training.spec import LocalBatch, TrainSpec, transformed
+from spark_elastic.training.spec import LocalBatch, TrainSpec, transform_columns
 
 # What the torch objects of a training are, as digests that are the same in every process (R19).
 #
@@ -180,7 +180,7 @@ def trainer_plan(spec: TrainSpec) -> TrainerPlan:
 # Columns of a step as the tensors that model and loss take: shapes and dtypes, without a copy where both fit.
 
 
-class Columns:
+class BatchBuilder:
     """Which columns are what. features: as the model sees them (their shapes may differ from the stored ones)."""
 
     def __init__(
@@ -203,8 +203,8 @@ class Columns:
         self._label_shapes = label_shapes
         self._transformation = transformation
 
-    def share(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
-        columns = transformed(rows, self._wanted, self._transformation)
+    def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
+        columns = transform_columns(rows, self._wanted, self._transformation)
         return LocalBatch(
             planned=rows.planned,
             row_ids=rows.row_ids,

@@ -31,7 +31,7 @@ ARRAY = "array of numpy's"  # the only key of a dict that stands for one
 
 
 def dumps(captured: Mapping[str, Any]) -> bytes:
-    """What `LearnerState.capture` gives, as bytes."""
+    """What `TorchTrainingState.capture` gives, as bytes."""
     position, rng = captured["position"], captured["rng"]
     kind, words, *rest = rng["numpy"]
     plain = {
@@ -54,7 +54,7 @@ def values_loads(data: bytes) -> dict[str, Any]:
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """What `LearnerState.load` takes."""
+    """What `TorchTrainingState.load` takes."""
     plain = values_loads(data)
     epoch, phase, step = plain["position"]
     kind, words, *rest = plain["rng"]["numpy"]
@@ -137,7 +137,7 @@ class _Place:
         self.offset, self.nbytes = offset, tensor.numel() * tensor.element_size()
 
 
-class LearnerState:
+class TorchTrainingState:
     """Model, optimizer, learning-rate schedulers, extra values by name, random generators, and the position.
 
     Everything it holds is part of what a joiner receives; `extras` must pickle.

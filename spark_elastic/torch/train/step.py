@@ -23,12 +23,12 @@ from spark_elastic.torch.layers import RowDropout, SyncBatchNorm, draw_rows
 from spark_elastic.torch.train.loss import LossFn
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling
-from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, has_buffers
-from spark_elastic.torch.train.state import LearnerState
+from spark_elastic.torch.train.snapshot import ForwardSnapshot, has_buffers, seeded_rng
+from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.spec import Clipping, LocalBatch
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.training.trainer import output_parts, sentence, uninterrupted
+from spark_elastic.training.trainer import defer_interrupts, describe_dependent_layers, output_parts
 
 # Running statistics of a model (BatchNorm's and their like), averaged over the ranks by rows, so that replicas agree.
 #
@@ -46,7 +46,7 @@ class BufferExchange:
     def send(self, group: Group, before: ForwardSnapshot, rows: int, planned: int) -> None:
         """before: the forward pass. rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
         named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
-        written = np.array([before.wrote(name, b) for name, b in named], np.int64)
+        written = np.array([before.has_changed(name, b) for name, b in named], np.int64)
         _all_reduced(group, written, "max")  # all ranks send the same ones
         sent = [b for (_, b), flag in zip(named, written, strict=True) if flag]
         self._floats = [b for b in sent if b.is_floating_point()]
@@ -84,9 +84,9 @@ def _write(buffers: list[torch.Tensor], flat: npt.NDArray[Any]) -> None:
 # Layers that make a step depend on how its rows are split over workers (R9). Pure looking at a module; no thread.
 
 
-def world_dependence(model: torch.nn.Module) -> str | None:
+def describe_world_dependence(model: torch.nn.Module) -> str | None:
     """One sentence that names the layers, or None: then weights equal those of any other world, up to rounding."""
-    return sentence((name or "the model", why) for name, why in _dependent(model))
+    return describe_dependent_layers((name or "the model", why) for name, why in _dependent(model))
 
 
 def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
@@ -127,7 +127,7 @@ class TrainStep:
 
     def __init__(
         self,
-        state: LearnerState,
+        state: TorchTrainingState,
         objective: LossFn,
         exchange: GradientExchange,
         rules: StepOptions,
@@ -147,7 +147,7 @@ class TrainStep:
         self._metrics = metrics
         self._scaling = scaling
 
-    def take(
+    def run(
         self,
         group: Group,
         share: LocalBatch[torch.Tensor],
@@ -177,15 +177,15 @@ class TrainStep:
                 decision.check_finite(here)
         except BaseException:
             before.restore()
-            self._metrics.drop()
+            self._metrics.discard()
             raise
-        with uninterrupted():
+        with defer_interrupts():
             before_apply()
             self._apply(decision, share.planned, shared)
             self._metrics.commit()
             self._exchange.apply_agreement(decision.found_sparse, decision.bucket_bytes)
             state.position = after(decision)
-            self._ledger.applied(group.fence, here, group.size)
+            self._ledger.record_applied(group.fence, here, group.size)
         return decision
 
     def _gradients(self, group: Group, share: LocalBatch[torch.Tensor]) -> tuple[float, float]:
@@ -198,7 +198,7 @@ class TrainStep:
         self._exchange.begin(group, len(parts))
         self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
         # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
-        with drawing_by(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
+        with seeded_rng(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
             loss, denominator = self._backward(parts)
         self._exchange.finish()
         return loss, denominator

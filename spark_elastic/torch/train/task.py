@@ -19,13 +19,13 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
 from spark_elastic.torch.optimizers import build_optimizer
-from spark_elastic.torch.train.hooks import Hooks
-from spark_elastic.torch.train.metrics import Metrics, accumulates
+from spark_elastic.torch.train.callbacks import TorchCallbackList
+from spark_elastic.torch.train.metrics import Metrics, is_accumulator
 from spark_elastic.torch.train.precision import Scaling
-from spark_elastic.torch.train.snapshot import drawing_by
-from spark_elastic.torch.train.spec import Brought, Columns, trainer_plan
-from spark_elastic.torch.train.state import LearnerState, values_dumps
-from spark_elastic.torch.train.step import StepOptions, TrainStep, world_dependence
+from spark_elastic.torch.train.snapshot import seeded_rng
+from spark_elastic.torch.train.spec import BatchBuilder, Brought, trainer_plan
+from spark_elastic.torch.train.state import TorchTrainingState, values_dumps
+from spark_elastic.torch.train.step import StepOptions, TrainStep, describe_world_dependence
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
@@ -62,9 +62,9 @@ class TorchTrainer:
             Metrics(brought.metrics, spec.labels, self._objective.logs, prefix) for prefix in ("", "val_")
         ]
         self._metrics = metrics
-        self.hooks = Hooks((*schedules, *brought.callbacks), model, optimizer)
-        self.state = LearnerState(
-            model, optimizer, [self._scaling, *metrics, *self.hooks.callbacks], **extras
+        self.callbacks = TorchCallbackList((*schedules, *brought.callbacks), model, optimizer)
+        self.state = TorchTrainingState(
+            model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], **extras
         )
         self._exchange = GradientExchange(
             model.named_parameters(), options_from_env(wire=spec.wire), engine=get_engine
@@ -75,9 +75,9 @@ class TorchTrainer:
         )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
         shapes, change = spec.label_shapes, brought.transformation
-        self._columns = Columns(spec.features, spec.labels, spec.weight, dtype, shapes, change)
+        self._columns = BatchBuilder(spec.features, spec.labels, spec.weight, dtype, shapes, change)
 
-    def take(
+    def train_step(
         self,
         group: Group,
         rows: StepRows,
@@ -85,11 +85,11 @@ class TorchTrainer:
         after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
-        share, ends = self._columns.share(rows), self.hooks.ends()
-        return self._train_step.take(group, share, version, after, before_apply, ends)
+        share, ends = self._columns.build(rows), self.callbacks.wants_stop()
+        return self._train_step.run(group, share, version, after, before_apply, ends)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def validation_mode(self) -> Iterator[None]:
         model = self.state.model
         still = [part for part in model.modules() if not part.training]
         model.eval()
@@ -100,12 +100,12 @@ class TorchTrainer:
             for part in still:
                 part.training = False
 
-    def evaluate(self, group: Group, rows: StepRows, version: int) -> StepDecision:
+    def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
         spec, here, metrics = self._spec, self.state.position, self._metrics[1]
-        share, loss, denominator = self._columns.share(rows), 0.0, 0.0
+        share, loss, denominator = self._columns.build(rows), 0.0, 0.0
         try:
             self._objective.begin(group, share, here)
-            with torch.no_grad(), drawing_by(spec.seed, here.epoch, here.phase, here.step, group.rank):
+            with torch.no_grad(), seeded_rng(spec.seed, here.epoch, here.phase, here.step, group.rank):
                 for part in share.micro_batches(spec.val_batch_size or spec.batch_size):
                     scored = self._objective(self.state.model, part)
                     metrics.add(scored, part.labels)
@@ -117,12 +117,12 @@ class TorchTrainer:
                 group, StepSummary(here, version, 0, len(share), loss, denominator, nothing)
             )
         except BaseException:
-            metrics.drop()
+            metrics.discard()
             raise
         metrics.commit()
         return decision
 
-    def numbers(self) -> dict[str, Any]:
+    def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
         for metrics in self._metrics:
             found.update(metrics.results())
@@ -130,14 +130,14 @@ class TorchTrainer:
             found["skipped_steps"] = self._scaling.skipped
         return found
 
-    def reset(self) -> None:
+    def reset_metrics(self) -> None:
         for metrics in self._metrics:
             metrics.reset()
 
-    def world_dependence(self) -> str | None:
-        return world_dependence(self.state.model)
+    def describe_world_dependence(self) -> str | None:
+        return describe_world_dependence(self.state.model)
 
-    def weights(self) -> bytes:
+    def export_weights(self) -> bytes:
         return values_dumps(self.state.model.state_dict())
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps",
 def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> None:
     """Raises InvalidInput for a number that no epoch will have. validates: there is a validation after each epoch."""
     known = epoch_numbers(brought, labels)
-    free = tuple(f"{name}_" for name, metric in brought.metrics.items() if accumulates(metric))
+    free = tuple(f"{name}_" for name, metric in brought.metrics.items() if is_accumulator(metric))
     adding = any(not _is_ours(callback.on_epoch_end) for callback in brought.callbacks)
     for name in brought.watched:
         plain = name.removeprefix("val_")

@@ -42,7 +42,7 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
         outcome = task.run(world, group, handle)
         task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
         task.close()
-        return task._learner.state.model.state_dict(), outcome
+        return task._trainer.state.model.state_dict(), outcome
 
     (ours, outcome), *_ = in_a_world(2, work)
     theirs, history = plain(job, store, manifest)
@@ -51,7 +51,7 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     entries = json.loads(outcome.result)["history"]
     shows_what_the_history_has(told, entries)
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
-    known = epoch_numbers(job.task(store, manifest)._learner._brought, ["y", "w"])
+    known = epoch_numbers(job.task(store, manifest)._trainer._brought, ["y", "w"])
     assert {name.removeprefix("val_") for name in numbers} <= {*known, *BESIDE}
 
 
@@ -82,16 +82,16 @@ def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path
 
     def work(group: Group) -> float:
         task = job.task(store, manifest)
-        learner: Any = task._learner
-        learner._brought = replace(learner._brought, callbacks=(Warms(),))
+        trainer: Any = task._trainer
+        trainer._brought = replace(trainer._brought, callbacks=(Warms(),))
         task.prepare()
         if group.rank == 0:  # three epochs later
-            task._hooks.begins(group)
-            learner.state.optimizer.param_groups[0]["lr"] = 0.04
+            task._callbacks.on_fit_begin(group)
+            trainer.state.optimizer.param_groups[0]["lr"] = 0.04
         task.sync(world, group)
-        task._hooks.world(group)
+        task._callbacks.on_world_begin(group)
         task.close()
-        return float(learner.state.optimizer.param_groups[0]["lr"])
+        return float(trainer.state.optimizer.param_groups[0]["lr"])
 
     assert in_a_world(2, work) == [0.04, 0.04]
 
@@ -104,9 +104,9 @@ class EndingJob(HookedJob):
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         task = super().task(store, manifest, ledger)
-        learner: Any = task._learner
-        brought = learner._brought
-        learner._brought = replace(brought, callbacks=(*brought.callbacks, Ends(self.who)))
+        trainer: Any = task._trainer
+        brought = trainer._brought
+        trainer._brought = replace(brought, callbacks=(*brought.callbacks, Ends(self.who)))
         return task
 
 

@@ -164,7 +164,7 @@ def trained(
         task.prepare()
         outcome: Any = task.run(world, group, handle)
         task.close()
-        model: Any = task._learner.state.model  # type: ignore[attr-defined]
+        model: Any = task._trainer.state.model  # type: ignore[attr-defined]
         return model.state_dict(), json.loads(outcome.result)["history"], getattr(model, "seen", set())
 
     ranks = in_a_world(WORKERS, work)

@@ -16,8 +16,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
 from spark_elastic.estimators.predictor import Outputs
-from spark_elastic.keras.train.archive import Archive, custom_of
-from spark_elastic.keras.train.batching import ordered_labels
+from spark_elastic.keras.train.archive import Archive, collect_custom_objects
+from spark_elastic.keras.train.batching import order_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -166,7 +166,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     np.testing.assert_allclose(kept, [[1.0, 1.0], [2.0, 2.0]])
     np.testing.assert_allclose(total, [[11.0], [22.0]])
     assert Outputs.of(predictor.widths(), "p", labels=labels).widths == (2, 1)
-    ours = ordered_labels(model, model.output, labels)
+    ours = order_labels(model, model.output, labels)
     assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
     restored = ElasticKerasModel._restored(
         predictor.parts(), columns, ElasticKerasModel(predictor, None)._extra()
@@ -298,7 +298,7 @@ def test_a_layer_of_the_users_travels_as_its_class(layer: type) -> None:
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     archive = keras_brought(values(model=model)).model
-    assert custom_of(model) == {layer.__name__: layer}
+    assert collect_custom_objects(model) == {layer.__name__: layer}
     assert archive.inner() == {}
     x = np.array([[1.0, 2.0], [0.5, -1.0]])
     np.testing.assert_allclose(archive.load().predict(x, verbose=0), model.predict(x, verbose=0))

@@ -19,7 +19,7 @@ from spark_elastic.estimators.predictor import ROWS_AT_ONCE, Predictor, Transfor
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_objects import brought
 from spark_elastic.estimators.validation import checked
-from spark_elastic.torch.train.spec import Columns
+from spark_elastic.torch.train.spec import BatchBuilder
 from tests.unit.estimators.requests import values
 
 
@@ -182,7 +182,7 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
     change, stored = wanted.brought.transformation, (Column("x", "float32", (4,)),)
     x, y = np.arange(8, dtype=np.float32).reshape(2, 4) ** 2, np.zeros(2, np.float32)
     rows = StepRows(0, 0, 2, np.arange(2), {"x": x, "y": y})
-    seen = Columns(stored, ("y",), None, torch.float32, None, change).share(rows).features[0]
+    seen = BatchBuilder(stored, ("y",), None, torch.float32, None, change).build(rows).features[0]
     assert seen.shape == (2, 1, 2, 2)
     module = torch.nn.Flatten()
     (predicted,) = Predictor(pack(Transformed(module, change), module), stored).predict([list(x)])

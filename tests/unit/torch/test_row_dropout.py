@@ -8,7 +8,7 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import RowDropout, draw_rows
-from spark_elastic.torch.train.step import world_dependence
+from spark_elastic.torch.train.step import describe_world_dependence
 
 
 def dropped(rows: list[int], *words: int) -> torch.Tensor:
@@ -45,4 +45,4 @@ def test_without_rows_it_says_what_to_call_and_outside_of_training_it_does_nothi
     assert torch.equal(layer.eval()(x), x)
     with pytest.raises(InvalidInput, match="without 1"):
         RowDropout(1.0)
-    assert world_dependence(torch.nn.Sequential(RowDropout(0.5))) is None
+    assert describe_world_dependence(torch.nn.Sequential(RowDropout(0.5))) is None

@@ -16,7 +16,7 @@ def numbers(*steps: tuple[float, float]) -> dict[str, Any]:
     """steps: their (sum of losses, denominator); ten rows each."""
     evaluation: Any = object.__new__(Evaluation)
     state = SimpleNamespace(position=Position(0, Phase.VALIDATE, 0), extras={"validation": no_sums()})
-    evaluation._learner = SimpleNamespace(state=state)
+    evaluation._trainer = SimpleNamespace(state=state)
     evaluation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
     for loss, denominator in steps:
         evaluation._count(SimpleNamespace(loss=loss, denominator=denominator, rows=10))

@@ -22,7 +22,7 @@ def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:
     assert (contributes["attempt"], contributes["generation"]) == (2, 3)
     assert (contributes["epoch"], contributes["step"]) == (2, 5)
     assert contributes["rows"] == [7, 9]
-    ledger.applied((2, 3), here, 4)
+    ledger.record_applied((2, 3), here, 4)
     applied = json.loads(path.read_text().splitlines()[1])
     assert (applied["event"], applied["world"]) == ("applied", 4)
     ledger.close()

@@ -43,7 +43,7 @@ def training(outcomes: list[Exception | Position]) -> TrainingLoop:
     spec: Any = SimpleNamespace(checkpoints=SimpleNamespace(run_id="r"), store=None)
     made = TrainingLoop(spec, SimpleNamespace())  # type: ignore[arg-type]
     made._state = SimpleNamespace(sync=sync, position=KEPT)  # type: ignore[assignment]
-    made._hooks = SimpleNamespace(begins=lambda group: None)  # type: ignore[assignment]
+    made._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)  # type: ignore[assignment]
     made._mark = lambda *given: None  # type: ignore[method-assign]
     return made
 

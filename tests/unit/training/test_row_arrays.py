@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.training.spec import StepPart
+from spark_elastic.training.spec import MetricRows
 from tests.unit.torch.worlds import in_a_world
 
 
-def filled(rank: int) -> StepPart:
+def filled(rank: int) -> MetricRows:
     """As many rows as the rank has, in parts of one."""
-    part = StepPart()
+    part = MetricRows()
     for row in range(rank):
         part.add(1, {"loss": 0.5 * rank}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
     return part
@@ -25,8 +25,8 @@ def test_all_ranks_take_the_whole_step_in_rank_order() -> None:
     def taken(group: Group) -> Any:
         part = filled(group.rank)
         part.gather(group)
-        told, (numbers, pairs) = part.taken()
-        return told, numbers.tolist(), pairs.tolist(), part.taken()
+        told, (numbers, pairs) = part.pop_gathered()
+        return told, numbers.tolist(), pairs.tolist(), part.pop_gathered()
 
     counted = [({}, 0), ({"loss": 0.5}, 1), ({"loss": 2.0}, 2)]
     assert in_a_world(3, taken) == [(counted, [10, 20, 21], [[1, 1], [2, 2], [2, 2]], ([], []))] * 3
@@ -35,10 +35,10 @@ def test_all_ranks_take_the_whole_step_in_rank_order() -> None:
 @pytest.mark.native
 def test_numbers_without_columns() -> None:
     def taken(group: Group) -> Any:
-        part = StepPart()
+        part = MetricRows()
         part.add(3, {"loss": 1.5}, None)
         part.gather(group)
-        return part.taken()
+        return part.pop_gathered()
 
     assert in_a_world(2, taken) == [([({"loss": 1.5}, 3)] * 2, [])] * 2
 
@@ -56,10 +56,10 @@ def test_nothing_is_left_of_an_exchange_that_broke() -> None:
     with pytest.raises(CollectiveError):
         part.gather(Broken())
     part.gather(Echo())
-    assert part.taken() == ([({}, 0)], [])
+    assert part.pop_gathered() == ([({}, 0)], [])
 
 
 def test_what_was_given_up_is_forgotten() -> None:
     part = filled(2)
-    part.drop()
-    assert part.taken() == ([], [])
+    part.discard()
+    assert part.pop_gathered() == ([], [])

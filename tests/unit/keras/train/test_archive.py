@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import StoreError
-from spark_elastic.keras.train.archive import Archive, saved
+from spark_elastic.keras.train.archive import Archive, save_model
 from spark_elastic.keras.train.objective import CompiledLosses
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -31,12 +31,12 @@ def test_only_numbers_are_taken_of_the_file_that_a_worker_wrote() -> None:
     trained = mine.load()
     trained.train_on_batch(X, Y)
     trained.set_weights(weights)
-    found = mine.with_weights(saved(trained)).load()
+    found = mine.with_weights(save_model(trained)).load()
     np.testing.assert_array_equal(found.get_weights()[0], weights[0])
     assert int(found.optimizer.iterations) == steps == 1
     np.testing.assert_array_equal(found.optimizer.variables[2], trained.optimizer.variables[2])
     with pytest.raises(StoreError, match="do not fit the model"):
-        mine.with_weights(saved(net(units=3)))
+        mine.with_weights(save_model(net(units=3)))
     with pytest.raises(StoreError, match="do not fit the model"):
         mine.with_weights(b"nothing of the kind")
 
@@ -44,13 +44,15 @@ def test_only_numbers_are_taken_of_the_file_that_a_worker_wrote() -> None:
 def test_a_worker_cannot_put_code_into_the_model() -> None:
     mine, theirs = Archive.of(net()), net(between=keras.layers.Lambda(lambda x: x * 0))
     theirs.optimizer.build(theirs.trainable_variables)
-    assert [type(layer).__name__ for layer in mine.with_weights(saved(theirs)).load().layers] == ["Dense"]
+    assert [type(layer).__name__ for layer in mine.with_weights(save_model(theirs)).load().layers] == [
+        "Dense"
+    ]
 
 
 def test_a_trained_model_is_compiled_as_the_user_compiled_it() -> None:
     user, trained = net(), Archive.of(net()).load()
     CompiledLosses(trained, np.zeros((1, 1), "f"), trained(np.zeros((1, 2), "f")))
-    fitted = Archive(saved(trained), Archive.of(user).custom).load()
+    fitted = Archive(save_model(trained), Archive.of(user).custom).load()
     fitted.set_weights(user.get_weights())
     assert fitted.loss.get_config() == user.loss.get_config()
     assert fitted.train_on_batch(X, Y) == pytest.approx(user.train_on_batch(X, Y))
@@ -58,5 +60,5 @@ def test_a_trained_model_is_compiled_as_the_user_compiled_it() -> None:
 
 
 def test_loading_leaves_keras_default_dtype_as_it_is() -> None:
-    Archive(saved(net()), Archive.of(net()).custom, "float64").load()
+    Archive(save_model(net()), Archive.of(net()).custom, "float64").load()
     assert keras.config.floatx() == "float32"

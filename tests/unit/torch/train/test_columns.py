@@ -7,13 +7,13 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
-from spark_elastic.torch.train.spec import Columns
+from spark_elastic.torch.train.spec import BatchBuilder
 
 
 def test_a_label_that_is_a_feature_too_is_not_what_a_model_writes_to() -> None:
     """An autoencoder that begins with an activation in place."""
     x = np.array([[-1.0, 2.0]], np.float32)
-    columns = Columns((Column("x", "float32", (2,)),), ("x",), None, torch.float32)
-    share = columns.share(StepRows(0, 0, 1, np.arange(1), {"x": x}))
+    columns = BatchBuilder((Column("x", "float32", (2,)),), ("x",), None, torch.float32)
+    share = columns.build(StepRows(0, 0, 1, np.arange(1), {"x": x}))
     torch.nn.functional.relu_(share.features[0])
     assert share.labels[0].tolist() == [[-1.0, 2.0]]

@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from spark_elastic.torch.train.step import world_dependence
+from spark_elastic.torch.train.step import describe_world_dependence
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from spark_elastic.torch.train.step import world_dependence
     ],
 )
 def test_r09_layers_that_couple_rows_or_draw_are_named(layer: nn.Module, named: str) -> None:
-    sentence = world_dependence(nn.Sequential(nn.Linear(3, 3), layer))
+    sentence = describe_world_dependence(nn.Sequential(nn.Linear(3, 3), layer))
     assert sentence is not None
     assert re.search(named, sentence)
 
@@ -36,10 +36,10 @@ def test_r09_other_layers_are_not() -> None:
         nn.LSTM(3, 3),
         nn.SyncBatchNorm(3),
     )
-    assert world_dependence(nn.Sequential(*layers, still)) is None
+    assert describe_world_dependence(nn.Sequential(*layers, still)) is None
 
 
 def test_r09_many_layers_are_counted() -> None:
-    sentence = world_dependence(nn.Sequential(*(nn.Dropout() for _ in range(5))))
+    sentence = describe_world_dependence(nn.Sequential(*(nn.Dropout() for _ in range(5))))
     assert sentence is not None
     assert "2 more" in sentence

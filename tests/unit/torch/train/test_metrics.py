@@ -13,8 +13,8 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.train.loss import LossResult
-from spark_elastic.torch.train.metrics import Metrics, named
-from spark_elastic.torch.train.state import LearnerState
+from spark_elastic.torch.train.metrics import Metrics, name_metrics
+from spark_elastic.torch.train.state import TorchTrainingState
 from tests.unit.torch.worlds import in_a_world
 
 
@@ -78,10 +78,10 @@ def counted(metrics: Metrics, group: Group, step: tuple[list[float], list[float]
 
 
 def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
-    def fresh() -> tuple[Metrics, LearnerState]:
+    def fresh() -> tuple[Metrics, TorchTrainingState]:
         net = torch.nn.Linear(1, 1)
-        metrics = Metrics(named([Far(), Wrapped()]), ["y"], logs=False)
-        return metrics, LearnerState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
+        metrics = Metrics(name_metrics([Far(), Wrapped()]), ["y"], logs=False)
+        return metrics, TorchTrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
 
     def work(group: Group) -> tuple[Any, Any, Any]:
         metrics, state = fresh()
@@ -108,7 +108,7 @@ def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
-    metrics = Metrics(named([torch.nn.functional.l1_loss]), ["y"], logs=False)
+    metrics = Metrics(name_metrics([torch.nn.functional.l1_loss]), ["y"], logs=False)
 
     def work(group: Group) -> Any:
         metrics.add(
@@ -155,12 +155,12 @@ def test_a_collection_is_its_members() -> None:
     far = Far()
     methods = dict.fromkeys(("update", "compute", "reset"), print)
     members: Any = SimpleNamespace(items=lambda: [("a", far), ("b", far)], **methods)
-    assert list(named(members)) == ["a", "b"]
-    assert list(named([members, far])) == ["a", "b", "far"]
-    assert list(named({"m": members, "far": far})) == ["m_a", "m_b", "far"]
-    assert list(named(far)) == ["far"]
+    assert list(name_metrics(members)) == ["a", "b"]
+    assert list(name_metrics([members, far])) == ["a", "b", "far"]
+    assert list(name_metrics({"m": members, "far": far})) == ["m_a", "m_b", "far"]
+    assert list(name_metrics(far)) == ["far"]
     with pytest.raises(InvalidInput, match="two metrics have the same name"):
-        named([members, members])
+        name_metrics([members, members])
 
 
 def test_the_real_torchmetrics() -> None:
@@ -174,7 +174,7 @@ def test_the_real_torchmetrics() -> None:
         given.ClasswiseWrapper(classes),
         kinds.BinaryROC(thresholds=3),
     ]
-    first, joined = (Metrics(named(metrics), ["y"], logs=False) for _ in range(2))
+    first, joined = (Metrics(name_metrics(metrics), ["y"], logs=False) for _ in range(2))
     steps = [([0.0, 1.0, 0.0], [0, 1, 1]), ([1.0, 0.0], [0, 1])]
     both = [(torch.tensor(output), torch.tensor(label)) for output, label in steps]
     first._update([both[0][0]], [both[0][1]])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_elastic.torch.train.snapshot import ForwardSnapshot, drawing_by, rng_state, set_rng_state
+from spark_elastic.torch.train.snapshot import ForwardSnapshot, rng_state, seeded_rng, set_rng_state
 
 
 def test_r03_buffers_come_back() -> None:
@@ -21,10 +21,10 @@ def test_r03_buffers_come_back() -> None:
     snapshot = ForwardSnapshot(model, model.modules())
     model(x)
     assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
-    assert snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
+    assert snapshot.has_changed("0.running_mean", model.get_buffer("0.running_mean"))
     snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not snapshot.wrote("0.running_mean", model.get_buffer("0.running_mean"))
+    assert not snapshot.has_changed("0.running_mean", model.get_buffer("0.running_mean"))
 
 
 class Decaying(nn.Module):
@@ -43,7 +43,7 @@ def test_r03_a_replaced_buffer_comes_back() -> None:
     model = nn.Sequential(Decaying())
     snapshot = ForwardSnapshot(model, model.modules())
     model(torch.ones(2))
-    assert snapshot.wrote("0.mean", model.get_buffer("0.mean"))
+    assert snapshot.has_changed("0.mean", model.get_buffer("0.mean"))
     snapshot.restore()
     assert torch.equal(model.get_buffer("0.mean"), torch.ones(2))
 
@@ -57,7 +57,7 @@ def test_r03_draws_follow_from_the_key_and_leave_the_generators_alone() -> None:
     set_rng_state(kept)
     drawn = []
     for key in [(1, 0, 2), (1, 0, 2), (1, 0, 3)]:
-        with drawing_by(*key):
+        with seeded_rng(*key):
             drawn.append(draw())
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
@@ -77,7 +77,7 @@ def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
     try:
         for _ in range(10):
             rng_state()
-            with drawing_by(1):
+            with seeded_rng(1):
                 torch.ones(1)
     finally:
         gc.set_threshold(*thresholds)

@@ -13,7 +13,7 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import START, Phase, Position
-from spark_elastic.torch.train.state import LearnerState
+from spark_elastic.torch.train.state import TorchTrainingState
 from tests.unit.torch.worlds import in_a_world
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
@@ -39,15 +39,15 @@ class Net(nn.Module):
 NET = Net()
 
 
-def state(kind: Any = torch.optim.Adam, **arguments: Any) -> LearnerState:
+def state(kind: Any = torch.optim.Adam, **arguments: Any) -> TorchTrainingState:
     model = copy.deepcopy(NET)
     optimizer = kind(model.parameters(), lr=0.1, **arguments)
-    return LearnerState(
+    return TorchTrainingState(
         model, optimizer, [torch.optim.lr_scheduler.StepLR(optimizer, 1)], history=[], note=None
     )
 
 
-def train(trained: LearnerState, steps: int = 2) -> LearnerState:
+def train(trained: TorchTrainingState, steps: int = 2) -> TorchTrainingState:
     for _ in range(steps):
         trained.optimizer.zero_grad()
         trained.model(X).pow(2).sum().backward()

@@ -11,8 +11,8 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.train.hooks import Hooks
-from spark_elastic.torch.train.state import LearnerState, readable
+from spark_elastic.torch.train.callbacks import TorchCallbackList
+from spark_elastic.torch.train.state import TorchTrainingState, readable
 
 
 class Keeps(Callback):
@@ -20,11 +20,11 @@ class Keeps(Callback):
         self.kept = kept
 
 
-def made(callback: Callback, **settings: Any) -> LearnerState:
+def made(callback: Callback, **settings: Any) -> TorchTrainingState:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), **({"lr": 0.1} | settings))
-    hooks = Hooks([callback], net, optimizer)
-    return LearnerState(net, optimizer, hooks.callbacks, history=[])
+    callback_list = TorchCallbackList([callback], net, optimizer)
+    return TorchTrainingState(net, optimizer, callback_list.callbacks, history=[])
 
 
 def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
@@ -85,11 +85,11 @@ def test_p4_what_a_newcomer_sets_as_it_begins_gives_way_to_the_state() -> None:
         rank, size = 0, 1
 
     old, new = made(Warms()), made(Warms())
-    hooks = [Hooks([s.schedulers[0]], s.model, s.optimizer) for s in (old, new)]
-    for each in hooks:
-        each.begins(Alone)  # type: ignore[arg-type]
-        each.begins(Alone)  # type: ignore[arg-type]
+    callback_lists = [TorchCallbackList([s.schedulers[0]], s.model, s.optimizer) for s in (old, new)]
+    for each in callback_lists:
+        each.on_fit_begin(Alone)  # type: ignore[arg-type]
+        each.on_fit_begin(Alone)  # type: ignore[arg-type]
     old.optimizer.param_groups[0]["lr"] = 0.04
     new.load(old.capture())
-    hooks[1].world(Alone)  # type: ignore[arg-type]
+    callback_lists[1].on_world_begin(Alone)  # type: ignore[arg-type]
     assert new.optimizer.param_groups[0]["lr"] == 0.04

@@ -15,7 +15,7 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.training.trainer import uninterrupted
+from spark_elastic.training.trainer import defer_interrupts
 from tests.unit.torch.train.trainees import ROWS, Trainee, X, plain, same
 from tests.unit.torch.worlds import in_a_world
 
@@ -243,7 +243,7 @@ def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
     assert threading.current_thread() is threading.main_thread()
     through = False
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the interrupt comes at the block's end
-        with uninterrupted():
+        with defer_interrupts():
             signal.raise_signal(signal.SIGINT)
             through = True
     assert through

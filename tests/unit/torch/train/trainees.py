@@ -17,7 +17,7 @@ from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.train.loss import ModelLoss
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling
-from spark_elastic.torch.train.state import LearnerState
+from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.torch.train.step import StepOptions, TrainStep
 from spark_elastic.training.ledger import NullLedger
 from spark_elastic.training.spec import Clipping, LocalBatch
@@ -37,7 +37,7 @@ class Order(NullLedger):
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: Any) -> None:
         self.lines.append(f"contributes {row_ids.tolist()}")
 
-    def applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
         self.lines.append("applied")
 
 
@@ -46,7 +46,7 @@ class Trainee:
 
     def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
         self.model = copy.deepcopy(model)
-        self.state = LearnerState(
+        self.state = TorchTrainingState(
             self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
         )
         self.exchange = GradientExchange(self.model.named_parameters(), ExchangeOptions(bucket_bytes=64))
@@ -59,7 +59,7 @@ class Trainee:
     def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:
         part = slice(rows.start, rows.stop)
         share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
-        return self.taker.take(group, share, 0, then)
+        return self.taker.run(group, share, 0, then)
 
 
 def plain(model: nn.Module, steps: int = 1) -> nn.Module:

@@ -24,8 +24,8 @@ WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(k
 _FOREIGN = ("params", "model")  # belong to the training, not to the callback
 
 
-class KerasHooks:
-    """The callbacks of one worker, in order. See `training.trainer.Hooks`."""
+class KerasCallbackList:
+    """The callbacks of one worker, in order. See `training.trainer.CallbackList`."""
 
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
         """params: what Keras's callbacks are told of a training: epochs, steps, verbose."""
@@ -55,10 +55,10 @@ class KerasHooks:
         for callback, kept in zip(self._callbacks, captured["kept"], strict=True):
             _put_back(callback, kept)
 
-    def begins(self, group: Group) -> None:
+    def on_fit_begin(self, group: Group) -> None:
         """All that can has begun already."""
 
-    def world(self, group: Group) -> None:
+    def on_world_begin(self, group: Group) -> None:
         self._rank = group.rank
         for number, callback in enumerate(self._callbacks):
             if self._runs(callback) and number not in self._begun:
@@ -67,31 +67,31 @@ class KerasHooks:
                 else:
                     self._begin(number, callback)
 
-    def epoch_begins(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int) -> None:
         if epoch > self._epoch:  # not again where a new world goes on with it
             self._epoch = epoch
             self._each("on_epoch_begin", epoch, {})
 
-    def step_begins(self, epoch: int, step: int) -> None:
+    def on_step_begin(self, epoch: int, step: int) -> None:
         if [epoch, step] != self._step:  # not again where it was given up
             self._step = [epoch, step]
             self._each("on_train_batch_begin", step, {})
 
-    def tests_begin(self) -> None:
+    def on_validation_begin(self) -> None:
         if self._tested < self._epoch:
             self._tested = self._epoch
             self._each("on_test_begin", {})
 
-    def applied(self) -> None:
+    def on_step_applied(self) -> None:
         """Keras's schedules count the optimizer's iterations."""
 
-    def step_sealed(self, logs: Mapping[str, Any]) -> None:
+    def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
         self._each("on_train_batch_end", logs["step"], {"loss": logs["loss"]})
 
-    def ends(self) -> bool:
+    def wants_stop(self) -> bool:
         return bool(self._model.stop_training)
 
-    def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
+    def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         if not self._callbacks:
             return None
         before, rate, stop = json_copy(self.captured()), self._rate(), self._model.stop_training
@@ -107,7 +107,7 @@ class KerasHooks:
             raise
         return "a callback set stop_training" if self._model.stop_training else None
 
-    def fit_ends(self, history: list[dict[str, Any]]) -> None:
+    def on_fit_end(self, history: list[dict[str, Any]]) -> None:
         if history and self._model.optimizer.use_ema:
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
         self._each("on_train_end", numbers(history[-1]) if history else {})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.keras.train.hooks import KerasHooks, numbers
+from spark_elastic.keras.train.callbacks import KerasCallbackList, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
@@ -46,10 +46,10 @@ class Writes(keras.callbacks.ModelCheckpoint):
         self.calls += 1
 
 
-def make(*callbacks: Any) -> tuple[KerasHooks, Any]:
+def make(*callbacks: Any) -> tuple[KerasCallbackList, Any]:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.5), "mse")
-    return KerasHooks(callbacks, model, PARAMS), model
+    return KerasCallbackList(callbacks, model, PARAMS), model
 
 
 def alone(rank: int = 0, theirs: bytes | None = None) -> Any:
@@ -61,25 +61,25 @@ def alone(rank: int = 0, theirs: bytes | None = None) -> Any:
 
 def test_each_hook_is_called_once_whatever_resets_happen() -> None:
     counts = Counts()
-    hooks, _ = make(counts)
+    callback_list, _ = make(counts)
     for _ in range(3):  # worlds that go on with the same epoch
-        hooks.world(alone())
-        hooks.epoch_begins(0)
-    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})
+        callback_list.on_world_begin(alone())
+        callback_list.on_epoch_begin(0)
+    callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})
     assert counts.calls == ["begin", "epoch 0", "end 0 ['loss']"]
 
 
 def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
     stopping = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
-    hooks, model = make(stopping)
-    hooks.world(alone())
-    hooks.epoch_begins(0)
-    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0})
-    hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0})
+    callback_list, model = make(stopping)
+    callback_list.on_world_begin(alone())
+    callback_list.on_epoch_begin(0)
+    callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0})
+    callback_list.on_epoch_end(alone(), {"epoch": 1, "loss": 2.0})
     other = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
     joined, _ = make(other)
-    joined.load(hooks.captured())
-    joined.world(alone(rank=1))
+    joined.load(callback_list.captured())
+    joined.on_world_begin(alone(rank=1))
     assert (other.wait, other.best, other.best_epoch) == (1, 1.0, 0)
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
 
@@ -88,13 +88,13 @@ def test_writers_run_on_rank_0_and_their_memory_goes_to_all() -> None:
     said: list[bytes] = []
     leader, follower = Writes(), Writes()
     first, _ = make(leader)
-    first.world(alone())
+    first.on_world_begin(alone())
     told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
-    first.epoch_ends(told, {"epoch": 0, "loss": 1.0})
+    first.on_epoch_end(told, {"epoch": 0, "loss": 1.0})
     second, model = make(follower)
     model.optimizer.learning_rate = 0.25
-    second.world(alone(rank=1))
-    second.epoch_ends(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    second.on_world_begin(alone(rank=1))
+    second.on_epoch_end(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
     assert (leader.calls, follower.calls) == (1, 1)  # the second was told, it did not write
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.5, "rank 0's rate goes for all"
 
@@ -104,22 +104,22 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.0),
         keras.callbacks.EarlyStopping("loss", patience=1),
     )
-    hooks, model = make(reduce, stop)
-    hooks.world(alone())
-    assert hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0}) is None
+    callback_list, model = make(reduce, stop)
+    callback_list.on_world_begin(alone())
+    assert callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0}) is None
 
     def breaks(mine: bytes) -> list[bytes]:
         raise CollectiveError([1], "a peer is gone")
 
     broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=breaks)
     with pytest.raises(CollectiveError):
-        hooks.epoch_ends(broken, {"epoch": 1, "loss": 2.0})
+        callback_list.on_epoch_end(broken, {"epoch": 1, "loss": 2.0})
     assert (float(np.asarray(model.optimizer.learning_rate)), stop.wait, model.stop_training) == (
         0.5,
         0,
         False,
     )
-    assert hooks.epoch_ends(alone(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
+    assert callback_list.on_epoch_end(alone(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
 
 
@@ -129,34 +129,34 @@ def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None
     told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
     first, _ = make(keras.callbacks.CSVLogger(path))
     second, _ = make(keras.callbacks.CSVLogger(path))
-    first.world(told)
-    second.world(alone(rank=1))
-    first.epoch_begins(0)
-    first.epoch_ends(told, {"epoch": 0, "loss": 1.0})
-    second.epoch_begins(0)
-    second.epoch_ends(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
-    second.epoch_begins(1)
-    second.world(alone())  # rank 0 was lost
-    second.epoch_ends(alone(), {"epoch": 1, "loss": 0.5})
+    first.on_world_begin(told)
+    second.on_world_begin(alone(rank=1))
+    first.on_epoch_begin(0)
+    first.on_epoch_end(told, {"epoch": 0, "loss": 1.0})
+    second.on_epoch_begin(0)
+    second.on_epoch_end(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    second.on_epoch_begin(1)
+    second.on_world_begin(alone())  # rank 0 was lost
+    second.on_epoch_end(alone(), {"epoch": 1, "loss": 0.5})
     resumed, _ = make(keras.callbacks.CSVLogger(path))  # all were lost
     resumed.load(second.captured())
-    resumed.world(alone())
-    resumed.epoch_ends(alone(), {"epoch": 2, "loss": 0.25})
-    for hooks in (first, second, resumed):
-        hooks._callbacks[0].csv_file.close()
+    resumed.on_world_begin(alone())
+    resumed.on_epoch_end(alone(), {"epoch": 2, "loss": 0.25})
+    for callback_list in (first, second, resumed):
+        callback_list._callbacks[0].csv_file.close()
     assert path.read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA", "2,0.25,NA"]
 
 
 @pytest.mark.parametrize("name", ["ProgbarLogger", "TensorBoard"])
 def test_a_writer_of_keras_goes_on_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
     arguments = {"log_dir": str(tmp_path), "write_graph": False} if name == "TensorBoard" else {}
-    hooks, _ = make(getattr(keras.callbacks, name)(**arguments))
-    hooks.world(alone(rank=1))
-    hooks.epoch_begins(0)
-    hooks.tests_begin()
-    hooks.world(alone())
-    hooks.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0})
-    hooks.fit_ends([{"epoch": 0, "loss": 1.0}])
+    callback_list, _ = make(getattr(keras.callbacks, name)(**arguments))
+    callback_list.on_world_begin(alone(rank=1))
+    callback_list.on_epoch_begin(0)
+    callback_list.on_validation_begin()
+    callback_list.on_world_begin(alone())
+    callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0})
+    callback_list.on_fit_end([{"epoch": 0, "loss": 1.0}])
 
 
 def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() -> None:
@@ -176,29 +176,29 @@ def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() 
             self.calls += "end"
 
     told, joined = Told(), Told()
-    hooks, _ = make(told)
-    hooks.epoch_begins(0)
-    hooks.step_begins(0, 0)
-    hooks.step_begins(0, 1)
+    callback_list, _ = make(told)
+    callback_list.on_epoch_begin(0)
+    callback_list.on_step_begin(0, 0)
+    callback_list.on_step_begin(0, 1)
     newcomer, _ = make(joined)
-    newcomer.load(hooks.captured())
-    for one in (hooks, newcomer):  # a new world, after step 1 was given up
-        one.world(alone())
-        one.step_begins(0, 1)
-        one.tests_begin()
-        one.tests_begin()
-        one.epoch_ends(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0, "val_rows": 7})
+    newcomer.load(callback_list.captured())
+    for one in (callback_list, newcomer):  # a new world, after step 1 was given up
+        one.on_world_begin(alone())
+        one.on_step_begin(0, 1)
+        one.on_validation_begin()
+        one.on_validation_begin()
+        one.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0, "val_rows": 7})
     assert told.calls == joined.calls == "0 1 test {'loss': 2.0} end"
 
 
 def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() -> None:
-    hooks, model = make(keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True))
-    hooks.world(alone())
+    callback_list, model = make(keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True))
+    callback_list.on_world_begin(alone())
     kept = []
     for epoch, loss in enumerate((2.0, 1.0, 3.0)):
         model.set_weights([np.full_like(weights, epoch) for weights in model.get_weights()])
-        kept.append(hooks.epoch_ends(alone(), {"epoch": epoch, "loss": loss}))
-    hooks.fit_ends([{"epoch": 2, "loss": 3.0}])
+        kept.append(callback_list.on_epoch_end(alone(), {"epoch": epoch, "loss": loss}))
+    callback_list.on_fit_end([{"epoch": 2, "loss": 3.0}])
     assert kept == [None, None, "a callback set stop_training"]
     assert {float(value) for weights in model.get_weights() for value in weights.ravel()} == {1.0}
 
@@ -216,7 +216,7 @@ def test_averaged_weights_are_the_final_ones_as_in_keras() -> None:
     theirs.fit(x, y, epochs=5, verbose=0)
     for _ in range(5):
         ours.train_on_batch(x, y)
-    KerasHooks([], ours, PARAMS).fit_ends([{"epoch": 4, "loss": 0.1}])
+    KerasCallbackList([], ours, PARAMS).on_fit_end([{"epoch": 4, "loss": 0.1}])
     np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-6)
 
 

@@ -13,7 +13,7 @@ from elastic_collectives import Group
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Training
 
 
-class Hooks:
+class TorchCallbackList:
     """The callbacks of one worker, in order."""
 
     def __init__(
@@ -25,39 +25,39 @@ class Hooks:
         for callback in self._schedules:
             callback.bind(optimizer)
 
-    def world(self, group: Group) -> None:
+    def on_world_begin(self, group: Group) -> None:
         """A world begins."""
-        self.begins(group)
+        self.on_fit_begin(group)
 
-    def begins(self, group: Group) -> None:
-        """See `training.trainer.Hooks`."""
+    def on_fit_begin(self, group: Group) -> None:
+        """See `training.trainer.CallbackList`."""
         self._training.rank, self._training.size = group.rank, group.size
         if not self._begun:
             self._begun = True
             for callback in self.callbacks:
                 callback.on_fit_begin(self._training)
 
-    def epoch_begins(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int) -> None:
         for callback in self.callbacks:
             callback.on_epoch_begin(self._training, epoch)
 
-    def step_begins(self, epoch: int, step: int) -> None:
+    def on_step_begin(self, epoch: int, step: int) -> None:
         for callback in self.callbacks:
             callback.on_step_begin(self._training, epoch, step)
 
-    def applied(self) -> None:
+    def on_step_applied(self) -> None:
         """In the apply section of a step."""
         for callback in self._schedules:
             callback.advance_step()
 
-    def step_sealed(self, logs: Mapping[str, Any]) -> None:
+    def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
         for callback in self.callbacks:
             callback.on_step_end(self._training, logs)
 
-    def ends(self) -> bool:
+    def wants_stop(self) -> bool:
         return self._training.stopped is not None
 
-    def epoch_ends(self, group: Group, logs: Mapping[str, Any]) -> str | None:
+    def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         """Why training is to end, or None.
 
         Raises:
@@ -79,7 +79,7 @@ class Hooks:
             raise
         return self._training.stopped
 
-    def fit_ends(self, history: list[dict[str, Any]]) -> None:
+    def on_fit_end(self, history: list[dict[str, Any]]) -> None:
         for callback in self.callbacks:
             callback.on_fit_end(self._training, history)
 
