@@ -233,7 +233,7 @@ def _parse_program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, .
     while rest and rest[0] == "-u":  # what workers print is never held back
         rest = rest[1:]
     if rest[:1] == ("-m",) and len(rest) > 1:
-        return Module.found(*rest[1:]), ()
+        return Module.find(*rest[1:]), ()
     if not rest or rest[0].startswith("-"):
         raise InvalidInput(
             f"give the path of a script after {first}, or -m and a module; other options of Python ({rest[:1]}) are "

@@ -28,7 +28,7 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.state.store_channel import ChannelEnd
-from spark_elastic.worker.forking import importable
+from spark_elastic.worker.forking import select_fork_imports
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,7 +61,7 @@ class JobSpec:
 
     def imports(self, config: ElasticConfig) -> tuple[str, ...]:
         """What may be imported before training processes are forked; none: they are spawned."""
-        return importable(self.program, self.preload, config.fork_workers)
+        return select_fork_imports(self.program, self.preload, config.fork_workers)
 
 
 class Platform(Protocol):

@@ -23,7 +23,7 @@ from spark_elastic.driver.ports import Contact, Post
 from spark_elastic.local.slot import SlotOrder, SlotSettings
 from spark_elastic.monitoring.progress import OutputListener
 from spark_elastic.protocol.events import LaunchEnded
-from spark_elastic.worker.forking import importable
+from spark_elastic.worker.forking import select_fork_imports
 
 # Where slot processes go: hosts of this machine by name, each with a number of slots, coming and going.
 #
@@ -120,7 +120,7 @@ class LocalLauncher:
         self._clock = clock
         self._preload = preload
         self._settings = settings or SlotSettings()
-        self._imports = importable(program, preload, self._settings.fork_workers)
+        self._imports = select_fork_imports(program, preload, self._settings.fork_workers)
         self._closing = threading.Event()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []

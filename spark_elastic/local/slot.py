@@ -18,7 +18,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ElasticError
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.entry import Header, die_with_parent
-from spark_elastic.worker.forking import kept
+from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 
 # What the launcher tells a slot's process, as one line of JSON. Values only.
@@ -122,7 +122,7 @@ def main() -> None:
         except ElasticError as error:
             reason = str(error)
         finally:
-            kept.close()
+            fork_server_cache.close()
     sys.stdout.write(reason)
 
 

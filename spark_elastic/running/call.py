@@ -34,7 +34,7 @@ from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import decode
+from spark_elastic.worker.program import decode_result
 from spark_elastic.worker.script import Module, Script
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Call:
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
         with self.open_output() as narrator:
-            platform.preflight(self.program.pickled, store, order.needs, limits.num_workers, what)
+            platform.preflight(self.program.pickled_call, store, order.needs, limits.num_workers, what)
             if run_id is None or store is None:
                 return decode_results(platform.launch(order, narrator))
             return resume_after_coordinator_loss(
@@ -241,7 +241,7 @@ def _open_checkpointing(chosen: options.Options) -> tuple[Store, CheckpointPolic
 
 def decode_results(launched: LaunchResult) -> Results[Any]:
     """By rank, of the last world's members."""
-    return Results(map(decode, launched.results, itertools.count()), launched.report)
+    return Results(map(decode_result, launched.results, itertools.count()), launched.report)
 
 
 def _place_positional(

@@ -168,9 +168,9 @@ class Probe:
     def _check_encryption(self, host: str) -> str | None:
         if not self.encrypted:
             return None
-        from spark_elastic.worker.entry import why_not_encrypted
+        from spark_elastic.worker.entry import find_tls_problem
 
-        refused = why_not_encrypted()
+        refused = find_tls_problem()
         return refused and f"host {host}: {refused}, or set tls=False."
 
     def _check_program(self, host: str, program: bytes) -> str | None:

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING
 
 # Public name -> the module that defines it.
 _EXPORTS = {
-    "Blow": "spark_elastic.testing.cluster_faults",
     "ClusterFaults": "spark_elastic.testing.cluster_faults",
     "CountingProgram": "spark_elastic.testing.fakes",
     "FakeClock": "spark_elastic.testing.fakes",
+    "InjectedFault": "spark_elastic.testing.cluster_faults",
     "ProcessLauncher": "spark_elastic.testing.fakes",
     "Replay": "spark_elastic.testing.replays",
     "ReplayDiffers": "spark_elastic.testing.replays",
+    "generate_faults": "spark_elastic.testing.cluster_faults",
     "replay": "spark_elastic.testing.replays",
-    "seeded_blows": "spark_elastic.testing.cluster_faults",
 }
 
 if TYPE_CHECKING:
-    from spark_elastic.testing.cluster_faults import Blow, ClusterFaults, seeded_blows
+    from spark_elastic.testing.cluster_faults import ClusterFaults, InjectedFault, generate_faults
     from spark_elastic.testing.fakes import CountingProgram, FakeClock, ProcessLauncher
     from spark_elastic.testing.replays import Replay, ReplayDiffers, replay
 
 __all__ = [
-    "Blow",
     "ClusterFaults",
     "CountingProgram",
     "FakeClock",
+    "InjectedFault",
     "ProcessLauncher",
     "Replay",
     "ReplayDiffers",
+    "generate_faults",
     "replay",
-    "seeded_blows",
 ]
 
 

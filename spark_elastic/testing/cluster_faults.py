@@ -1,7 +1,8 @@
-"""Faults on the user's own cluster, by a plan: the workers themselves cause each at its step.
+"""Faults on the user's own cluster, by a plan: the workers themselves inject each fault at its step.
 
-Owns which fault strikes whom, and that each strikes once, whichever worlds repeat its step: the first worker to create
-its object in the folder causes it. Knows no Spark: executors are ancestors of the training process. Main thread only.
+Each fault is injected once, in whichever worlds its step is repeated: the first worker that creates the fault's object
+in the folder injects it. Knows no Spark: an executor is found among the ancestors of the training process. Main thread
+only.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from spark_elastic.data.store import Store, url_of
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, Training
 
-BlowKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
-KINDS: tuple[BlowKind, ...] = get_args(BlowKind)
+FaultKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
 @dataclass(frozen=True)
-class Blow:
-    """`kind` strikes the worker of `rank` (modulo the world's size) at the first step from (epoch, step) on.
+class InjectedFault:
+    """A fault of one worker, at the first step from (epoch, step) on.
 
     kill worker, kill slot, kill executor: SIGKILL to the training process, the Python worker of Spark above it, the
     JVM above that. stop: SIGSTOP to the training process for `seconds`. cut: all its TCP connections are broken. slow:
@@ -36,26 +37,26 @@ class Blow:
     drain: SIGPWR to the executor, which decommissions itself under `spark.decommission.enabled=true`, or else dies.
     """
 
-    kind: BlowKind
-    step: int
+    kind: FaultKind
+    step: int  # of the epoch, from 0
     epoch: int = 0
-    rank: int = 0
-    seconds: float = 5.0
-    pause: float = 0.25
+    rank: int = 0  # of the worker, modulo the world's size
+    seconds: float = 5.0  # how long a worker is stopped or slow
+    pause: float = 0.25  # seconds by which a slow worker's steps are longer
 
 
-def seeded_blows(
-    seed: int, count: int, steps: int, epochs: int = 1, kinds: Sequence[BlowKind] = KINDS
-) -> tuple[Blow, ...]:
-    """`count` blows in the order in which they are due, the same for the same arguments.
+def generate_faults(
+    seed: int, count: int, steps: int, epochs: int = 1, kinds: Sequence[FaultKind] = KINDS
+) -> tuple[InjectedFault, ...]:
+    """`count` faults in the order in which they are due, the same for the same arguments.
 
-    steps: of an epoch; blows fall on different steps as long as there are enough.
+    steps: of an epoch. The faults have different steps if there are enough steps.
     """
     draw = random.Random(seed)
     places = range(1, steps * epochs) if steps * epochs > 1 else range(1)
     chosen = draw.sample(places, count) if count <= len(places) else draw.choices(places, k=count)
     return tuple(
-        Blow(
+        InjectedFault(
             draw.choice(kinds),
             place % steps,
             place // steps,
@@ -67,76 +68,77 @@ def seeded_blows(
 
 
 class ClusterFaults:
-    """Strikes the blows of a plan on a real cluster.
+    """Injects the faults of a plan on a real cluster.
 
-    folder: path or url that all hosts see, not used for faults before; each blow that was struck is an object there.
-    In a hand-written loop call `strike`; pass `callbacks=[faults.callback()]` to an estimator.
+    folder: path or url that all hosts see, not used for faults before; each injected fault is an object there.
+    In a hand-written loop call `inject`; pass `callbacks=[faults.callback()]` to an estimator.
 
     Raises:
-        InvalidInput: a blow is not one of `KINDS`.
+        InvalidInput: the kind of a fault is not one of `KINDS`.
     """
 
     def __init__(
-        self, blows: Sequence[Blow], folder: str | os.PathLike[str], clock: Clock | None = None
+        self, faults: Sequence[InjectedFault], folder: str | os.PathLike[str], clock: Clock | None = None
     ) -> None:
-        for blow in blows:
-            if blow.kind not in KINDS:
-                raise InvalidInput(f"kind must be one of {', '.join(KINDS)}; got {blow.kind!r}.")
-        self._left = dict(enumerate(blows))
+        for fault in faults:
+            if fault.kind not in KINDS:
+                raise InvalidInput(f"kind must be one of {', '.join(KINDS)}; got {fault.kind!r}.")
+        self._left = dict(enumerate(faults))
         self._folder = url_of(folder)
         self._clock = clock or SystemClock()
-        self._slow: tuple[float, float] | None = None  # until when, and by how much
+        self._slow: tuple[float, float] | None = (
+            None  # (time until which steps are slow, seconds added to each)
+        )
 
-    def strike(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
-        """Call it on every worker at the beginning of each step; it strikes what is due here."""
-        self._linger()
-        for number, blow in list(self._left.items()):
-            if (epoch, step) >= (blow.epoch, blow.step) and blow.rank % size == rank:
+    def inject(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
+        """Inject the faults that are due on this worker. Call it on every worker at the beginning of each step."""
+        self._slow_down()
+        for number, fault in list(self._left.items()):
+            if (epoch, step) >= (fault.epoch, fault.step) and fault.rank % size == rank:
                 del self._left[number]
-                self._once(number, blow, {"epoch": epoch, "step": step, "rank": rank, "size": size})
+                self._inject_once(number, fault, {"epoch": epoch, "step": step, "rank": rank, "size": size})
 
-    def struck(self) -> list[dict[str, Any]]:
-        """What was struck, in the order of the plan: kind, place, time (`wall`), and the process that was hit."""
+    def read_injected(self) -> list[dict[str, Any]]:
+        """The faults injected so far, in the order of the plan: kind, place, time (`wall`), and the process (`pid`)."""
         store = Store.open(self._folder)
         return [json.loads(store.read_bytes(name)) for name in sorted(store.list())]
 
     def callback(self) -> Any:
         """The plan as a callback of `ElasticTorchEstimator`. Needs torch."""
-
         return FaultCallback(self)
 
-    def _once(self, number: int, blow: Blow, where: dict[str, Any]) -> None:
-        target = _target(blow.kind)
+    def _inject_once(self, number: int, fault: InjectedFault, where: dict[str, Any]) -> None:
+        target = _find_target(fault.kind)
         note = (
-            asdict(blow) | where | {"wall": self._clock.wall(), "host": socket.gethostname(), "pid": target}
+            asdict(fault) | where | {"wall": self._clock.wall(), "host": socket.gethostname(), "pid": target}
         )
         if Store.open(self._folder).create_exclusive(f"{number:06}.json", json.dumps(note).encode()):
-            self._carry_out(blow, target)
+            self._execute(fault, target)
 
-    def _carry_out(self, blow: Blow, target: int) -> None:
-        match blow.kind:
+    def _execute(self, fault: InjectedFault, target: int) -> None:
+        match fault.kind:
             case "stop":
-                _wake_after(target, blow.seconds)
+                _continue_after(target, fault.seconds)
                 os.kill(target, signal.SIGSTOP)
             case "cut":
                 _break_connections()
             case "slow":
-                self._slow = self._clock.now() + blow.seconds, blow.pause
+                self._slow = self._clock.now() + fault.seconds, fault.pause
             case "drain":
                 os.kill(target, signal.SIGPWR)
             case _:
                 os.kill(target, signal.SIGKILL)
 
-    def _linger(self) -> None:
+    def _slow_down(self) -> None:
         if self._slow is not None and self._clock.now() < self._slow[0]:
             self._clock.sleep(self._slow[1])
 
 
-def _target(kind: BlowKind) -> int:
-    """The process that a blow hits.
+def _find_target(kind: FaultKind) -> int:
+    """The process that gets the signal.
 
     Raises:
-        InvalidInput: this worker has no executor of its own above it, as in Spark's local mode.
+        InvalidInput: this worker has no executor of its own among its ancestors, as in Spark's local mode.
     """
     if kind == "kill slot":
         return os.getppid()
@@ -158,15 +160,15 @@ def _ancestors(pid: int) -> Iterator[int]:
         yield pid
 
 
-def _wake_after(pid: int, seconds: float) -> None:
-    """By a process of its own, for the stopped one cannot wake itself."""
+def _continue_after(pid: int, seconds: float) -> None:
+    """Send SIGCONT from another process, since a stopped process cannot continue itself."""
     subprocess.Popen(
         ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"], start_new_session=True, stdin=subprocess.DEVNULL
     )
 
 
 def _break_connections() -> None:
-    """Shut down every connected TCP socket of this process: both ends learn of it at once."""
+    """Shut down every connected TCP socket of this process; both ends notice at once."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         if not entry.is_socket():
             continue
@@ -174,20 +176,17 @@ def _break_connections() -> None:
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 try:
-                    connection.getpeername()  # a socket that listens has none, and would listen no more
+                    connection.getpeername()  # a listening socket has none, and must not be shut down
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # not connected
 
 
-# A plan of faults as a callback of the torch estimator. Main thread of a training process; keeps no state.
-
-
 class FaultCallback(Callback):
-    """Strikes before the forward pass of each step."""
+    """A plan of faults for the torch estimator; injects them before the forward pass of each step."""
 
     def __init__(self, faults: ClusterFaults) -> None:
-        self._faults = faults  # not part of the state: each process knows for itself what it has seen
+        self._faults = faults  # not part of the training's state: each process has its own
 
     def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
-        self._faults.strike(step, training.rank, training.size, epoch)
+        self._faults.inject(step, training.rank, training.size, epoch)

@@ -1,4 +1,4 @@
-"""A make-believe cluster of processes for tests: every slot plays a host of its own unless told otherwise."""
+"""Stand-ins for tests: a cluster of processes on this machine, a clock moved by hand, and a program that counts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
+WIDTH = 1000  # numbers in the state of a `CountingProgram`
+
 
 class NumberedHosts:
-    """Room for so many slots, whose hosts are numbered after their jobs; further jobs stay pending, as at Spark."""
+    """Room for a number of slots on numbered hosts; further slot jobs stay pending, as in Spark."""
 
     def __init__(self, room: int, slots_per_host: int) -> None:
         self._room = threading.Semaphore(room)
@@ -25,7 +27,7 @@ class NumberedHosts:
     def acquire(self, job: int) -> str | None:
         self._room.acquire()
         if self._closed.is_set():
-            self._room.release()  # for the next one that waits
+            self._room.release()  # wakes the next waiting thread
             return None
         return f"host-{job // self._per_host}"
 
@@ -41,7 +43,7 @@ class NumberedHosts:
 
 
 class ProcessLauncher(LocalLauncher):
-    """`LocalLauncher` on numbered hosts. room: how many slots this cluster has."""
+    """`LocalLauncher` on numbered hosts, by default one per slot. room: how many slots this cluster has."""
 
     def __init__(
         self,
@@ -55,15 +57,15 @@ class ProcessLauncher(LocalLauncher):
         super().__init__(program, self._hosts, clock, preload)
 
     def add_room(self, slots: int) -> None:
-        """New hosts arrive: pending slot jobs start."""
+        """Add hosts, on which pending slot jobs start."""
         self._hosts.add(slots)
 
 
-# A clock whose time is moved by hand. One thread moves it; any may read.
-
-
 class FakeClock:
-    """`spark_elastic.clock.Clock` for tests: `sleep` moves the time instead of waiting."""
+    """`spark_elastic.clock.Clock` for tests: `sleep` moves the time instead of waiting.
+
+    One thread moves the time; any thread may read it.
+    """
 
     def __init__(self, start: float = 0.0, wall: float = 1_700_000_000.0) -> None:
         self._now = start
@@ -85,22 +87,17 @@ class FakeClock:
         self._now += seconds
 
 
-# A program without a framework whose result shows every step that was lost, doubled or torn.
-#
-# Its state is one vector; step s adds f(s) to it, shared out over the ranks, so that the final vector is known in
-# closed form whatever the world did in between.
-
-
-WIDTH = 1000  # numbers in the state
-
-
 class CountingProgram:
-    """Takes `steps` steps of `seconds` each; `rows` rows per step are shared out evenly."""
+    """A program without a framework whose result shows every step that was lost, repeated or half applied.
+
+    Its state is one vector. Step s adds f(s) to it, divided evenly over the ranks, so the final vector has a closed
+    form that does not depend on the worlds in between.
+    """
 
     def __init__(self, steps: int, seconds: float = 0.0, rows: int = 96) -> None:
         self._steps = steps
-        self._seconds = seconds
-        self._rows = rows
+        self._seconds = seconds  # that each step takes
+        self._rows = rows  # of each step
         self._clock = SystemClock()
         self._step: int | None = None
         self._state = np.zeros(WIDTH)
@@ -140,8 +137,8 @@ class CountingProgram:
     def close(self) -> None:
         """Nothing to free."""
 
-    def expected(self) -> float:
-        """What "sum" must be at the end."""
+    def expected_sum(self) -> float:
+        """What "sum" must be at the end, in the result of every rank."""
         return float(sum(row + step for step in range(self._steps) for row in range(self._rows)) * WIDTH)
 
     def _share(self, step: int, rank: int, size: int) -> np.ndarray:

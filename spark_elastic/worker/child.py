@@ -25,20 +25,20 @@ from typing import IO
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import sweep
 from spark_elastic.protocol.types import KILLED_EXIT_CODES
-from spark_elastic.worker.entry import Handed, Header
-from spark_elastic.worker.forking import Forked, Shape, kept
-from spark_elastic.worker.stack_sampler import DUMP, StackReader, StackSample
+from spark_elastic.worker.entry import ChildFds, Header
+from spark_elastic.worker.forking import ForkedProcess, InheritedSettings, fork_server_cache
+from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
 
 # Where in Python a process crashed in native code, read from what `faulthandler` prints among the process's lines.
 #
 # One thread hears the lines; any other may ask.
 
 
-DEEPEST = 3  # frames
+CRASH_FRAMES = 3  # frames
 FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 
-class CrashSite:
+class CrashLocation:
     """The innermost frames of the thread that crashed; the same on all hosts, whatever folders their files are in."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class CrashSite:
         self._here = False  # the frames of the thread that crashed follow
         self._known = threading.Event()
 
-    def hear(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         if line.startswith("Fatal Python error: "):
             self._frames = []
         elif self._frames is not None and line.startswith("Current thread "):
@@ -55,15 +55,15 @@ class CrashSite:
             frame = FRAME.fullmatch(line)
             if frame is not None:
                 self._frames.append("{}, line {}, in {}".format(*frame.groups()))
-            if frame is None or len(self._frames) == DEEPEST:
+            if frame is None or len(self._frames) == CRASH_FRAMES:
                 self._here = False
                 self._known.set()
 
-    def no_more(self) -> None:
+    def close(self) -> None:
         """The process has no more lines."""
         self._known.set()
 
-    def place(self, within: float) -> str:
+    def wait(self, within: float) -> str:
         """The frames, "" if it did not say. Waits for them for so many seconds."""
         self._known.wait(within)
         return "; called from ".join(self._frames or ())
@@ -73,10 +73,10 @@ class CrashSite:
 
 
 LINE_AT_MOST = 1 << 18  # characters; what is longer comes in several lines
-OVERWRITTEN_EVERY = 1.0  # seconds between two states of a progress bar that are shown, beside its last
+PROGRESS_BAR_EVERY = 1.0  # seconds between two states of a progress bar that are shown, beside its last
 
 
-def lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
+def read_lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
     """Until its end, when it is closed. What ends with a carriage return is written over by what follows."""
     due, cut = float("-inf"), False
     hidden = ""  # the newest state of a progress bar, if it was not shown
@@ -90,7 +90,7 @@ def lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
                 if clock.now() < due:
                     hidden = line
                     continue
-                due = clock.now() + OVERWRITTEN_EVERY
+                due = clock.now() + PROGRESS_BAR_EVERY
             elif not line:
                 line = hidden
             hidden = ""
@@ -102,7 +102,7 @@ def lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
 
 # Seconds for a killed process and its last lines; what it forked may keep its output open longer.
 CLOSE_WAIT = 2.0
-LAST_LINES = 0.5  # seconds for the last ones of a process that crashed
+CRASH_LINES_WAIT = 0.5  # seconds for the last ones of a process that crashed
 
 
 class Child:
@@ -110,7 +110,7 @@ class Child:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes] | Forked,
+        process: subprocess.Popen[bytes] | ForkedProcess,
         window: StackReader,
         status: int,
         on_line: Callable[[Child, str], None],
@@ -123,13 +123,13 @@ class Child:
         self._process = process
         self._window = window
         self._ended = threading.Event()
-        self._crash = CrashSite()
+        self._crash = CrashLocation()
         self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         work: dict[str, Callable[[], None]] = {
-            "input": self._write,
+            "input": self._write_input,
             "status": partial(self._read_status, status, on_warm),
             "lines": partial(self._read_lines, on_line),
-            "exit": partial(self._wait, on_exit),
+            "exit": partial(self._await_exit, on_exit),
         }
         self._threads = [
             threading.Thread(target=target, name=f"spark-elastic-child-{name}", daemon=True)
@@ -177,25 +177,25 @@ class Child:
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return ""
 
-    def look(self, now: float, stopped: bool) -> StackSample:
+    def read_sample(self, now: float, stopped: bool) -> StackSample:
         """What its main thread does; `now` by this machine's monotonic clock. stopped: it does not run now."""
         seen = self._window.read(now, stopped)
         if seen.wants_dump:
-            self._process.send_signal(DUMP)  # the next look shows what it writes
+            self._process.send_signal(DUMP_SIGNAL)  # the next look shows what it writes
         return seen
 
-    def tell_heard(self, at: float) -> None:
+    def record_driver_seen(self, at: float) -> None:
         """By this machine's monotonic clock, the driver heard the slot at that time."""
         self._window.record_driver_seen(at)
 
     def kill(self) -> None:
         self._process.kill()
 
-    def crashed_at(self, code: int) -> str:
+    def find_crash_location(self, code: int) -> str:
         """Where, in Python, it was in native code that ended it; "" where it ended otherwise. code: its exit code."""
-        return "" if code >= 0 or code in KILLED_EXIT_CODES else self._crash.place(LAST_LINES)
+        return "" if code >= 0 or code in KILLED_EXIT_CODES else self._crash.wait(CRASH_LINES_WAIT)
 
-    def await_end(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Of a process that was told to end, for so long at most."""
         self._ended.wait(seconds)
 
@@ -208,7 +208,7 @@ class Child:
         self._window.close()
         sweep()
 
-    def _write(self) -> None:
+    def _write_input(self) -> None:
         """A large program takes its time through a pipe; the slot's main thread must not wait for it."""
         pipe = self._process.stdin
         assert pipe is not None
@@ -226,7 +226,7 @@ class Child:
             if pipe.readline() == b"warm\n":
                 on_warm(self)
 
-    def _wait(self, on_exit: Callable[[Child, int], None]) -> None:
+    def _await_exit(self, on_exit: Callable[[Child, int], None]) -> None:
         code = self._process.wait()
         self._ended.set()
         on_exit(self, code)
@@ -234,15 +234,15 @@ class Child:
     def _read_lines(self, on_line: Callable[[Child, str], None]) -> None:
         pipe = self._process.stdout
         assert pipe is not None
-        for line in lines(pipe, SystemClock()):
-            self._crash.hear(line)
+        for line in read_lines(pipe, SystemClock()):
+            self._crash.read_line(line)
             on_line(self, line)
-        self._crash.no_more()
+        self._crash.close()
 
 
-def _process(handed: Handed, told: Header) -> subprocess.Popen[bytes] | Forked:
+def _process(handed: ChildFds, told: Header) -> subprocess.Popen[bytes] | ForkedProcess:
     """handed: the first of these is closed here once the process has it."""
-    environment = _environment(told.threads)
+    environment = _build_environment(told.threads)
 
     def spawn(stdin: int, stdout: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -254,15 +254,17 @@ def _process(handed: Handed, told: Header) -> subprocess.Popen[bytes] | Forked:
             env=environment,
         )
 
-    server = kept.server(Shape.of_here(told.imports, environment)) if told.imports else None
+    server = (
+        fork_server_cache.get(InheritedSettings.capture(told.imports, environment)) if told.imports else None
+    )
     if server is not None:
-        return Forked(server, handed, spawn)
+        return ForkedProcess(server, handed, spawn)
     process = spawn(subprocess.PIPE, subprocess.PIPE)
     os.close(handed[0])
     return process
 
 
-def _environment(threads: int | None) -> dict[str, str]:
+def _build_environment(threads: int | None) -> dict[str, str]:
     """This process's own, with its path of modules; absolute, since user code may change the directory."""
     path = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
     found = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
@@ -286,21 +288,21 @@ def _close_quietly(pipe: IO[bytes]) -> None:
 # memory.oom_control), else the whole machine's in /proc/vmstat. Called from the slot's main thread.
 
 
-class MemoryKills:
+class OomKillCounter:
     """Remembers the counter, so that a kill is noticed by its rise. root: where /proc and /sys are; for tests."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._seen = self._read()
 
-    def explains(self, code: int) -> bool:
+    def is_oom_kill(self, code: int) -> bool:
         """Whether the process that just ended with `code` was killed because memory ran out."""
         before, self._seen = self._seen, self._read()
         # A process may be moved to another group, whose counter tells nothing yet.
         return code == -signal.SIGKILL and self._seen[0] == before[0] and self._seen[1] > before[1]
 
     def _read(self) -> tuple[Path | None, int]:
-        file = counter(self._root)
+        file = find_oom_counter(self._root)
         try:
             lines = file.read_text().splitlines() if file is not None else []
         except OSError:
@@ -308,7 +310,7 @@ class MemoryKills:
         return file, sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
-def counter(root: Path) -> Path | None:
+def find_oom_counter(root: Path) -> Path | None:
     """The file with the counter that is nearest to this process; None where there is none."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
@@ -326,10 +328,10 @@ def counter(root: Path) -> Path | None:
             continue
         found += [mount / path.lstrip("/") / name, mount / name]
     found.append(root / "proc/vmstat")
-    return next((file for file in found if _counts(file)), None)
+    return next((file for file in found if _has_counter(file)), None)
 
 
-def _counts(file: Path) -> bool:
+def _has_counter(file: Path) -> bool:
     try:
         return any(line.startswith("oom_kill ") for line in file.read_text().splitlines())
     except OSError:

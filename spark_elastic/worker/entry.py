@@ -31,16 +31,16 @@ from spark_elastic.config import operations_from_env
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import WorkerCalls
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, Identity, MetricsReporter, WorkerLoop
-from spark_elastic.worker.program import Program, environment_of, fingerprint, traceback_of
+from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingAsks
 
 # How a training process ends: with the code that the interpreter would give it, and with what `atexit` has.
 
 
-AT_EXIT = 2.0  # seconds that `atexit` has; less than a slot's patience
+AT_EXIT_TIMEOUT = 2.0  # seconds that `atexit` has; less than a slot's patience
 
 
-def code_of(error: BaseException) -> int:
+def get_exit_code(error: BaseException) -> int:
     """The exit code, as the interpreter would have it; says what it would say."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
@@ -51,12 +51,12 @@ def code_of(error: BaseException) -> int:
     return 1
 
 
-def end(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """With what is registered with `atexit`, such as a logger's last words, but for no longer than it has time.
 
     Threads of user code or of a framework do not keep a finished worker alive.
     """
-    late = threading.Timer(AT_EXIT, os._exit, (code,))
+    late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
     late.daemon = True
     late.start()
     with contextlib.suppress(BaseException):  # told by the interpreter already
@@ -68,7 +68,7 @@ def end(code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def forks_end_here() -> Iterator[None]:
+def exit_forks() -> Iterator[None]:
     """What the block's code forks (`os.fork`) ends with the block, as it would with a script: it is no worker, and must
     not speak for the one that forked it."""
     own = os.getpid()
@@ -78,13 +78,13 @@ def forks_end_here() -> Iterator[None]:
     except BaseException as error:
         if os.getpid() == own:
             raise
-        code = code_of(error)
+        code = get_exit_code(error)
     if os.getpid() != own:
-        end(code)
+        exit_process(code)
 
 
 PR_SET_PDEATHSIG = 1
-Handed = tuple[int, int, int]  # descriptors of the status pipe and of what is watched: see `Header`
+ChildFds = tuple[int, int, int]  # descriptors of the status pipe and of what is watched: see `Header`
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,21 @@ class Header:
         return cls(**fields)
 
 
-def main(handed: Handed | None = None) -> int:
+def main(handed: ChildFds | None = None) -> int:
     """Returns the process's exit code."""
     channel = sys.stdin.buffer
     header = Header.from_json(channel.readline())
     if handed is not None:
         header = replace(header, status_fd=handed[0], watch_fds=handed[1:])
     die_with_parent(header.parent)
-    hand_down_interrupts()
+    stop_ignoring_interrupts()
     clock = SystemClock()
     assert header.watch_fds is not None
     faulthandler.enable()  # a crash in native code says in which line of Python
     sampler = StackSampler(*header.watch_fds, clock)
     sampler.start()
     payload = channel.read(header.payload_bytes)
-    program, failure = _load(payload, header.preload)
+    program, failure = _load_program(payload, header.preload)
     os.write(header.status_fd, b"warm\n")
     os.close(header.status_fd)
     activation = channel.readline()
@@ -151,7 +151,7 @@ def main(handed: Handed | None = None) -> int:
     worker = json.loads(activation)["worker"]
     me = Identity(worker, header.slot, header.bind, header.port_range, header.resources)
     threading.Thread(
-        target=_end_with, args=(_taken_stdin(),), name="spark-elastic-parent", daemon=True
+        target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
     ).start()
     key = bytes.fromhex(header.key)
     with RendezvousClient(
@@ -171,19 +171,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def hand_down_interrupts() -> None:
+def stop_ignoring_interrupts() -> None:
     """Where Ctrl-C is ignored, since the driver answers it, what the program starts is not to ignore it as well: the
     program may interrupt it. A handler, unlike SIG_IGN, ends with an exec."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
-def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
+def _load_program(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
     """The prepared program, or None with fingerprint and traceback of what its loading raised."""
     gc.disable()  # a framework's import makes objects that stay: to look through them again and again is a tenth of it
     try:
         program: Program = cloudpickle.loads(payload)
-        os.environ.update(environment_of(program))  # before what is preloaded looks at it
+        os.environ.update(get_environment(program))  # before what is preloaded looks at it
         _print_log(operations_from_env().log_level)
         for module in preload:
             importlib.import_module(module)
@@ -191,7 +191,7 @@ def _load(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tup
     except (
         Exception
     ) as error:  # the driver decides what follows; it hears of it once this process is a worker
-        return None, (fingerprint(error), traceback_of(error))
+        return None, (compute_fingerprint(error), format_traceback(error))
     finally:
         gc.freeze()  # nor need the collector look through them once in the middle of the first epoch
         gc.enable()
@@ -224,7 +224,7 @@ def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, s
             reporter.close()
 
 
-def why_not_encrypted() -> str | None:
+def find_tls_problem() -> str | None:
     """Why workers of this host could not talk inside TLS; None if they could."""
     try:
         Endpoint(b"nobody's", encrypted=True).close()
@@ -233,7 +233,7 @@ def why_not_encrypted() -> str | None:
     return None
 
 
-def _taken_stdin() -> int:
+def _detach_stdin() -> int:
     """The descriptor that tells of the slot; standard input is empty from now on.
 
     A process that `multiprocessing` forks closes its `sys.stdin` first, such as a DataLoader's worker: it would wait
@@ -246,23 +246,23 @@ def _taken_stdin() -> int:
     return taken
 
 
-def _end_with(descriptor: int) -> None:
+def _exit_with_slot(descriptor: int) -> None:
     while os.read(descriptor, 1024):
         pass
     os._exit(1)
 
 
-def _run(handed: Handed | None) -> int:
+def _run(handed: ChildFds | None) -> int:
     """The exit code."""
     try:
         return main(handed)
     except BaseException as error:
-        return code_of(error)
+        return get_exit_code(error)
 
 
-def run(handed: Handed | None = None) -> NoReturn:
+def run(handed: ChildFds | None = None) -> NoReturn:
     """A training process's whole life. handed: where it has the header's descriptors under other numbers."""
-    end(_run(handed))
+    exit_process(_run(handed))
 
 
 if __name__ == "__main__":

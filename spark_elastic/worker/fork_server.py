@@ -26,20 +26,20 @@ from typing import Any, NoReturn
 
 from spark_elastic.worker import entry
 
-IDLE = 60.0  # seconds; as long as Spark keeps a Python worker without a task
+IDLE_SECONDS = 60.0  # seconds; as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.Handed`, and where the answer goes
-ASKED = b"fork"
-ADOPT, BORN = b"adopt", b"born"  # the slot's word that it will be the parent, and the server's that it is
-_ASIDE = 512  # the first descriptor that is tried for what has to make room
+FORK = b"fork"
+ADOPT, STARTED = b"adopt", b"born"  # the slot's word that it will be the parent, and the server's that it is
+_SPARE_DESCRIPTORS = 512  # the first descriptor that is tried for what has to make room
 
 
-class _Born(BaseException):
+class _InForkedProcess(BaseException):
     """Raised in a forked process, to leave the server's frames and what they hold."""
 
     def __init__(self, request: _Request) -> None:
         super().__init__()
-        self.descriptors = [_aside(descriptor) for descriptor in request.descriptors]
+        self.descriptors = [_move_up(descriptor) for descriptor in request.descriptors]
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class _Request:
 def main() -> None:
     parent, *modules = sys.argv[1:]
     entry.die_with_parent(int(parent))
-    slot = _taken_streams()
-    descriptors = _new_process(slot, _import(modules))
+    slot = _detach_streams()
+    descriptors = _serve_until_forked(slot, _import(modules))
     if descriptors:
-        _live(descriptors)
+        _run_training_process(descriptors)
 
 
-def _taken_streams() -> socket.socket:
+def _detach_streams() -> socket.socket:
     """The slot's socket. What imports write is kept for each forked process to write in its turn."""
-    slot = socket.socket(fileno=_aside(0))
+    slot = socket.socket(fileno=_move_up(0))
     nothing, words = os.open(os.devnull, os.O_RDONLY), os.memfd_create("elastic-words")
     os.dup2(nothing, 0)
     for stream in (1, 2):
@@ -80,8 +80,8 @@ def _taken_streams() -> socket.socket:
     return slot
 
 
-def _aside(descriptor: int) -> int:
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ASIDE)
+def _move_up(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _SPARE_DESCRIPTORS)
 
 
 def _import(modules: list[str]) -> str:
@@ -97,12 +97,12 @@ def _import(modules: list[str]) -> str:
     return ""
 
 
-def _new_process(slot: socket.socket, failure: str) -> list[int]:
+def _serve_until_forked(slot: socket.socket, failure: str) -> list[int]:
     """The descriptors of each new process, in that; none in the server itself, once it is done."""
     try:
         with slot:
             _serve(slot, failure)
-    except _Born as born:  # left here, or whatever the process raises would have it as its context
+    except _InForkedProcess as born:  # left here, or whatever the process raises would have it as its context
         return born.descriptors
     return []
 
@@ -113,7 +113,7 @@ def _serve(slot: socket.socket, failure: str) -> None:
     alive: set[int] = set()  # a descriptor for each forked process
     try:
         while True:
-            ready, _, _ = select.select([listening, *alive], [], [], None if alive else IDLE)
+            ready, _, _ = select.select([listening, *alive], [], [], None if alive else IDLE_SECONDS)
             if not ready:
                 return
             for process in alive.intersection(ready):
@@ -124,8 +124,8 @@ def _serve(slot: socket.socket, failure: str) -> None:
                 if request is None:
                     return
                 with request:
-                    if refusal := failure or _refusal():
-                        _tell(request.reply, refusal.encode())
+                    if refusal := failure or _find_obstacle():
+                        _answer(request.reply, refusal.encode())
                     elif process := _fork(request):
                         alive.add(process)
     finally:
@@ -135,7 +135,7 @@ def _serve(slot: socket.socket, failure: str) -> None:
 
 def _receive(slot: socket.socket) -> _Request | None:
     try:
-        data, descriptors, _, _ = socket.recv_fds(slot, len(ASKED), DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(slot, len(FORK), DESCRIPTORS)
     except OSError:
         return None
     if not data:
@@ -144,19 +144,19 @@ def _receive(slot: socket.socket) -> _Request | None:
     return _Request(tuple(given), socket.socket(fileno=reply))
 
 
-def _refusal() -> str:
+def _find_obstacle() -> str:
     """Why no process can be forked now, "" if one can."""
-    if devices := opened_devices():
+    if devices := find_open_devices():
         return f"what it imported has opened {devices[0]}, which a fork cannot use"
-    if _threads() > 1:
+    if _count_threads() > 1:
         # OpenBLAS's end before a fork and are started again when they have something to do; no other kind is known.
-        _fork_in_vain()
-    if (threads := _threads()) > 1:
+        _fork_and_discard()
+    if (threads := _count_threads()) > 1:
         return f"{threads} threads run in it"
     return ""
 
 
-def opened_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
+def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
     """The accelerators that this process uses. Importing a framework opens none; to ask whether there are any may."""
     found = []
     for descriptor in descriptors.iterdir():
@@ -167,11 +167,11 @@ def opened_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
     return sorted(name for name in found if name.startswith(DEVICES))
 
 
-def _threads() -> int:
+def _count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _fork_in_vain() -> None:
+def _fork_and_discard() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the threads
         pid = os.fork()
@@ -194,25 +194,25 @@ def _fork(request: _Request) -> int:
     between = os.fork()
     if between == 0:
         os.close(begin_write)
-        _fork_on(server, told_write)  # returns in the new process alone
+        _fork_grandchild(server, told_write)  # returns in the new process alone
         # Before it waits: the server is to see the end of one in between that says nothing.
         os.close(told_read)
         os.close(told_write)
         if not os.read(begin_read, 1) or os.getppid() != slot:
             os._exit(1)  # nobody adopted it; another process will read what there is to read
         os.close(begin_read)
-        raise _Born(request)
+        raise _InForkedProcess(request)
     os.close(told_write)
     os.close(begin_read)
     try:
         pid = int(os.read(told_read, 32) or 0)
         process = os.pidfd_open(pid) if pid else 0
-        adopted = pid != 0 and _is_adopted(request.reply, pid)
+        adopted = pid != 0 and _await_adoption(request.reply, pid)
         os.kill(between, signal.SIGKILL)
         os.waitpid(between, 0)
         if adopted:
-            _begin(begin_write)
-            _tell(request.reply, BORN)
+            _let_begin(begin_write)
+            _answer(request.reply, STARTED)
             return process
         if process:
             os.close(process)
@@ -222,14 +222,14 @@ def _fork(request: _Request) -> int:
         os.close(begin_write)
 
 
-def _begin(process: int) -> None:
+def _let_begin(process: int) -> None:
     try:
         os.write(process, b"\n")
     except OSError:
         pass  # it was killed already, as the slot will see
 
 
-def _fork_on(server: int, told: int) -> None:
+def _fork_grandchild(server: int, told: int) -> None:
     try:
         entry.die_with_parent(server)
         pid = os.fork()
@@ -243,22 +243,22 @@ def _fork_on(server: int, told: int) -> None:
             os._exit(1)  # no process could be forked
 
 
-def _is_adopted(reply: socket.socket, pid: int) -> bool:
-    _tell(reply, str(pid).encode())
+def _await_adoption(reply: socket.socket, pid: int) -> bool:
+    _answer(reply, str(pid).encode())
     try:
         return reply.recv(16) == ADOPT
     except OSError:
         return False
 
 
-def _tell(reply: socket.socket, words: bytes) -> None:
+def _answer(reply: socket.socket, words: bytes) -> None:
     try:
         reply.send(words)
     except OSError:
         pass  # the slot has cancelled
 
 
-def _live(descriptors: list[int]) -> NoReturn:
+def _run_training_process(descriptors: list[int]) -> NoReturn:
     """As a process that was spawned to run `entry`, in what others can see of it and in what it has of its own."""
     try:
         words = os.pread(1, os.fstat(1).st_size, 0)
@@ -269,8 +269,8 @@ def _live(descriptors: list[int]) -> NoReturn:
         status, activity, stacks = map(os.dup, handed)  # the lowest numbers that are free
         for descriptor in descriptors:
             os.close(descriptor)
-        _become_entry()
-        _take_own_chance()
+        _look_like_entry()
+        _reseed()
         sys.stdout.buffer.write(words)
         sys.stdout.flush()
     except BaseException:
@@ -279,7 +279,7 @@ def _live(descriptors: list[int]) -> NoReturn:
     entry.run((status, activity, stacks))
 
 
-def _become_entry() -> None:
+def _look_like_entry() -> None:
     """To lists of processes, to the program that it runs, and to the Python processes that this starts."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # CPython before 3.13 forgets it
     sys.modules["__main__"] = entry
@@ -292,7 +292,7 @@ def _become_entry() -> None:
         ctypes.memmove(first, shown.ljust(end - first, b"\0"), end - first)
 
 
-def _take_own_chance() -> None:
+def _reseed() -> None:
     """What a process draws by chance when it imports these; `random` does so at each fork."""
     modules: dict[str, Any] = dict(sys.modules)
     if "numpy" in modules:

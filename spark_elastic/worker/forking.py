@@ -21,30 +21,30 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from spark_elastic.worker import fork_server
-from spark_elastic.worker.entry import Handed
-from spark_elastic.worker.fork_server import ADOPT, ASKED, BORN
-from spark_elastic.worker.program import environment_of
+from spark_elastic.worker.entry import ChildFds
+from spark_elastic.worker.fork_server import ADOPT, FORK, STARTED
+from spark_elastic.worker.program import get_environment
 
 log = logging.getLogger("spark_elastic.worker")
 
 # What a fork is known to do no harm to. TensorFlow is not: it starts threads when it is imported.
-SAFE = frozenset({"torch", "torch._dynamo", "spark_elastic.torch"})
+FORK_SAFE = frozenset({"torch", "torch._dynamo", "spark_elastic.torch"})
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
-def importable(program: object, preload: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
+def select_fork_imports(program: object, preload: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
     """What a fork server may import for a program that preloads this; nothing: it is to be spawned.
 
     wanted: `fork_workers`. An environment of the program's own must be there before anything is imported, and may hold
     secrets.
     """
-    if not wanted or environment_of(program) or "torch" not in preload or not SAFE.issuperset(preload):
+    if not wanted or get_environment(program) or "torch" not in preload or not FORK_SAFE.issuperset(preload):
         return ()
     return preload
 
 
 @dataclass(frozen=True)
-class Shape:
+class InheritedSettings:
     """What a server hands down to its processes: one serves only slots of the same."""
 
     modules: tuple[str, ...]
@@ -52,17 +52,17 @@ class Shape:
     others: tuple[object, ...] = ()
 
     @classmethod
-    def of_here(cls, modules: tuple[str, ...], environment: Mapping[str, str]) -> Shape:
+    def capture(cls, modules: tuple[str, ...], environment: Mapping[str, str]) -> InheritedSettings:
         """With what a process started here and now would take over from this one."""
         names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
         limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
         mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         processors = frozenset(os.sched_getaffinity(0))
-        others = sys.executable, os.getcwd(), _umask(), limits, mask, processors, os.nice(0)
+        others = sys.executable, os.getcwd(), _read_umask(), limits, mask, processors, os.nice(0)
         return cls(modules, environment, others)
 
 
-def _umask() -> str:
+def _read_umask() -> str:
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         return next((line for line in file if line.startswith("Umask:")), "")
 
@@ -70,14 +70,16 @@ def _umask() -> str:
 class ForkServer:
     """The running process."""
 
-    def __init__(self, shape: Shape, process: subprocess.Popen[bytes], requests: socket.socket) -> None:
-        self.shape = shape
+    def __init__(
+        self, shape: InheritedSettings, process: subprocess.Popen[bytes], requests: socket.socket
+    ) -> None:
+        self.settings = shape
         self.failed = False  # somebody asked in vain: nobody is to ask again
         self._process = process
         self._requests = requests
 
     @classmethod
-    def start(cls, shape: Shape) -> ForkServer:
+    def start(cls, shape: InheritedSettings) -> ForkServer:
         """In a thread that outlives it: it ends with that."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -99,13 +101,13 @@ class ForkServer:
         """None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
-    def ask(self, streams: tuple[int, int], handed: Handed, reply: int) -> None:
+    def ask(self, streams: tuple[int, int], handed: ChildFds, reply: int) -> None:
         """For a process with this standard input and output.
 
         Raises:
             OSError: it is gone.
         """
-        socket.send_fds(self._requests, [ASKED], [*streams, *handed, reply])
+        socket.send_fds(self._requests, [FORK], [*streams, *handed, reply])
 
     def close(self) -> None:
         self._process.kill()
@@ -113,7 +115,7 @@ class ForkServer:
         self._requests.close()
 
 
-class Kept:
+class ForkServerCache:
     """The fork server of this process; main thread only."""
 
     def __init__(self) -> None:
@@ -124,9 +126,9 @@ class Kept:
         """None where no server runs."""
         return None if self._server is None else self._server.pid
 
-    def server(self, shape: Shape) -> ForkServer | None:
+    def get(self, shape: InheritedSettings) -> ForkServer | None:
         """One that suits; made now if there is none. None: such a one has failed."""
-        if self._server is not None and self._server.shape == shape:
+        if self._server is not None and self._server.settings == shape:
             if self._server.failed:
                 return None
             if self._server.pid is not None:
@@ -144,10 +146,10 @@ class Kept:
         self._server = None
 
 
-kept = Kept()
+fork_server_cache = ForkServerCache()
 
 
-class _Adopted:
+class AdoptedProcess:
     """A child of this process that it did not start itself. Any thread."""
 
     def __init__(self, pid: int) -> None:
@@ -168,7 +170,7 @@ class _Adopted:
                 os.kill(self.pid, number)
 
 
-class Forked:
+class ForkedProcess:
     """A training process to come: out of a fork server, which may not be ready yet, or else spawned.
 
     The interface is that of `subprocess.Popen`, but it comes into being inside `wait`, for which there is a thread.
@@ -177,17 +179,17 @@ class Forked:
     def __init__(
         self,
         server: ForkServer,
-        handed: Handed,
+        handed: ChildFds,
         spawn: Callable[[int, int], subprocess.Popen[bytes]],
     ) -> None:
         """handed: the first of these is closed here once the process has it. spawn: with these streams."""
         self._server = server
         self._spawn = spawn
         self._lock = threading.Lock()
-        self._process: _Adopted | subprocess.Popen[bytes] | None = None
+        self._process: AdoptedProcess | subprocess.Popen[bytes] | None = None
         self._killed = False
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._streams, self.stdin, self.stdout = _streams()
+        self._streams, self.stdin, self.stdout = _open_pipes()
         self._status = handed[0]
         with theirs:
             try:
@@ -222,11 +224,11 @@ class Forked:
                 self._process.send_signal(number)
             elif number == signal.SIGKILL and not self._killed:
                 self._killed = True
-                _hang_up(self._reply)
+                _shut_down(self._reply)
 
-    def _begin(self) -> _Adopted | subprocess.Popen[bytes] | None:
+    def _begin(self) -> AdoptedProcess | subprocess.Popen[bytes] | None:
         """None: it was killed before."""
-        process = self._adopted()
+        process = self._adopt()
         with self._lock:
             if process is None and not self._killed:
                 self._server.failed = True
@@ -237,16 +239,16 @@ class Forked:
                     process.send_signal(signal.SIGKILL)
             return self._process
 
-    def _adopted(self) -> _Adopted | None:
-        said = _hear(self._reply)
+    def _adopt(self) -> AdoptedProcess | None:
+        said = _receive(self._reply)
         if not said.isdigit():
             log.debug("no process was forked: %s", said.decode(errors="replace") or "the fork server is gone")
             return None
         pid = int(said)
-        with _inheriting():
+        with _adopting_orphans():
             _send(self._reply, ADOPT)
-            born = _hear(self._reply) == BORN
-        process = _Adopted(pid)
+            born = _receive(self._reply) == STARTED
+        process = AdoptedProcess(pid)
         try:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -256,15 +258,15 @@ class Forked:
         return process
 
 
-_inheritance = threading.Lock()
+_subreaper_lock = threading.Lock()
 
 
 @contextmanager
-def _inheriting() -> Iterator[None]:
+def _adopting_orphans() -> Iterator[None]:
     """Whatever below this process loses its parent inside the block becomes a child of its main thread."""
     prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int()
-    with _inheritance:
+    with _subreaper_lock:
         prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
@@ -273,14 +275,14 @@ def _inheriting() -> Iterator[None]:
             prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-def _streams() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
+def _open_pipes() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
     """A process's standard input and output, and the other ends."""
     theirs_in, ours_in = os.pipe()
     ours_out, theirs_out = os.pipe()
     return (theirs_in, theirs_out), os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
 
 
-def _hear(reply: socket.socket) -> bytes:
+def _receive(reply: socket.socket) -> bytes:
     try:
         return reply.recv(1024)
     except OSError:
@@ -294,7 +296,7 @@ def _send(reply: socket.socket, words: bytes) -> None:
         pass  # it is gone, which the next answer shows
 
 
-def _hang_up(reply: socket.socket) -> None:
+def _shut_down(reply: socket.socket) -> None:
     try:
         reply.shutdown(socket.SHUT_RDWR)
     except OSError:

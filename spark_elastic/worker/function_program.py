@@ -20,9 +20,9 @@ from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.worker import program
 from spark_elastic.worker.context import get_context, start_call
-from spark_elastic.worker.entry import forks_end_here
+from spark_elastic.worker.entry import exit_forks
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
-from spark_elastic.worker.script import leave_process_group, set_dist_env
+from spark_elastic.worker.script import destroy_process_group, set_dist_env
 
 
 class FunctionProgram:
@@ -48,7 +48,7 @@ class FunctionProgram:
         self.environment = dict(environment or {})
 
     @property
-    def pickled(self) -> bytes:
+    def pickled_call(self) -> bytes:
         """The function with its arguments."""
         return self._call
 
@@ -70,7 +70,7 @@ class FunctionProgram:
         handle.persistent.pop(ENTERED, None)
         if self._ran:  # before the first call, what its modules asked for when they were imported
             start_call()
-            leave_process_group()
+            destroy_process_group()
         self._ran = True
         if self._durable is not None and self._commits is None:
             store, policy = self._durable
@@ -79,10 +79,10 @@ class FunctionProgram:
         try:
             set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)
-            with forks_end_here():
+            with exit_forks():
                 value = fn(*args, **kwargs)
             last = (get_context() or worker).group or group  # an elastic function has gone on to later worlds
-            return Completed(program.encode(value, last.rank))
+            return Completed(program.encode_result(value, last.rank))
         except MismatchError as error:
             # Not a loss that another world could mend.
             raise InvalidInput(

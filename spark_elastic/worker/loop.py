@@ -33,8 +33,8 @@ from spark_elastic.worker.program import (
     WorkerExit,
     WorkerHandle,
     check_result_size,
-    fingerprint,
-    traceback_of,
+    compute_fingerprint,
+    format_traceback,
 )
 
 EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself after an order to stop
@@ -262,7 +262,7 @@ class WorkerLoop:
             raise
         except BaseException as error:
             # Reported to the driver whatever its class; the driver decides (R13, user errors).
-            return on.UserRaised(self._clock.now(), fingerprint(error), traceback_of(error))
+            return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
         outcome = self._program.run(world, group, self._handle)

@@ -105,7 +105,7 @@ class Program(Protocol):
         ...
 
 
-def environment_of(program: object) -> Mapping[str, str]:
+def get_environment(program: object) -> Mapping[str, str]:
     """The variables that it wants, if any."""
     found: Mapping[str, str] = getattr(program, "environment", {})
     return found
@@ -120,7 +120,7 @@ TRACEBACK_AT_MOST = 64 << 10
 CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
 
 
-def fingerprint(error: BaseException) -> str:
+def compute_fingerprint(error: BaseException) -> str:
     """The same defect gives the same text on every host: type, message and the innermost frame's function and line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
@@ -128,15 +128,15 @@ def fingerprint(error: BaseException) -> str:
     return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def traceback_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """As Python prints it, in a size that a message takes and a person reads; it begins where the user's code does."""
-    told = traceback.format_exception(type(error), error, _from_users_code(error.__traceback__))
+    told = traceback.format_exception(type(error), error, _skip_callers(error.__traceback__))
     lines = "".join(told).split("\n")
     text = _cut("\n".join(_cut(line, LINE_AT_MOST) for line in lines), TRACEBACK_AT_MOST)
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _from_users_code(trace: TracebackType | None) -> TracebackType | None:
+def _skip_callers(trace: TracebackType | None) -> TracebackType | None:
     """Without the frames that called it: ours, and those that run a script. All of them where none is the user's."""
     frame = trace
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(CALLERS):
@@ -164,10 +164,12 @@ def _cut(text: str, most: int) -> str:
 
 
 ENVELOPE = 4096  # bytes that a message may need besides the result, generously
-MOST = 5 << 20  # bytes of a pickled result: it travels in one message, as text that is a third longer
+RESULT_AT_MOST = (
+    5 << 20
+)  # bytes of a pickled result: it travels in one message, as text that is a third longer
 
 
-def encode(value: object, rank: int) -> str:
+def encode_result(value: object, rank: int) -> str:
     """JSON text. rank: whose result it is, for the error.
 
     Raises:
@@ -180,10 +182,10 @@ def encode(value: object, rank: int) -> str:
             f"the function on rank {rank} returned a {type(value).__name__} that cannot be pickled ({error}): "
             "return plain data."
         ) from error
-    if len(pickled) > MOST:
+    if len(pickled) > RESULT_AT_MOST:
         raise InvalidInput(
             f"the function on rank {rank} returned a {type(value).__name__} of {len(pickled) / 2**20:.1f} MiB, and "
-            f"at most {MOST >> 20} MiB can be returned: write it to a file or store, and return its path."
+            f"at most {RESULT_AT_MOST >> 20} MiB can be returned: write it to a file or store, and return its path."
         )
     return json.dumps(base64.b64encode(pickled).decode("ascii"))
 
@@ -202,7 +204,7 @@ def check_result_size(text: str) -> None:
         )
 
 
-def decode(text: str, rank: int) -> Any:
+def decode_result(text: str, rank: int) -> Any:
     """The value; None for `null`, which stands for a worker that ended without a result. rank: as in `encode`.
 
     Raises:

@@ -18,7 +18,7 @@ from elastic_collectives import Group
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
-from spark_elastic.worker.entry import forks_end_here
+from spark_elastic.worker.entry import exit_forks
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Script:
     def __call__(self) -> None:
         """Run it. An exit code other than 0 is an error, as for the shell."""
         with scratch_folder() as folder:
-            path = self._here(folder)
+            path = self._locate(folder)
             # What it imports lies beside the file itself, as for Python, not beside a link to it.
             with _as_program(str(path), self.arguments, str(path.resolve().parent)):
                 runpy.run_path(str(path), run_name="__main__")
 
-    def _here(self, folder: Path) -> Path:
+    def _locate(self, folder: Path) -> Path:
         """The script's path on this host: its own place, beside the modules that it imports, or a copy."""
         own = Path(self.path)
         try:
@@ -72,13 +72,13 @@ class Module:
     arguments: tuple[str, ...] = ()
 
     @classmethod
-    def found(cls, name: str, *arguments: str) -> Module:
+    def find(cls, name: str, *arguments: str) -> Module:
         """Raises InvalidInput where there is no such module."""
         folder = os.getcwd()
-        with _found_in(folder):
-            spec = _spec(name)
+        with _search_first(folder):
+            spec = _find_spec(name)
             if spec is not None and spec.submodule_search_locations is not None:
-                spec = _spec(f"{name}.__main__")
+                spec = _find_spec(f"{name}.__main__")
         if spec is None or not spec.has_location or spec.origin is None:
             raise InvalidInput(
                 f"there is no module {name!r} to run, neither in {folder} nor among what is installed."
@@ -95,7 +95,7 @@ class Module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
     except ImportError:  # of the package that it would be in
@@ -105,9 +105,9 @@ def _spec(name: str) -> ModuleSpec | None:
 @contextmanager
 def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[None]:
     sys.argv = [name, *arguments]
-    with _found_in(folder):
+    with _search_first(folder):
         try:
-            with forks_end_here():
+            with exit_forks():
                 yield
         except SystemExit as exit:
             if exit.code not in (None, 0):
@@ -115,7 +115,7 @@ def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[
 
 
 @contextmanager
-def _found_in(folder: str) -> Iterator[None]:
+def _search_first(folder: str) -> Iterator[None]:
     """Inside the block modules are looked for in `folder` first."""
     sys.path.insert(0, folder)
     try:
@@ -141,7 +141,7 @@ def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int
     Raises:
         CollectiveError: the group broke.
     """
-    mine = f"{address} {free_port(address, ports or PORTS)}".encode() if group.rank == 0 else b""
+    mine = f"{address} {find_free_port(address, ports or PORTS)}".encode() if group.rank == 0 else b""
     master, _, port = group.allgather_bytes(mine)[0].decode().partition(" ")
     me = world.members[group.rank]
     os.environ.update(
@@ -164,7 +164,7 @@ def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int
     )
 
 
-def leave_process_group() -> None:
+def destroy_process_group() -> None:
     """The one of torch.distributed that an earlier call of the function was done with, or could not go on with: there
     is one in a process, and the next call asks for its own."""
     dist = sys.modules.get("torch.distributed")
@@ -172,7 +172,7 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def free_port(address: str, ports: tuple[int, int]) -> int:
+def find_free_port(address: str, ports: tuple[int, int]) -> int:
     """One of these ports, both ends included, that nobody listens on at any address; 0 if none was found."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first, last = ports

@@ -17,19 +17,19 @@ from spark_elastic.errors import DriverUnreachable, ElasticError
 from spark_elastic.protocol.types import NOT_RUNNING
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
-from spark_elastic.worker.child import LINE_AT_MOST, Child, MemoryKills
+from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.entry import Header
-from spark_elastic.worker.forking import kept
+from spark_elastic.worker.forking import fork_server_cache
 
-LOOK_AGAIN = 30.0  # seconds between two looks at the memory of a slot's processes
+MEMORY_CHECK_EVERY = 30.0  # seconds between two looks at the memory of a slot's processes
 STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
 SHIP_EVERY = 0.2  # seconds between two shipments of log lines
 LINES_AT_ONCE = 500
 CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message takes twice as many, whatever becomes of them on the way
-PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
-REJOIN = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
-LAST_WORDS = 2.0  # seconds for the last log lines on their way to the driver
-END_WAIT = 5.0  # seconds for threads whose requests were cut off
+STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
+JOIN_GRACE = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
+LAST_LINES_WAIT = 2.0  # seconds for the last log lines on their way to the driver
+THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cut off
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class SlotAgent:
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
-        self._told: Child | None = None  # the worker that was told to end by itself
+        self._stopping: Child | None = None  # the worker that was told to end by itself
         self._started = 0
-        self._memory_kills = MemoryKills()
-        self._beat_every = 1.0
+        self._memory_kills = OomKillCounter()
+        self._heartbeat_every = 1.0
         self._closing = threading.Event()
         self._no_more_lines = threading.Event()
         self._shipper = threading.Thread(target=self._ship_lines, name="spark-elastic-logs", daemon=True)
         self._threads = [
             threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
-            for name, target in (("watch", self._watch), ("beat", self._beat))
+            for name, target in (("watch", self._watch), ("beat", self._send_heartbeats))
         ]
 
     def run(self) -> str:
@@ -79,7 +79,7 @@ class SlotAgent:
             DriverUnreachable: the driver did not answer the registration.
         """
         answer = self._driver.register(self._plan.host, self._plan.job, dict(self._plan.facts))
-        self._beat_every = answer.beat_every
+        self._heartbeat_every = answer.beat_every
         for thread in (self._shipper, *self._threads):
             thread.start()
         try:
@@ -110,16 +110,22 @@ class SlotAgent:
         self._driver.started(worker)
         child.activate(worker)
         if child.warm:
-            self._later(REJOIN, lambda: self._on_warm(child))
+            self._later(JOIN_GRACE, lambda: self._on_warm(child))
 
-    def _exited(self, child: Child, code: int) -> str | None:
+    def _handle_exit(self, child: Child, code: int) -> str | None:
         if child is self._spare:
             self._spare = None  # none before the worker's next crash: no loop of crashing spares
         elif child is self._active:
             assert child.worker is not None
             try:
-                starved = self._memory_kills.explains(code)
-                self._driver.exited(child.worker, code, _how(code, starved), starved, child.crashed_at(code))
+                starved = self._memory_kills.is_oom_kill(code)
+                self._driver.exited(
+                    child.worker,
+                    code,
+                    _describe_exit(code, starved),
+                    starved,
+                    child.find_crash_location(code),
+                )
                 self._promote()
             finally:
                 child.close()
@@ -127,26 +133,26 @@ class SlotAgent:
         child.close()
         return None
 
-    def _warm(self, child: Child) -> str | None:
+    def _handle_warm(self, child: Child) -> str | None:
         """Only once the worker is warm does its spare get to take the processor from it: the first one after a while,
         so that a short job does without; at once where a worker has died."""
         child.warm = True
         if child is self._active and self._started > 1:
             return self._prepare_spare(child)
         if child is self._active:
-            self._look_at_memory(child)
+            self._check_memory(child)
             self._later(self._plan.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child)))
         return None
 
-    def _look_at_memory(self, child: Child) -> str | None:
+    def _check_memory(self, child: Child) -> str | None:
         """Look at the memory now and again until a shortage was reported: training takes more than being warm."""
         if child is not self._active:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
-        if said := self._plan.shortage(child.pid, spare, kept.pid):
+        if said := self._plan.shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{OWN_WORDS}{said}")
         else:
-            self._later(LOOK_AGAIN, lambda: self._events.put(lambda: self._look_at_memory(child)))
+            self._later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
@@ -155,16 +161,16 @@ class SlotAgent:
             self._spare = self._spawn()
         return None
 
-    def _obey(self, orders: SlotOrders) -> str | None:
+    def _execute(self, orders: SlotOrders) -> str | None:
         for stop in orders.stop_worker:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
                     self._active.kill()
                 else:
-                    self._told = self._active
-                    self._later(PATIENCE, self._active.kill)
-        if orders.release is not None and self._active is not None and self._told is self._active:
-            self._active.await_end(PATIENCE)
+                    self._stopping = self._active
+                    self._later(STOP_GRACE, self._active.kill)
+        if orders.release is not None and self._active is not None and self._stopping is self._active:
+            self._active.wait(STOP_GRACE)
         return orders.release
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -182,10 +188,10 @@ class SlotAgent:
             if child is not None:
                 child.close()
         self._no_more_lines.set()
-        self._shipper.join(LAST_WORDS)
+        self._shipper.join(LAST_LINES_WAIT)
         self._client.close()
         for thread in (self._shipper, *self._threads):
-            thread.join(END_WAIT)
+            thread.join(THREAD_END_WAIT)
 
     # ---- other threads
 
@@ -193,10 +199,10 @@ class SlotAgent:
         self._lines.put((child.worker or "", line))
 
     def _on_warm(self, child: Child) -> None:
-        self._events.put(lambda: self._warm(child))
+        self._events.put(lambda: self._handle_warm(child))
 
     def _on_exit(self, child: Child, code: int) -> None:
-        self._events.put(lambda: self._exited(child, code))
+        self._events.put(lambda: self._handle_exit(child, code))
 
     def _watch(self) -> None:
         seen = 0
@@ -216,25 +222,25 @@ class SlotAgent:
                 self._closing.wait(0.2)
                 continue
             seen = orders.seen
-            self._events.put(lambda orders=orders: self._obey(orders))  # type: ignore[misc]
+            self._events.put(lambda orders=orders: self._execute(orders))  # type: ignore[misc]
 
-    def _beat(self) -> None:
-        while not self._closing.wait(self._beat_every):
+    def _send_heartbeats(self) -> None:
+        while not self._closing.wait(self._heartbeat_every):
             child = self._active
             try:
-                self._beat_every = (
-                    self._driver.beat() if child is None else self._beat_for(child)
+                self._heartbeat_every = (
+                    self._driver.beat() if child is None else self._send_heartbeat(child)
                 ).beat_every
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
 
-    def _beat_for(self, child: Child) -> Pace:
+    def _send_heartbeat(self, child: Child) -> Pace:
         state = child.state()
         stopped = state in NOT_RUNNING
-        seen = child.look(self._clock.now(), stopped)
+        seen = child.read_sample(self._clock.now(), stopped)
         told = seen.stack if stopped or (not seen.is_waiting and seen.seconds > STACK_AFTER) else ""
         pace = self._driver.beat(child.worker or "", state, seen.is_waiting, seen.seconds, told)
-        child.tell_heard(self._client.heard_at())
+        child.record_driver_seen(self._client.heard_at())
         return pace
 
     def _ship_lines(self) -> None:
@@ -261,7 +267,7 @@ class SlotAgent:
         return batch
 
 
-def _how(code: int, starved: bool) -> str:
+def _describe_exit(code: int, starved: bool) -> str:
     if starved:
         return "out of memory: killed by the kernel"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -38,8 +38,8 @@ from spark_elastic.worker.context import WaitRecorder
 # for ever.
 
 
-class _Uncollected:
-    """`with uncollected:` for a few calls that do not wait; a signal's handler may come to it again inside."""
+class _GcPause:
+    """`with gc_paused:` for a few calls that do not wait; a signal's handler may come to it again inside."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # owns what follows, and whether garbage is collected
@@ -60,20 +60,22 @@ class _Uncollected:
         self._lock.release()
 
 
-uncollected = _Uncollected()
+gc_paused = _GcPause()
 
 
 R = TypeVar("R")
 
 SAMPLE_EVERY = 0.5  # seconds
-OLD_AFTER = 1.0  # seconds: a sample that no other followed
-FRAMES = 10  # innermost ones that are told
+STALE_AFTER = 1.0  # seconds: a sample that no other followed
+FRAMES_AT_MOST = 10  # innermost ones that are told
 READ_AT_MOST = 1 << 16  # bytes
-DUMP = signal.SIGRTMAX - 5  # to a child whose sample is old; it ignores the signal where it cannot answer
+DUMP_SIGNAL = (
+    signal.SIGRTMAX - 5
+)  # to a child whose sample is old; it ignores the signal where it cannot answer
 
 _NUMBER = struct.Struct("d")  # native: stored by one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # where the second number begins
-_HEARD = 2 * _NUMBER.size  # and the third
+_DRIVER_SEEN = 2 * _NUMBER.size  # and the third
 _DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
@@ -89,8 +91,8 @@ class StackSampler(WaitRecorder):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-stacks", daemon=True)
         self._set(-clock.now())
-        signal.signal(DUMP, signal.SIG_IGN)  # what holds again once faulthandler is done
-        faulthandler.register(DUMP, file=stacks, all_threads=False)
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # what holds again once faulthandler is done
+        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
 
     def start(self) -> None:
         self._thread.start()
@@ -99,7 +101,7 @@ class StackSampler(WaitRecorder):
         """Once nothing is waited for any more."""
         self._closing.set()
         self._thread.join()
-        faulthandler.unregister(DUMP)
+        faulthandler.unregister(DUMP_SIGNAL)
         self._number.close()
 
     @contextmanager
@@ -119,7 +121,7 @@ class StackSampler(WaitRecorder):
 
     def driver_seen_at(self) -> float:
         """When the driver last heard the slot; 0 while it has not."""
-        heard: float = _NUMBER.unpack_from(self._number, _HEARD)[0]
+        heard: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
         return heard
 
     def watch_group(self, group: Group) -> Group:
@@ -136,9 +138,9 @@ class StackSampler(WaitRecorder):
                 return
 
     def _sample(self) -> None:
-        with uncollected:  # it makes frames with the interpreter's list of threads locked
+        with gc_paused:  # it makes frames with the interpreter's list of threads locked
             frame = sys._current_frames().get(self._main)
-        text = _told(frame) + "\n"
+        text = _format_stack(frame) + "\n"
         try:
             os.ftruncate(self._stacks, 0)
             os.write(self._stacks, text.encode("utf-8", "replace"))
@@ -147,16 +149,16 @@ class StackSampler(WaitRecorder):
         _NUMBER.pack_into(self._number, _SAMPLED, self._clock.now())
 
 
-def _told(frame: FrameType | None) -> str:
+def _format_stack(frame: FrameType | None) -> str:
     """A stack in one line, innermost function first."""
     places: list[str] = []
-    while frame is not None and len(places) < FRAMES:
-        places.append(_place(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+    while frame is not None and len(places) < FRAMES_AT_MOST:
+        places.append(_format_frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
         frame = frame.f_back
     return " < ".join(places)
 
 
-def _place(path: str, line: str, function: str) -> str:
+def _format_frame(path: str, line: str, function: str) -> str:
     return f"{function} ({'/'.join(path.split('/')[-2:])}:{line})"
 
 
@@ -240,8 +242,8 @@ class StackReader:
         os.ftruncate(self.activity, mmap.PAGESIZE)
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # samples cut, dumps append
         self._newest = ""
-        self._old = 0.0  # the sample that was old when last looked at
-        self._asked = 0.0  # the sample after which the main thread was asked
+        self._stale_sample = 0.0  # the sample that was old when last looked at
+        self._dumped_sample = 0.0  # the sample after which the main thread was asked
         self._closed = False
 
     def read(self, now: float, stopped: bool = False) -> StackSample:
@@ -253,24 +255,24 @@ class StackReader:
             text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
             self._newest = parse_newest_stack(text) or self._newest
             (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
-            due = self._is_due(sampled, now, stopped)
+            due = self._wants_dump(sampled, now, stopped)
         return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
 
     def record_driver_seen(self, at: float) -> None:
         """The driver heard the slot then."""
         with self._lock:
             if not self._closed:
-                os.pwrite(self.activity, _NUMBER.pack(at), _HEARD)
+                os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
-    def _is_due(self, sampled: float, now: float, stopped: bool) -> bool:
+    def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
         """Once for each sample that was old at two looks in a row: one that was just continued takes a new one."""
-        if stopped or not 0 < sampled < now - OLD_AFTER:
-            self._old = 0.0
+        if stopped or not 0 < sampled < now - STALE_AFTER:
+            self._stale_sample = 0.0
             return False
-        was_old, self._old = sampled == self._old, sampled
-        if not was_old or sampled == self._asked:
+        was_old, self._stale_sample = sampled == self._stale_sample, sampled
+        if not was_old or sampled == self._dumped_sample:
             return False
-        self._asked = sampled
+        self._dumped_sample = sampled
         return True
 
     def close(self) -> None:
@@ -291,5 +293,5 @@ def parse_newest_stack(text: str) -> str:
         whole = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be written just now
         found = [match.groups() for line in whole if (match := _NATIVE_FRAME.match(line))]
         if found:
-            return " < ".join(_place(*place) for place in found[:FRAMES])
+            return " < ".join(_format_frame(*place) for place in found[:FRAMES_AT_MOST])
     return sample

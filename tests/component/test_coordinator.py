@@ -43,16 +43,16 @@ coordinator.conduct("127.0.0.1") if sys.argv[2] == "0" else coordinator.stand_by
 
 
 class Watcher(NullListener):
-    """at: a step, at which `strike` is called once, in another thread. lost: called in each world but the first."""
+    """at: a step, at which `inject_fault` is called once, in a thread. lost: called in each world but the first."""
 
-    def __init__(self, at: int, strike: Any, lost: Callable[[], None] = lambda: None) -> None:
-        self.at, self.strike, self.lost = at, strike, lost
+    def __init__(self, at: int, inject_fault: Any, lost: Callable[[], None] = lambda: None) -> None:
+        self.at, self.inject_fault, self.lost = at, inject_fault, lost
         self.sizes: list[int] = []
 
     def progress(self, numbers: Any) -> None:
-        if numbers["step"] >= self.at and self.strike is not None:
-            threading.Thread(target=self.strike, name="strike").start()
-            self.strike = None
+        if numbers["step"] >= self.at and self.inject_fault is not None:
+            threading.Thread(target=self.inject_fault, name="inject_fault").start()
+            self.inject_fault = None
 
     def world(self, size: int, reason: str) -> None:
         self.sizes.append(size)
@@ -105,7 +105,7 @@ def test_a_job_by_mail_lives_through_the_loss_of_a_slot(
     cluster = ProcessLauncher(program, SystemClock(), room=3)
     watcher = Watcher(10, lambda: cluster.kill(max(cluster.slots())), program.release)
     result = Task(tmp_path).follow(cluster, watcher)
-    assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected()}
+    assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected_sum()}
     assert [world.size for world in result.worlds] == watcher.sizes
     assert watcher.sizes[0] == 2
     assert len(watcher.sizes) >= 2
@@ -133,7 +133,7 @@ def test_a_copy_of_the_coordinators_task_waits_for_its_end(tmp_path: Path) -> No
         program.release()
 
     result = task.follow(cluster, Watcher(2, speculate))
-    assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected()}
+    assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected_sum()}
     assert waited == [True]
     assert copies[0].wait(30) == 0
 

@@ -1,4 +1,4 @@
-"""A blow every 20 seconds on a real cluster of four executors while an estimator trains again and again.
+"""A fault every 20 seconds on a real cluster of four executors while an estimator trains again and again.
 
     python tests/faults/soak_hour.py --minutes 60 --json benchmarks/results/soak_hour.json
 
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from benchmarks.parts.report import machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.monitoring.report import WorldChange, WorldChangeKind  # noqa: E402
-from spark_elastic.testing import Blow, ClusterFaults  # noqa: E402
+from spark_elastic.testing import ClusterFaults, InjectedFault  # noqa: E402
 from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
 
@@ -43,7 +43,7 @@ GROWTH = 1.3  # of what was most, between the first and the last third of the ti
 
 
 class Obeying(Callback):
-    """Strikes what an order in the folder says: NUMBER-RANK.json holds the kind of a blow."""
+    """Injects the fault that an order in the folder names: NUMBER-RANK.json holds the kind of a fault."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -55,9 +55,9 @@ class Obeying(Callback):
             except FileNotFoundError:
                 continue  # a process that was stopped wakes up with the rank that another has by now
             kind = json.loads(taken.read_text())
-            ClusterFaults([Blow(kind, step=0, seconds=6.0)], f"{self._folder}/struck-{order.stem}").strike(
-                0, 0, 1
-            )
+            ClusterFaults(
+                [InjectedFault(kind, step=0, seconds=6.0)], f"{self._folder}/struck-{order.stem}"
+            ).inject(0, 0, 1)
 
 
 class Attacker(threading.Thread):
@@ -199,13 +199,13 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
 
 
 def verdict(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict[str, Any]:
-    struck = [blow["kind"] for blow in attacker.struck()]
+    struck = [fault["kind"] for fault in attacker.struck()]
     growth = grown(attacker.samples)
     row = {
         "goodput, median of fits": statistics.median(f["goodput"] for f in fits),
         "goodput undisturbed": calm,
         "fits": len(fits),
-        "blows": len(struck),
+        "faults": len(struck),
         "recoveries": sum(f["recoveries"] for f in fits),
         "steps lost": sum(f["steps lost"] for f in fits),
         "rows missing or doubled": sum(f["rows missing or doubled"] for f in fits),
@@ -235,7 +235,7 @@ def verdict(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=20.0, help="seconds between blows")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
     parser.add_argument("--json", type=Path, help="where the record goes")
     options = parser.parse_args()
     cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -17,7 +17,7 @@ import cloudpickle
 from py4j.clientserver import JavaClient
 from py4j.protocol import Py4JError
 
-from spark_elastic.testing import Blow, ClusterFaults
+from spark_elastic.testing import ClusterFaults, InjectedFault
 from tests.spark import estimators
 
 EPOCHS = 6
@@ -42,7 +42,7 @@ def deny() -> list[str]:
 
 def fitted(spark: Any, folder: Path) -> dict[str, Any]:
     df = estimators.table(spark)
-    faults = ClusterFaults([Blow("kill worker", step=0, epoch=2, rank=1)], str(folder / "blows"))
+    faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
     est = estimators.estimator(
         folder / "store",
         num_workers=2,
@@ -55,7 +55,7 @@ def fitted(spark: Any, folder: Path) -> dict[str, Any]:
     return {
         "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
         "recoveries": len(model.summary.report.recoveries),
-        "struck": len(faults.struck()),
+        "injected": len(faults.read_injected()),
         "shown": type(model).load(str(folder / "model")).transform(df).count(),
     }
 

@@ -22,7 +22,7 @@ import torch
 from spark_elastic.data.store import Store
 from spark_elastic.spark import payload
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.testing import Blow, ClusterFaults
+from spark_elastic.testing import ClusterFaults, InjectedFault
 from spark_elastic.torch.callbacks import progress
 from tests.component.torch.job import ledger_of
 from tests.spark import estimators
@@ -48,7 +48,7 @@ class Coordinators(logging.Handler):
         if "will run in a task" in text or "goes on from" in text:
             self.told.append(text)
 
-    def strike(self, gate: Path) -> None:
+    def inject_fault(self, gate: Path) -> None:
         """Blocks until it has struck; opens the gate behind which the workers wait."""
         while not (self.addresses and self.kept.published()):
             time.sleep(0.1)
@@ -94,7 +94,7 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
     from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 
     df = estimators.table(spark)
-    faults = ClusterFaults([Blow("kill worker", step=0, epoch=3, rank=1)], str(folder / "blows"))
+    faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=3, rank=1)], str(folder / "faults"))
     est = estimators.estimator(
         folder / "store", **NET, run_id="beside", ledger=True, callbacks=[faults.callback()]
     )
@@ -112,7 +112,7 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
     piped.save(str(folder / "pipeline"))
     through = PipelineModel.load(str(folder / "pipeline")).transform(df)
     return {
-        "struck": len(faults.struck()),
+        "injected": len(faults.read_injected()),
         "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
         "once": sorted(set(rows.values())) == [1] and len(rows) == EPOCHS * estimators.ROWS,
         "recoveries": len(model.summary.report.recoveries),
@@ -142,7 +142,7 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
         bind_address="127.0.0.1",
         driver_timeout=20.0,
     )
-    striking = threading.Thread(target=heard.strike, args=(folder / "gate",), daemon=True)
+    striking = threading.Thread(target=heard.inject_fault, args=(folder / "gate",), daemon=True)
     striking.start()
     model = est.fit(df)
     return {

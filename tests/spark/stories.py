@@ -79,7 +79,7 @@ def ranks_in_order(result: LaunchResult) -> bool:
 
 
 def exact(result: LaunchResult, program: CountingProgram) -> bool:
-    return {json.loads(text)["sum"] for text in result.results} == {program.expected()}
+    return {json.loads(text)["sum"] for text in result.results} == {program.expected_sum()}
 
 
 class Strike(io.StringIO):

@@ -19,7 +19,7 @@ pytestmark = [
 
 def test_a_fit_lives_through_a_kill_where_users_are_kept_out(tmp_path: Path) -> None:
     seen = client("tests.spark.blocked_job", "local-cluster[2,1,512]", tmp_path, 780)
-    assert (seen["exact"], seen["struck"]) == (True, 1)
+    assert (seen["exact"], seen["injected"]) == (True, 1)
     assert seen["recoveries"] >= 1
     assert seen["shown"] == 48
     assert {"schedulerBackend", "statusTracker"} <= set(seen["asked"])

@@ -101,7 +101,7 @@ def assert_a_new_launch_works(spark: SparkSession) -> None:
     program = CountingProgram(steps=3)
     result = Classic(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "afterwards"))
     assert result.results
-    assert f'"sum": {program.expected()}' in result.results[0]
+    assert f'"sum": {program.expected_sum()}' in result.results[0]
 
 
 @pytest.mark.parametrize("how", ["job group", "all jobs"])

@@ -39,7 +39,7 @@ def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tm
     """Of a worker, and of the executor that the coordinator runs in."""
     seen = client("tests.spark.connect_fit_job", "local-cluster[3,1,512]", tmp_path, 780)
     beside, afar = seen["beside"], seen["afar"]
-    assert (beside["struck"], beside["exact"], beside["once"], beside["same"]) == (1, True, True, True)
+    assert (beside["injected"], beside["exact"], beside["once"], beside["same"]) == (1, True, True, True)
     assert beside["recoveries"] >= 1
     assert beside["piped"] == connect_fit_job.estimators.ROWS
     assert afar["coordinators"] == 2

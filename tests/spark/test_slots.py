@@ -81,7 +81,7 @@ def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
     limits = Limits(3, 1, 3, gather_timeout=60.0)
     result = Classic(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), striker)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
-    assert sums == {program.expected()}
+    assert sums == {program.expected_sum()}
     sizes = [world.size for world in result.worlds]
     assert sizes[0] == 3
     assert min(sizes) < 3
@@ -141,7 +141,7 @@ def test_output_and_ports(spark: SparkSession, tmp_path: Path) -> None:
     result = Classic(spark, config).launch(
         JobSpec(program, Limits(2, 1, 2, gather_timeout=60.0), "ports"), listener
     )
-    assert json.loads(result.results[0])["sum"] == program.expected()
+    assert json.loads(result.results[0])["sum"] == program.expected_sum()
     assert listener.said == {(0, "I am 0"), (1, "I am 1")}
 
 

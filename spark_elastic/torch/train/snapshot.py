@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from spark_elastic.worker.stack_sampler import uncollected
+from spark_elastic.worker.stack_sampler import gc_paused
 
 
 def rng_state() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def rng_state() -> dict[str, Any]:
 
 def _torch_state() -> torch.Tensor:
     """`torch.get_rng_state`, which wraps a tensor with the generator's lock held."""
-    with uncollected:
+    with gc_paused:
         return torch.get_rng_state()
 
 

@@ -21,8 +21,8 @@ from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.spec import TrainSpec
-from tests.component.blows import await_blow, blows, kill
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
+from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import Job, difference, weights_of
 from tests.component.torch.job import RUN, SEED, Follower, NoDiscovery, ledger_of
 from tests.patience import until
@@ -61,7 +61,7 @@ class Paces(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.01)
-        await_blow(self.epoch, batch)
+        await_fault(self.epoch, batch)
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
     return weights
 
 
-def trained(job: Job, folder: Path, strike: Any) -> LaunchResult:
-    """The launch's result, once it is seen to be what undisturbed training gives. strike: in epoch 1."""
+def trained(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
+    """The launch's result, once it is seen to be what undisturbed training gives. inject_fault: in epoch 1."""
     write(folder, "arrow")
     store, manifest = data_in(folder)
     launcher = ProcessLauncher(
@@ -115,7 +115,7 @@ def trained(job: Job, folder: Path, strike: Any) -> LaunchResult:
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
     site = DriverOptions(run=RunLease.acquire(store, RUN))
-    with blows(folder / "blows", {"epoch 1": lambda: strike(launcher, store)}):
+    with inject_faults(folder / "faults", {"epoch 1": lambda: inject_fault(launcher, store)}):
         result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
     assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
     assert difference(weights_of(store), plain(job, store, manifest)) < 1e-9
@@ -134,18 +134,18 @@ def test_a_function_of_pictures_is_tried_on_a_row_of_the_table(tmp_path: Path) -
 
 @pytest.mark.faults  # of the kinds of columns; each build has Keras's promises in test_elastic_training.py
 def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -> None:
-    def strike(launcher: ProcessLauncher, store: Store) -> None:
+    def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
         fault(kill, launcher, min(launcher.slots()))
 
-    assert len(trained(JOB, tmp_path, strike).worlds) > 1, "nobody was lost"
+    assert len(trained(JOB, tmp_path, inject_fault).worlds) > 1, "nobody was lost"
 
 
 @pytest.mark.faults
 def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
-    def strike(launcher: ProcessLauncher, store: Store) -> None:
+    def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
         until(CheckpointStore(store, RUN).published)
         for slot in launcher.slots():
             fault(kill, launcher, slot)
 
-    worlds = trained(replace(JOB, checkpoint_steps=3), tmp_path, strike).worlds
+    worlds = trained(replace(JOB, checkpoint_steps=3), tmp_path, inject_fault).worlds
     assert any("goes on from checkpoint" in world.reason for world in worlds)

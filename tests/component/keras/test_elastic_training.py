@@ -20,7 +20,7 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from tests.component.blows import await_blow, blows, kill
+from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
 from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
 from tests.patience import until
@@ -50,7 +50,7 @@ class Watches(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.01)
-        await_blow(self.epochs[-1], batch)
+        await_fault(self.epochs[-1], batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         assert logs["loss"] > 0
@@ -72,7 +72,9 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
     site, config = DriverOptions(run=RunLease.acquire(store, RUN)), ElasticConfig()
-    with blows(tmp_path / "blows", {place: partial(act, launcher, store) for place, act in acts.items()}):
+    with inject_faults(
+        tmp_path / "faults", {place: partial(act, launcher, store) for place, act in acts.items()}
+    ):
         result = supervise(launcher, NoDiscovery(), site, limits, config, "test", Follower())
     assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
     seen = ledger_of(tmp_path / "ledger")
@@ -86,12 +88,14 @@ def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
     killed: list[int] = []
 
-    def strike(which: int, launcher: ProcessLauncher, store: Store) -> None:
+    def inject_fault(which: int, launcher: ProcessLauncher, store: Store) -> None:
         killed.append(sorted(launcher.slots())[which])
         fault(kill, launcher, killed[-1])
 
     job = replace(JOBS["row weights"], validates=True, callbacks=(Watches(),))
-    data, result = train(job, tmp_path, {"epoch 0": partial(strike, 1), "epoch 1": partial(strike, 0)})
+    data, result = train(
+        job, tmp_path, {"epoch 0": partial(inject_fault, 1), "epoch 1": partial(inject_fault, 0)}
+    )
     assert len(killed) == 2
     assert len(result.worlds) > 1, "nobody was lost"
     theirs, losses = plain(job, *data)
@@ -107,14 +111,14 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
 ) -> None:
     killed: list[int] = []
 
-    def strike(launcher: ProcessLauncher, store: Store) -> None:
+    def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
         until(CheckpointStore(store, RUN).published)
         for slot in launcher.slots():
             killed.append(slot)
             fault(kill, launcher, slot)
 
     job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(Watches(),))
-    data, result = train(job, tmp_path, {"epoch 1": strike})
+    data, result = train(job, tmp_path, {"epoch 1": inject_fault})
     assert len(killed) == 3
     assert [w for w in result.worlds if "goes on from checkpoint" in w.reason], (
         "nobody began from a checkpoint"

@@ -22,7 +22,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 EPOCHS, STEPS, ROWS = 3, 8, 12
 RATE, MOMENTUM = 0.0625, 0.875
-BLOW, JOINED = 12, 16  # steps, both in the second epoch: nobody takes them before that has happened
+FAULT_STEP, JOINED = 12, 16  # steps, both in the second epoch: nobody takes them before that has happened
 
 
 def batch_of(step: int) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ def train(folder: str) -> dict[str, Any]:
     class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             step = state.epoch * STEPS + state.batch
-            hold(state, 2 if step == BLOW else None)
+            hold(state, 2 if step == FAULT_STEP else None)
             await_size(state, 2 if step >= JOINED else 1)
             told["rates"].append(float(model.optimizer.learning_rate))
 
@@ -168,11 +168,11 @@ def test_a_worker_dies_in_the_middle_of_an_epoch_and_another_takes_its_place(
     fault: Fault, tmp_path: Path
 ) -> None:
     run = Run(train, (str(tmp_path),), room=2, num_workers=2, env={"KERAS_BACKEND": "torch"})
-    run.at(BLOW - 2, lambda: fault(run.workers()[0].kill))
+    run.at(FAULT_STEP - 2, lambda: fault(run.workers()[0].kill))
     leader, joiner = run.results()
     sizes = run.sizes()
     assert (sizes[0], min(sizes), sizes[-1]) == (2, 1, 2)
-    assert joiner["trained"][0] > BLOW, "the second one is no joiner"
+    assert joiner["trained"][0] > FAULT_STEP, "the second one is no joiner"
     assert set(leader["trained"]) == set(range(EPOCHS * STEPS))
     assert len(leader["trained"]) <= EPOCHS * STEPS + 1, "more than the step in flight was taken again"
     for what in ("weights", "slots", "second"):

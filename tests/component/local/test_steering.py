@@ -59,7 +59,7 @@ def _run(
     limits, config = Limits(2, 1, 2, gather_timeout=60.0), ElasticConfig(**settings)
     result = supervise(launcher, discovery, DriverOptions(), limits, config, "test", narrator)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
-    assert sums == {program.expected()}
+    assert sums == {program.expected_sum()}
     return result
 
 

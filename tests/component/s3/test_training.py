@@ -12,7 +12,7 @@ from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
-from tests.component.blows import blows, kill
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     CLASSES,
     RUN,
@@ -49,13 +49,13 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Sto
         made.append(launcher(task, room=3))
         return made[0]
 
-    def strike() -> None:
+    def inject_fault() -> None:
         until(lambda: any(each.position.epoch == 1 for each in CheckpointStore(store, RUN).published()))
         for slot in made[0].slots():
             kill(made[0], slot)
 
     ledger = tmp_path / "ledger"
-    with blows(tmp_path / "blows", {"epoch 1": strike}):
+    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
         run = RunLease.acquire(store, RUN)
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     assert any("goes on from checkpoint" in world.reason for world in result.worlds)

@@ -1,4 +1,4 @@
-"""Blows of the testing kit on a real world of processes: each falls once, and the world takes all steps."""
+"""Faults of the testing kit on a real world of processes: each falls once, and the world takes all steps."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.testing import Blow, ClusterFaults
+from spark_elastic.testing import ClusterFaults, InjectedFault
 from tests.sources import ROOT
 
 pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(150)]
 
 STEPS = 30
-BLOWS = [
-    Blow("cut", 5, rank=1),
-    Blow("kill worker", 10, rank=0),
-    Blow("stop", 15, rank=1, seconds=0.5),
-    Blow("slow", 20),
+FAULTS = [
+    InjectedFault("cut", 5, rank=1),
+    InjectedFault("kill worker", 10, rank=0),
+    InjectedFault("stop", 15, rank=1, seconds=0.5),
+    InjectedFault("slow", 20),
 ]
 SCRIPT = f"""
 import sys
 import numpy as np
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.object_state import ObjectState
-from spark_elastic.testing import Blow, ClusterFaults
+from spark_elastic.testing import InjectedFault, ClusterFaults
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import get_session
 
-faults = ClusterFaults({BLOWS!r}, sys.argv[1])
+faults = ClusterFaults({FAULTS!r}, sys.argv[1])
 
 def loop(state):
     group = get_context().group
     while state.step < {STEPS}:
-        faults.strike(state.step, group.rank, group.size)
+        faults.inject(state.step, group.rank, group.size)
         group.allreduce(np.ones(10))
         state.step += 1
         state.commit()
@@ -60,5 +60,5 @@ def test_blows_fall_once_and_the_world_goes_on(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
     # One who was lost may come back after the end.
     assert run.stdout.count(f"steps {STEPS}") >= 1, run.stdout
-    struck = ClusterFaults(BLOWS, folder).struck()
-    assert [blow["kind"] for blow in struck] == [blow.kind for blow in BLOWS]
+    struck = ClusterFaults(FAULTS, folder).read_injected()
+    assert [fault["kind"] for fault in struck] == [fault.kind for fault in FAULTS]

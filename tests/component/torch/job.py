@@ -35,7 +35,7 @@ from spark_elastic.torch import callbacks, draw_rows
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, TrainSpec
-from tests.component.blows import await_blow
+from tests.component.injected_faults import await_fault
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
@@ -45,7 +45,7 @@ SEED = 3
 
 class Paced(torch.nn.Module):
     """A net whose forward takes its time in a worker, so that a quick machine, too, is met in mid-epoch, and awaits the
-    blows that a test has planned. pace: seconds."""
+    faults that a test has planned. pace: seconds."""
 
     def __init__(self, net: torch.nn.Module, pace: float = PACE) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Paced(torch.nn.Module):
         here = callbacks()
         if here is not None:
             time.sleep(self.pace)
-            await_blow(here.epoch, here.step, validates=not self.training)
+            await_fault(here.epoch, here.step, validates=not self.training)
         output: torch.Tensor = self.net(*inputs)
         return output
 

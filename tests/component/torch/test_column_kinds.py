@@ -21,8 +21,8 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import Brought
 from spark_elastic.torch.train.task import TorchTrainTask
-from tests.component.blows import blows, kill
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
 from tests.component.torch.job import (
     RUN,
@@ -102,7 +102,7 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
         return made[0]
 
     ledger = tmp_path / "ledger"
-    with blows(tmp_path / "blows", {"epoch 0": lambda: fault(kill, made[0], min(made[0].slots()))}):
+    with inject_faults(tmp_path / "faults", {"epoch 0": lambda: fault(kill, made[0], min(made[0].slots()))}):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make)
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)

@@ -15,7 +15,7 @@ from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import RowDropout, SyncBatchNorm
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping
-from tests.component.blows import blows, kill
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     CLASSES,
     ROWS,
@@ -111,13 +111,15 @@ def test_p1_p2_p3_p4_with_two_kills(
         made.append(launcher(task, room=3))
         return made[0]
 
-    def strike(which: int) -> None:
+    def inject_fault(which: int) -> None:
         killed.append(sorted(made[0].slots())[which])
         fault(kill, made[0], killed[-1])
 
     ledger = tmp_path / "ledger"
     # One slot in the first epoch, and rank 0's in the second.
-    with blows(tmp_path / "blows", {"epoch 0": lambda: strike(1), "epoch 1": lambda: strike(0)}):
+    with inject_faults(
+        tmp_path / "faults", {"epoch 0": lambda: inject_fault(1), "epoch 1": lambda: inject_fault(0)}
+    ):
         ours, result = train_elastic(job, *data, str(ledger), Follower(), make)
     assert len(killed) == 2
     assert len(result.worlds) > 1, "nobody was lost"

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from spark_elastic.errors import TimeLimitReached, WorkerFailed
-from tests.component.blows import kill
+from tests.component.injected_faults import kill
 from tests.component.torch.hand_written import STEPS, Run, assert_exact, count, hold, train
 from tests.scenarios import Fault
 
@@ -62,12 +62,12 @@ def test_all_but_one_die_and_their_spares_come_back(fault: Fault, tmp_path: Path
     go = tmp_path / "go"
     run = Run(count, (STEPS, 1, False, {12: str(go)}), room=3, num_workers=3)
 
-    def strike() -> None:
+    def inject_fault() -> None:
         for worker in run.workers()[1:]:
             fault(worker.kill)
         go.touch()
 
-    run.at(8, strike)
+    run.at(8, inject_fault)
     results = run.results()
     assert {result["number"] for result in results} == {STEPS}
     assert len(run.sizes()) >= 2
@@ -106,11 +106,11 @@ def test_a_function_that_is_not_elastic_begins_again_after_a_loss(fault: Fault, 
     folder.mkdir()
     run = Run(unaware, (str(folder), str(go)), room=2, num_workers=2)
 
-    def strike() -> None:
+    def inject_fault() -> None:
         fault(kill, run.cluster, max(run.cluster.slots()))
         go.touch()
 
-    run.at(5, strike)
+    run.at(5, inject_fault)
     results = run.results()
     assert results[0] == ("127.0.0.1", True, len(results))
     calls = sorted(path.read_text() for path in folder.iterdir())

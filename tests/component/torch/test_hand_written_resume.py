@@ -18,7 +18,7 @@ from spark_elastic.errors import TimeLimitReached
 from spark_elastic.protocol.driver import forming
 from spark_elastic.protocol.driver.forming import time_is_up
 from spark_elastic.state.checkpoint import CheckpointStore
-from tests.component.blows import kill
+from tests.component.injected_faults import kill
 from tests.component.torch.hand_written import Run, assert_exact, count, train
 from tests.patience import until
 from tests.scenarios import Fault
@@ -63,14 +63,14 @@ def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault)
     again = Run(train, (steps, {step + 15: str(go)}), room=2, num_workers=2, **given)
     killed: list[int] = []
 
-    def strike() -> None:
+    def inject_fault() -> None:
         until(lambda: newest_step(tmp_path) > step)
         for slot in again.cluster.slots():
             killed.append(slot)
             fault(kill, again.cluster, slot)
         go.touch()
 
-    again.at(step + 8, strike)
+    again.at(step + 8, inject_fault)
     results = again.results()
     assert len(killed) == 2
     assert_exact(results, steps)

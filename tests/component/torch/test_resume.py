@@ -17,7 +17,7 @@ from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
-from tests.component.blows import blows, kill
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -51,14 +51,14 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
         made.append(launcher(task, room=3))
         return made[0]
 
-    def strike() -> None:
+    def inject_fault() -> None:
         until(lambda: epoch_is_durable(store, 1))
         for slot in made[0].slots():
             killed.append(slot)
             fault(kill, made[0], slot)
 
     ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
-    with blows(tmp_path / "blows", {"epoch 1": strike}):
+    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     again = [world for world in result.worlds if "goes on from checkpoint" in world.reason]
     assert len(killed) == 3
@@ -89,11 +89,11 @@ def test_p7_the_driver_is_killed_and_another_goes_on_with_fewer_workers(
     job, (store, manifest) = make_job(), data
     ledger = tmp_path / "ledger"
 
-    def strike() -> None:
+    def inject_fault() -> None:
         until(lambda: epoch_is_durable(store, 1))
         fault(first.kill)
 
-    with blows(tmp_path / "blows", {"epoch 1": strike}):
+    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
         first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
         try:
             first.wait(150)

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.task import TorchTrainTask
-from tests.component.blows import blows, kill
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.hooked_job import make_job, plain, same_history
 from tests.component.torch.job import RUN, Follower, difference, launcher, make_data, train_elastic
 from tests.scenarios import Fault
@@ -27,13 +27,13 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
         made.append(launcher(task, room=3))
         return made[0]
 
-    def strike() -> None:
+    def inject_fault() -> None:
         for slot in sorted(made[0].slots())[: None if lost == "all" else 1]:
             fault(kill, made[0], slot)
 
     run = RunLease.acquire(store, RUN)
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
-    with blows(tmp_path / "blows", dict.fromkeys(places, strike)):
+    with inject_faults(tmp_path / "faults", dict.fromkeys(places, inject_fault)):
         ours, result = train_elastic(job, store, manifest, None, Follower(), make, run=run)
     theirs, history = plain(job, store, manifest)
     assert len(result.worlds) > 1, "nobody was lost"

@@ -114,7 +114,7 @@ class Job:
             self._release(True)
         assert not self._failed, self._failed
         sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
-        assert sums == {self.program.expected()}, "a step was lost, doubled or torn"
+        assert sums == {self.program.expected_sum()}, "a step was lost, doubled or torn"
         return result
 
     def workers(self) -> list[psutil.Process]:

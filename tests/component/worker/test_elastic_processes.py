@@ -29,7 +29,7 @@ from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Outcome, WorkerHandle, decode
+from spark_elastic.worker.program import Outcome, WorkerHandle, decode_result
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
 from tests.patience import until
@@ -66,7 +66,7 @@ def launcher(program: CountingProgram, room: int = 3) -> ProcessLauncher:
 
 def assert_exact(result: LaunchResult, program: CountingProgram) -> None:
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
-    assert sums == {program.expected()}
+    assert sums == {program.expected_sum()}
 
 
 def held_job(**named: Any) -> Job:
@@ -94,7 +94,7 @@ def fork() -> int | None:
 
 def test_a_function_forks_processes() -> None:
     result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, Watcher())
-    assert [decode(text, 0) for text in result.results] == [0]
+    assert [decode_result(text, 0) for text in result.results] == [0]
 
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
@@ -106,14 +106,14 @@ def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
 def test_a_killed_child_is_followed_by_its_warm_spare() -> None:
     job = Job(Held(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2 == now.sizes[-1])
 
-    def strike() -> None:
+    def inject_fault() -> None:
         slot = psutil.Process(job.cluster.slots()[min(job.cluster.slots())])
         until(lambda: len(slot.children()) == 2)
         worker, spare = sorted(slot.children(), key=lambda child: child.create_time())
         worker.kill()
         until(lambda: spare in job.workers())
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     seen = sizes(job.run())
     assert seen[0] == 2
     assert seen[-1] == 2
@@ -124,11 +124,11 @@ def test_a_stopped_child_is_given_up_after_the_lease() -> None:
     job = held_job()
     stopped: list[psutil.Process] = []
 
-    def strike() -> None:
+    def inject_fault() -> None:
         stopped.append(job.workers()[0])
         stopped[0].send_signal(signal.SIGSTOP)
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     result = job.run(lease=6.0)
     assert any("its process has not run for" in line for line in result.event_log)
     assert not stopped[0].is_running()
@@ -137,11 +137,11 @@ def test_a_stopped_child_is_given_up_after_the_lease() -> None:
 def test_two_die_at_once() -> None:
     job = held_job()
 
-    def strike() -> None:
+    def inject_fault() -> None:
         for number in sorted(job.cluster.slots())[:2]:
             job.cluster.kill(number)
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     result = job.run()
     assert 1 in sizes(result) or 2 in sizes(result)
 
@@ -149,11 +149,11 @@ def test_two_die_at_once() -> None:
 def test_all_die_at_once_and_the_job_starts_again() -> None:
     job = held_job(size=2)
 
-    def strike() -> None:
+    def inject_fault() -> None:
         for worker in job.workers():
             worker.kill()
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     assert len(job.run().worlds) >= 2
 
 

@@ -22,7 +22,7 @@ import pytest
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Header
-from spark_elastic.worker.forking import Forked, _Adopted, kept
+from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
 
 FORKED, SPAWNED = ("json",), ()
 TORCH = ("torch", "torch._dynamo")
@@ -31,9 +31,9 @@ TORCH = ("torch", "torch._dynamo")
 @pytest.fixture(autouse=True)
 def no_fork_server() -> Iterator[None]:
     """None of an earlier test, and none left behind."""
-    kept.close()
+    fork_server_cache.close()
     yield
-    kept.close()
+    fork_server_cache.close()
 
 
 class Told:
@@ -87,7 +87,7 @@ class Life:
     def warm(self) -> psutil.Process:
         self._warm.get(timeout=60.0)
         made = self.child._process
-        assert (isinstance(made, Forked) and isinstance(made._process, _Adopted)) is self._forked
+        assert (isinstance(made, ForkedProcess) and isinstance(made._process, AdoptedProcess)) is self._forked
         return psutil.Process(self.child.pid)
 
     def told(self) -> Any:
@@ -146,7 +146,7 @@ def self_portrait() -> dict[str, object]:
 
 def test_it_is_like_a_spawned_one() -> None:
     forked, spawned = (told(imports, self_portrait) for imports in (FORKED, SPAWNED))
-    assert kept.pid is not None
+    assert fork_server_cache.pid is not None
     assert forked["parent"] == os.getpid()
     assert forked == spawned
 
@@ -172,11 +172,11 @@ def test_it_ends_with_its_input() -> None:
 def test_one_server_serves_one_process_after_another() -> None:
     with Life(FORKED, lambda: None) as first:
         first.warm()
-        server = kept.pid
+        server = fork_server_cache.pid
     with Life(FORKED, lambda: None) as second, Life(FORKED, lambda: None) as third:
         assert second.warm().ppid() == third.warm().ppid() == os.getpid()
         assert server is not None
-        assert kept.pid == server
+        assert fork_server_cache.pid == server
 
 
 def test_another_environment_takes_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_another_environment_takes_another_server(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("A_VARIABLE", variable)
         with Life(FORKED, threads, number) as life:
             assert life.told() == [str(number), variable]
-            servers.append(kept.pid)
+            servers.append(fork_server_cache.pid)
     assert None not in servers
     assert len(set(servers)) == 3
     assert not psutil.pid_exists(servers[0] or 0)
@@ -225,13 +225,13 @@ def test_it_and_its_server_end_with_the_slot(tmp_path: Path) -> None:
 
 def test_it_outlives_its_server_and_the_next_has_another() -> None:
     with Life(FORKED, lambda: None) as first:
-        process, server = first.warm(), kept.pid
+        process, server = first.warm(), fork_server_cache.pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(server)] if kept.pid else [], timeout=10.0)
+        psutil.wait_procs([psutil.Process(server)] if fork_server_cache.pid else [], timeout=10.0)
         with Life(FORKED, lambda: None) as second:
             second.warm()
-            assert kept.pid not in (None, server)
+            assert fork_server_cache.pid not in (None, server)
         assert process.is_running()
         first.child._input.put(None)
         assert first.end() == 0
@@ -304,9 +304,9 @@ def test_an_idle_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with Life(("written",), lambda: None) as life:
         life.warm()
         time.sleep(1.0)
-        assert kept.pid is not None, "it has a process"
+        assert fork_server_cache.pid is not None, "it has a process"
     deadline = time.monotonic() + 20.0
-    while kept.pid is not None:
+    while fork_server_cache.pid is not None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

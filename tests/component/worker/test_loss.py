@@ -74,13 +74,13 @@ def test_two_events_within_a_second(fault: Fault) -> None:
     """One host leaves as planned and another dies; two slots are free again afterwards."""
     job = Job(Held(20, 0.02), until=lambda now: now.sizes[-1] == 3 > min(now.sizes), faults=fault.on)
 
-    def strike() -> None:
+    def inject_fault() -> None:
         first, second, _ = sorted(job.cluster.slots())
         reason = "it is wanted elsewhere"
         fault(job.post, DrainRequested(SystemClock().now(), reason, host=f"host-{first}"))
         fault(job.cluster.kill, second)
 
-    job.at_step(3, strike)
+    job.at_step(3, inject_fault)
     result = job.run()
     assert min(sizes(result)) < 3
     assert sizes(result)[-1] == 3
@@ -109,11 +109,11 @@ def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
 def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
     job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2)
 
-    def strike() -> None:
+    def inject_fault() -> None:
         for number in sorted(job.cluster.slots())[1:]:
             fault(job.cluster.kill, number)
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     result = job.run()
     assert len(sizes(result)) >= 2
     assert not any("training begins from nothing" in line for line in result.event_log)
@@ -123,11 +123,11 @@ def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
 def test_fewer_than_min_workers_wait_for_another_and_go_on(fault: Fault) -> None:
     job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
 
-    def strike() -> None:
+    def inject_fault() -> None:
         for number in sorted(job.cluster.slots())[1:]:
             fault(job.cluster.kill, number)
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     result = job.run(min_workers=3)
     assert sizes(result) == [3, 3]
     assert "goes on from epoch 0, train, step" in result.worlds[1].reason

@@ -50,11 +50,11 @@ def break_server(job: Job) -> None:
 def test_r12_the_server_dies_together_with_a_worker(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(Held(30, 0.03))
 
-    def strike() -> None:
+    def inject_fault() -> None:
         fault(break_server, job)
         job.workers()[1].kill()
 
-    job.at_step(10, strike)
+    job.at_step(10, inject_fault)
     result = job.run()
     assert "starts again on the same port" in caplog.text
     assert sizes(result)[0] == 3

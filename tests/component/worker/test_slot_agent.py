@@ -23,7 +23,7 @@ from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.entry import Header
-from spark_elastic.worker.forking import kept
+from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 
@@ -45,7 +45,7 @@ def driver() -> Iterator[Driver]:
 def no_fork_server() -> Iterator[None]:
     """One that a slot has kept is not left behind."""
     yield
-    kept.close()
+    fork_server_cache.close()
 
 
 def serve(
@@ -123,7 +123,7 @@ def test_every_crash_finds_a_warm_spare(driver: Driver, imports: tuple[str, ...]
 
     assert serve(driver, Announced(1), play, imports=imports) == "enough"
     assert len(set(spares)) == 3
-    assert (kept.pid is not None) is bool(imports)
+    assert (fork_server_cache.pid is not None) is bool(imports)
 
 
 class Crashing(CountingProgram):

@@ -16,7 +16,7 @@ from spark_elastic.launch.job import LaunchResult
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.running import call as running
 from spark_elastic.running.call import decode_results, prepare
-from spark_elastic.worker.program import encode
+from spark_elastic.worker.program import encode_result
 
 
 def test_r15_a_call_needs_the_result_of_every_worker() -> None:
@@ -42,7 +42,9 @@ def test_what_the_preflight_logs_is_told_as_what_the_job_logs(monkeypatch: pytes
 
 def test_the_results_are_a_list_that_has_the_job_s_report() -> None:
     report = JobReport(seconds=2.0, phases={"training": 1.5})
-    returned = decode_results(LaunchResult((encode("first", 0), encode(None, 1)), (), (), report))
+    returned = decode_results(
+        LaunchResult((encode_result("first", 0), encode_result(None, 1)), (), (), report)
+    )
     assert returned == ["first", None]
     for same in (returned, pickle.loads(pickle.dumps(returned))):
         assert isinstance(same, list)

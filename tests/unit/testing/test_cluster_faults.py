@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.testing import Blow, ClusterFaults, FakeClock, seeded_blows
+from spark_elastic.testing import ClusterFaults, FakeClock, InjectedFault, generate_faults
 from spark_elastic.testing.cluster_faults import KINDS
 
 
 def test_a_seed_gives_the_same_plan_in_the_order_of_its_steps() -> None:
-    blows = seeded_blows(7, 12, steps=10, epochs=3)
-    assert blows == seeded_blows(7, 12, steps=10, epochs=3)
-    assert blows != seeded_blows(8, 12, steps=10, epochs=3)
-    places = [(blow.epoch, blow.step) for blow in blows]
+    faults = generate_faults(7, 12, steps=10, epochs=3)
+    assert faults == generate_faults(7, 12, steps=10, epochs=3)
+    assert faults != generate_faults(8, 12, steps=10, epochs=3)
+    places = [(fault.epoch, fault.step) for fault in faults]
     assert places == sorted(set(places))
     assert all(step < 10 and epoch < 3 for epoch, step in places)
-    assert {blow.kind for blow in seeded_blows(1, 5, 100, kinds=["stop"])} == {"stop"}
-    assert len(seeded_blows(1, 5, steps=1)) == 5
+    assert {fault.kind for fault in generate_faults(1, 5, 100, kinds=["stop"])} == {"stop"}
+    assert len(generate_faults(1, 5, steps=1)) == 5
 
 
 @pytest.mark.parametrize(
@@ -31,40 +31,40 @@ def test_a_seed_gives_the_same_plan_in_the_order_of_its_steps() -> None:
         ("stop", signal.SIGSTOP, os.getpid),
     ],
 )
-def test_a_blow_falls_once_on_the_rank_that_it_is_for(
+def test_each_fault_is_injected_once_on_its_rank(
     kind: str, sent: int, target: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
-    monkeypatch.setattr("spark_elastic.testing.cluster_faults._wake_after", lambda pid, seconds: None)
-    blow = Blow(kind, step=3, epoch=1, rank=5)  # type: ignore[arg-type]
-    first, second = (ClusterFaults([blow], folder) for folder in (tmp_path / "f", str(tmp_path / "f")))
-    first.strike(2, 2, 3, epoch=1)
-    first.strike(9, 2, 3, epoch=0)
-    first.strike(3, 1, 3, epoch=1)
+    monkeypatch.setattr("spark_elastic.testing.cluster_faults._continue_after", lambda pid, seconds: None)
+    fault = InjectedFault(kind, step=3, epoch=1, rank=5)  # type: ignore[arg-type]
+    first, second = (ClusterFaults([fault], folder) for folder in (tmp_path / "f", str(tmp_path / "f")))
+    first.inject(2, 2, 3, epoch=1)
+    first.inject(9, 2, 3, epoch=0)
+    first.inject(3, 1, 3, epoch=1)
     assert signals == []
-    first.strike(3, 2, 3, epoch=1)
+    first.inject(3, 2, 3, epoch=1)
     assert signals == [(target(), sent)]  # type: ignore[operator]
-    second.strike(4, 2, 3, epoch=1)  # a later world, another process
+    second.inject(4, 2, 3, epoch=1)  # a later world, another process
     assert len(signals) == 1
-    (told,) = second.struck()
-    assert (told["kind"], told["epoch"], told["step"], told["pid"]) == (kind, 1, 3, signals[0][0])
+    (injected,) = second.read_injected()
+    assert (injected["kind"], injected["epoch"], injected["step"], injected["pid"]) == (kind, 1, 3, signals[0][0])
 
 
 @pytest.mark.parametrize(("pause", "late"), [({}, 0.5), ({"pause": 4.0}, 4.0)])
 def test_a_slow_worker_is_late_for_a_while(tmp_path: Path, pause: dict[str, float], late: float) -> None:
     clock = FakeClock()
-    blow = Blow("slow", step=0, seconds=0.5, **pause)
-    faults = ClusterFaults([blow], str(tmp_path / "f"), clock)
+    fault = InjectedFault("slow", step=0, seconds=0.5, **pause)
+    faults = ClusterFaults([fault], str(tmp_path / "f"), clock)
     for step in range(5):
-        faults.strike(step, 0, 1)
+        faults.inject(step, 0, 1)
     assert clock.now() == late
 
 
 def test_a_cut_breaks_connections_and_leaves_listeners(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as here, server.accept()[0] as there:
-            ClusterFaults([Blow("cut", step=0)], str(tmp_path / "f")).strike(0, 0, 1)
+            ClusterFaults([InjectedFault("cut", step=0)], str(tmp_path / "f")).inject(0, 0, 1)
             assert (here.recv(1), there.recv(1)) == (b"", b"")
         with socket.create_connection(server.getsockname()), server.accept()[0]:
             pass  # who listens is still there
@@ -72,13 +72,13 @@ def test_a_cut_breaks_connections_and_leaves_listeners(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["kill executor", "drain"])
 def test_executors_are_killed_where_there_are_some(kind: str, tmp_path: Path) -> None:
-    faults = ClusterFaults([Blow(kind, step=0)], str(tmp_path / "f"))  # type: ignore[arg-type]
+    faults = ClusterFaults([InjectedFault(kind, step=0)], str(tmp_path / "f"))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="local-cluster"):
-        faults.strike(0, 0, 1)
-    assert faults.struck() == []
+        faults.inject(0, 0, 1)
+    assert faults.read_injected() == []
 
 
 def test_kinds_are_checked(tmp_path: Path) -> None:
     assert len(KINDS) == 7
     with pytest.raises(InvalidInput, match="kill executor"):
-        ClusterFaults([Blow("explode", step=0)], str(tmp_path))  # type: ignore[arg-type]
+        ClusterFaults([InjectedFault("explode", step=0)], str(tmp_path))  # type: ignore[arg-type]

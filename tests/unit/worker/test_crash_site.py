@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from spark_elastic.worker.child import CrashSite
+from spark_elastic.worker.child import CrashLocation
 
 PROGRAM = """
 import ctypes, faulthandler, threading, time
@@ -20,7 +20,7 @@ train()
 """
 
 
-def site_of(program: str) -> CrashSite:
+def site_of(program: str) -> CrashLocation:
     ended = subprocess.run(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -28,25 +28,25 @@ def site_of(program: str) -> CrashSite:
         text=True,
         check=False,
     )
-    site = CrashSite()
+    site = CrashLocation()
     for line in ended.stdout.splitlines():
-        site.hear(line)
+        site.read_line(line)
     return site
 
 
 def test_the_innermost_frames_of_the_thread_that_crashed() -> None:
     site = site_of(PROGRAM)
-    innermost, *callers = site.place(0.0).split("; called from ")
+    innermost, *callers = site.wait(0.0).split("; called from ")
     assert innermost.endswith(", in string_at")
     assert callers == ["<string>, line 7, in forward", "<string>, line 9, in train"]
 
 
 def test_a_traceback_of_python_is_no_crash() -> None:
     site = site_of("raise ValueError")
-    assert site.place(0.01) == ""
+    assert site.wait(0.01) == ""
 
 
 def test_it_is_not_waited_for_once_there_are_no_more_lines() -> None:
-    site = CrashSite()
-    site.no_more()
-    assert site.place(60.0) == ""
+    site = CrashLocation()
+    site.close()
+    assert site.wait(60.0) == ""

@@ -18,8 +18,8 @@ def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
 def test_where_ctrl_c_is_ignored_the_programs_own_processes_can_be_interrupted() -> None:
     program = """
 import os, signal, subprocess
-from spark_elastic.worker.entry import hand_down_interrupts
-hand_down_interrupts()
+from spark_elastic.worker.entry import stop_ignoring_interrupts
+stop_ignoring_interrupts()
 os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C, which the driver answers
 helper = subprocess.Popen(["sleep", "60"])
 helper.send_signal(signal.SIGINT)

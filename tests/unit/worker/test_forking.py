@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.worker.forking import importable
+from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.function_program import FunctionProgram
 
 TORCH = ("torch", "torch._dynamo")
@@ -12,17 +12,17 @@ TORCH = ("torch", "torch._dynamo")
 
 @pytest.mark.parametrize("preload", [TORCH, ("torch", "spark_elastic.torch")])
 def test_torch_is_imported_before_the_fork(preload: tuple[str, ...]) -> None:
-    assert importable(FunctionProgram(print), preload, True) == preload
+    assert select_fork_imports(FunctionProgram(print), preload, True) == preload
 
 
 @pytest.mark.parametrize("preload", [(), ("keras",), ("torch", "keras"), ("tensorflow",), ("torch", "mine")])
 def test_what_may_not_bear_a_fork_is_spawned(preload: tuple[str, ...]) -> None:
-    assert importable(FunctionProgram(print), preload, True) == ()
+    assert select_fork_imports(FunctionProgram(print), preload, True) == ()
 
 
 def test_a_program_whose_environment_must_come_first_is_spawned() -> None:
-    assert importable(FunctionProgram(print, environment={"A": "1"}), TORCH, True) == ()
+    assert select_fork_imports(FunctionProgram(print, environment={"A": "1"}), TORCH, True) == ()
 
 
 def test_nothing_is_forked_where_that_is_not_wanted() -> None:
-    assert importable(FunctionProgram(print), TORCH, False) == ()
+    assert select_fork_imports(FunctionProgram(print), TORCH, False) == ()

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from spark_elastic.testing.fakes import FakeClock
-from spark_elastic.worker.child import LINE_AT_MOST, OVERWRITTEN_EVERY, lines
+from spark_elastic.worker.child import LINE_AT_MOST, PROGRESS_BAR_EVERY, read_lines
 
 
 class _Slowly(io.BytesIO):
@@ -17,7 +17,7 @@ class _Slowly(io.BytesIO):
         self._clock = clock
 
     def read1(self, size: int | None = -1, /) -> bytes:
-        self._clock.advance(OVERWRITTEN_EVERY / 2)
+        self._clock.advance(PROGRESS_BAR_EVERY / 2)
         return next(self._writes, b"")
 
 
@@ -31,13 +31,13 @@ class _Slowly(io.BytesIO):
     ],
 )
 def test_lines_are_told_as_they_were_printed(printed: bytes, told: list[str]) -> None:
-    assert list(lines(io.BytesIO(printed), FakeClock())) == told
+    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told
 
 
 @pytest.mark.parametrize("more", [0, 1, 7])
 def test_what_no_message_takes_comes_in_several_lines(more: int) -> None:
     printed = "é" * (2 * LINE_AT_MOST + more)
-    *told, last = lines(io.BytesIO(f"{printed}\nlast\n".encode()), FakeClock())
+    *told, last = read_lines(io.BytesIO(f"{printed}\nlast\n".encode()), FakeClock())
     assert last == "last"
     assert "".join(told) == printed
     assert [len(line) for line in told] == [LINE_AT_MOST, LINE_AT_MOST, more][: 3 if more else 2]
@@ -46,7 +46,7 @@ def test_what_no_message_takes_comes_in_several_lines(more: int) -> None:
 def test_a_progress_bar_is_told_now_and_then_and_as_it_ends() -> None:
     clock = FakeClock()
     states = [f"\r{number}/6".encode() for number in range(7)]
-    assert list(lines(_Slowly(*states, b"\ndone\n", clock=clock), clock)) == [
+    assert list(read_lines(_Slowly(*states, b"\ndone\n", clock=clock), clock)) == [
         "0/6",
         "2/6",
         "4/6",
@@ -65,4 +65,4 @@ def test_a_progress_bar_is_told_now_and_then_and_as_it_ends() -> None:
     ],
 )
 def test_a_bar_that_returns_after_each_state_is_told_as_it_ends(printed: bytes, told: list[str]) -> None:
-    assert list(lines(io.BytesIO(printed), FakeClock())) == told
+    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.worker.child import MemoryKills, counter
+from spark_elastic.worker.child import OomKillCounter, find_oom_counter
 
 V2 = "0::/pod/box\n"
 V1 = "9:name=systemd:/\n4:memory:/pod/box\n1:cpu:/\n0::/\n"
@@ -36,21 +36,21 @@ def machine(root: Path, groups: str, **counters: str) -> Path:
 def test_the_counter_is_found(groups: str, file: str, tmp_path: Path) -> None:
     counters = {"proc__vmstat": "oom_kill 7\n", file: "low 0\noom 1\noom_kill 7\n"}
     root = machine(tmp_path, groups, **counters)
-    assert counter(root) == root / file.replace("__", "/").replace("_DOT_", ".")
+    assert find_oom_counter(root) == root / file.replace("__", "/").replace("_DOT_", ".")
 
 
 def test_a_kill_counts_only_where_the_counter_rose(tmp_path: Path) -> None:
     file = machine(tmp_path, V2, sys__fs__cgroup__pod__box__memory_DOT_events="oom 1\noom_kill 1\n")
-    kills = MemoryKills(file)
+    kills = OomKillCounter(file)
     events = tmp_path / "sys/fs/cgroup/pod/box/memory.events"
-    assert not kills.explains(-9)
+    assert not kills.is_oom_kill(-9)
     events.write_text("oom 2\noom_kill 2\n")
-    assert kills.explains(-9)
-    assert not kills.explains(-9)
+    assert kills.is_oom_kill(-9)
+    assert not kills.is_oom_kill(-9)
     events.write_text("oom 2\noom_kill 3\n")
-    assert not kills.explains(1)
-    assert not kills.explains(-9), "that rise was before this process ended"
+    assert not kills.is_oom_kill(1)
+    assert not kills.is_oom_kill(-9), "that rise was before this process ended"
 
 
 def test_without_counters_nothing_is_explained(tmp_path: Path) -> None:
-    assert not MemoryKills(tmp_path).explains(-9)
+    assert not OomKillCounter(tmp_path).is_oom_kill(-9)

@@ -8,7 +8,12 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker import program as raised_module
-from spark_elastic.worker.program import LINE_AT_MOST, TRACEBACK_AT_MOST, fingerprint, traceback_of
+from spark_elastic.worker.program import (
+    LINE_AT_MOST,
+    TRACEBACK_AT_MOST,
+    compute_fingerprint,
+    format_traceback,
+)
 from spark_elastic.worker.script import Script
 
 
@@ -25,8 +30,8 @@ class Mute(Exception):
 
 
 def test_the_same_defect_has_the_same_fingerprint() -> None:
-    assert fingerprint(raised(ValueError("a"))) == fingerprint(raised(ValueError("a")))
-    assert fingerprint(raised(ValueError("a"))) != fingerprint(raised(ValueError("b")))
+    assert compute_fingerprint(raised(ValueError("a"))) == compute_fingerprint(raised(ValueError("a")))
+    assert compute_fingerprint(raised(ValueError("a"))) != compute_fingerprint(raised(ValueError("b")))
 
 
 @pytest.mark.parametrize(
@@ -39,15 +44,15 @@ def test_the_same_defect_has_the_same_fingerprint() -> None:
     ids=["a file name that is no text", "no message at all", "a tensor printed whole"],
 )
 def test_any_exception_can_be_told(error: Exception, says: str) -> None:
-    text = traceback_of(raised(error))
+    text = format_traceback(raised(error))
     text.encode()
     assert says in text
     assert len(text) < 2 * LINE_AT_MOST
-    assert len(fingerprint(raised(error))) == 16
+    assert len(compute_fingerprint(raised(error))) == 16
 
 
 def test_of_a_long_traceback_begin_and_end_are_kept() -> None:
-    text = traceback_of(raised(ValueError("\n".join(f"row {n} is bad" for n in range(50_000)))))
+    text = format_traceback(raised(ValueError("\n".join(f"row {n} is bad" for n in range(50_000)))))
     assert text.startswith("Traceback (most recent call last)")
     assert "ValueError: row 0 is bad" in text
     assert "characters are left out here" in text
@@ -62,7 +67,7 @@ def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
         Script.read(str(path))()
     ours = caught.value.__traceback__
     assert ours is not None
-    text = traceback_of(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
+    text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
     first, at, *_ = text.splitlines()
     assert (first, at.split(",")[0]) == ("Traceback (most recent call last):", f'  File "{path}"')
     assert text.endswith("ZeroDivisionError: division by zero\n")
@@ -79,7 +84,7 @@ def test_code_beside_ours_is_the_users() -> None:
         exec(code, {"int": as_number})
     ours = caught.value.__traceback__
     assert ours is not None
-    assert traceback_of(caught.value.with_traceback(ours.tb_next)).count(beside) == 2
+    assert format_traceback(caught.value.with_traceback(ours.tb_next)).count(beside) == 2
 
 
 def test_a_traceback_without_users_code_is_whole() -> None:
@@ -88,4 +93,4 @@ def test_a_traceback_without_users_code_is_whole() -> None:
     ours = caught.value.__traceback__
     assert ours is not None
     assert ours.tb_next is not None
-    assert "script.py" in traceback_of(caught.value.with_traceback(ours.tb_next))
+    assert "script.py" in format_traceback(caught.value.with_traceback(ours.tb_next))

@@ -7,23 +7,23 @@ import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.gate import GateLimits
-from spark_elastic.worker.program import MOST, check_result_size, decode, encode
+from spark_elastic.worker.program import RESULT_AT_MOST, check_result_size, decode_result, encode_result
 
 
 def test_any_object_comes_back() -> None:
     for value in (None, {"a": (1, 2.5)}, "text", b"bytes"):
-        assert decode(encode(value, 0), 0) == value
-    assert decode(encode(np.arange(3), 0), 0).tolist() == [0, 1, 2]
-    assert decode(encode(lambda x: x + 1, 0), 0)(2) == 3
+        assert decode_result(encode_result(value, 0), 0) == value
+    assert decode_result(encode_result(np.arange(3), 0), 0).tolist() == [0, 1, 2]
+    assert decode_result(encode_result(lambda x: x + 1, 0), 0)(2) == 3
 
 
 def test_a_worker_that_ended_without_a_result_counts_as_none() -> None:
-    assert decode("null", 0) is None
+    assert decode_result("null", 0) is None
 
 
 def test_what_cannot_be_pickled_is_one_sentence() -> None:
     with pytest.raises(InvalidInput, match="generator that cannot be pickled"):
-        encode((number for number in range(3)), 0)
+        encode_result((number for number in range(3)), 0)
 
 
 class _StaysAway(Exception):
@@ -35,13 +35,13 @@ class _StaysAway(Exception):
 
 def test_what_cannot_be_made_again_here_is_one_sentence() -> None:
     with pytest.raises(InvalidInput, match=r"on rank 3 .* cannot be read here \(TypeError: .*'where'"):
-        decode(encode(_StaysAway("back", "nowhere"), 3), 3)
+        decode_result(encode_result(_StaysAway("back", "nowhere"), 3), 3)
 
 
 def test_a_result_too_large_for_a_message_is_one_sentence() -> None:
-    assert len(encode(bytes(MOST - 1000), 0)) < GateLimits().body
+    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < GateLimits().body
     with pytest.raises(InvalidInput, match=r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"):
-        encode(bytes(MOST), 3)
+        encode_result(bytes(RESULT_AT_MOST), 3)
 
 
 def test_what_the_server_would_not_read_is_one_sentence() -> None:

@@ -99,7 +99,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.Mon
         "sys.exit(0)\n"
     )
     monkeypatch.chdir(tmp_path)
-    module, before = Module.found("package_to_run", "--lr", "0.1"), list(sys.path)
+    module, before = Module.find("package_to_run", "--lr", "0.1"), list(sys.path)
     monkeypatch.chdir("/")
     module()
     assert told.read_text() == "__main__ ['--lr', '0.1'] 7"
@@ -107,4 +107,4 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert b"from .near import value" in module.source
     for name in ("nowhere", "nowhere.train", "package_to_run.nowhere", "sys"):
         with pytest.raises(InvalidInput, match=f"no module '{name}' to run"):
-            Module.found(name)
+            Module.find(name)

@@ -18,7 +18,7 @@ from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
 from spark_elastic.rendezvous.messages import Asks, WorkerCalls
 from spark_elastic.worker.stack_sampler import (
-    DUMP,
+    DUMP_SIGNAL,
     StackReader,
     StackSampler,
     WaitRecordingAsks,
@@ -105,12 +105,12 @@ def test_a_dump_is_newer_than_the_sample() -> None:
 def test_the_main_thread_tells_its_stack_upon_the_signal(window: StackReader) -> None:
     sampler = StackSampler(window.activity, window.stacks, CLOCK)
     os.write(window.stacks, b"sampled (a.py:1)\n")
-    os.kill(os.getpid(), DUMP)
+    os.kill(os.getpid(), DUMP_SIGNAL)
     assert "test_the_main_thread_tells" in window.read(CLOCK.now()).stack
     sampler.start()
     assert until(lambda: sampled(window))
     sampler.close()
-    os.kill(os.getpid(), DUMP)  # one that comes late ends nothing
+    os.kill(os.getpid(), DUMP_SIGNAL)  # one that comes late ends nothing
 
 
 def sampled(window: StackReader) -> float:

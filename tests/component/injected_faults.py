@@ -1,6 +1,6 @@
-"""Blows in the middle of a training on processes, which stands still there until they have fallen, however late.
+"""Faults in the middle of a training on processes. Training waits at each place until its fault was injected.
 
-`await_blow` is called in workers, the rest by tests. They meet in a folder: a file stands for a blow to come.
+Workers call `await_fault`, tests call the rest. They communicate through a folder: a file stands for a planned fault.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import psutil
 
 from spark_elastic.testing.fakes import ProcessLauncher
 
-FOLDER = "ELASTIC_TEST_BLOWS"
-STEP = 8  # of an epoch, at whose beginning blows fall
+FOLDER = "ELASTIC_TEST_FAULTS"
+STEP = 8  # of an epoch, before which faults are injected
 LOOK_EVERY = 0.02  # seconds
 
 
-def await_blow(epoch: int, step: int, validates: bool = False) -> None:
-    """Wait for a blow at the beginning of a step, or of a step of the validation after the epoch."""
+def await_fault(epoch: int, step: int, validates: bool = False) -> None:
+    """Wait for a fault at the beginning of a step, or of a step of the validation after the epoch."""
     if FOLDER in os.environ and (validates or step == STEP):
         to_come = Path(os.environ[FOLDER], f"validation {epoch}" if validates else f"epoch {epoch}")
         while to_come.exists():
@@ -32,7 +32,7 @@ def await_blow(epoch: int, step: int, validates: bool = False) -> None:
 
 
 @contextmanager
-def blows(folder: Path, acts: Mapping[str, Callable[[], object]]) -> Iterator[None]:
+def inject_faults(folder: Path, acts: Mapping[str, Callable[[], object]]) -> Iterator[None]:
     """Trainings started inside stand still at those places, "epoch 0" or "validation 1", until that act is over.
 
     folder: to be made. acts: in the order of their places; each in a thread beside the test's.
@@ -52,7 +52,7 @@ def blows(folder: Path, acts: Mapping[str, Callable[[], object]]) -> Iterator[No
             finally:
                 (folder / place).unlink()
 
-    thread = threading.Thread(target=play, name="blows")
+    thread = threading.Thread(target=play, name="faults")
     os.environ[FOLDER] = str(folder)  # slots hand it down
     thread.start()
     try:
