@@ -198,12 +198,12 @@ def test_another_environment_takes_another_server(monkeypatch: pytest.MonkeyPatc
 SLOT = """
     import os, sys, signal
     sys.path[:0] = {path!r}
-    from spark_elastic.worker.forking import kept
+    from spark_elastic.worker.forking import fork_server_cache
     from test_forking import FORKED, Life
 
     if __name__ == "__main__":
         life = Life(FORKED, lambda: None)
-        sys.stdout.write(f"{{life.warm().pid}} {{kept.pid}}\\n")
+        sys.stdout.write(f"{{life.warm().pid}} {{fork_server_cache.pid}}\\n")
         sys.stdout.flush()
         signal.pause()
 """

@@ -190,7 +190,7 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_wi
 
 
 def test_memory_that_grows_is_told_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_agent, "LOOK_AGAIN", 0.05)
+    monkeypatch.setattr(slot_agent, "MEMORY_CHECK_EVERY", 0.05)
     looks: list[tuple[int, int | None]] = []
 
     def shortage(worker: int, spare: int | None, server: int | None) -> str | None:
