@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.parts.report import Row, finish, parser
-from spark_elastic.data.foreign import describe
+from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
@@ -51,13 +51,13 @@ class Case:
             table = pa.table({"x": pa.ListArray.from_arrays(offsets, flat), "y": rng.integers(0, 10, count)})
             pq.write_table(table, folder / f"{number}.parquet", row_group_size=group, use_dictionary=False)
         store = Store.open(str(folder))
-        return cls(folder, store, describe(store, ["x", "y"]))
+        return cls(folder, store, describe_parquet(store, ["x", "y"]))
 
 
 def ours(case: Case) -> int:
     """One epoch by the loader."""
     plan = DataPlan.for_run(
-        case.manifest.group_rows, BATCH, 3, 4, case.manifest.decoded_bytes_per_group(), 256 << 20
+        case.manifest.group_rows, BATCH, 3, 4, case.manifest.max_decoded_group_bytes(), 256 << 20
     )
     reader = open_reader("arrow", case.store, case.manifest)
     try:

@@ -24,7 +24,7 @@ from pyspark.sql.types import DoubleType, FloatType
 
 from benchmarks.parts.report import Row, finish, parser
 from spark_elastic.data.manifest import Column
-from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.predictor import TorchPredictor
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary
@@ -70,7 +70,7 @@ def seconds(df: DataFrame) -> float:
 
 
 def measure(df: DataFrame, rows: int, rounds: int) -> list[Row]:
-    model = ElasticTorchModel(Predictor(pack(net()), (Column("x", "float32", (WIDTH,)),)), FitSummary())
+    model = ElasticTorchModel(TorchPredictor(pack(net()), (Column("x", "float32", (WIDTH,)),)), FitSummary())
     by_batch, by_row = batched(), row_at_a_time()
     few = df.limit(rows // ONE_BY_ONE).cache()
     few.count()

@@ -14,7 +14,7 @@ import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import Entry, Store, clean, entries
+from spark_elastic.data.store import Store, StoreEntry, list_entries, remove_old_entries
 from spark_elastic.errors import ElasticError, InvalidInput
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -41,7 +41,7 @@ _OPTION = click.option(
 @_OPTION
 def ls(url: str, options: tuple[str, ...]) -> None:
     """List what is in the store at URL."""
-    _show(entries(_open_store(url, options)))
+    _show(list_entries(_open_store(url, options)))
 
 
 @store_group.command(name="clean")
@@ -51,7 +51,9 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 @_OPTION
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
     """Remove data sets and ended runs that nobody has written to for a while."""
-    gone = clean(_open_store(url, options), parse_age(older_than), SystemClock().wall(), unfinished)
+    gone = remove_old_entries(
+        _open_store(url, options), parse_age(older_than), SystemClock().wall(), unfinished
+    )
     _show(gone)
     click.echo(f"removed {len(gone)}, {sum(each.bytes for each in gone):,} bytes")
 
@@ -74,12 +76,12 @@ def _open_store(url: str, options: tuple[str, ...]) -> Store:
     return Store.open(url, **pairs)
 
 
-def _show(shown: list[Entry]) -> None:
+def _show(shown: list[StoreEntry]) -> None:
     for each in shown:
         when = (
             "unknown"
-            if each.changed is None
-            else f"{datetime.fromtimestamp(each.changed, UTC):%Y-%m-%d %H:%M}"
+            if each.modified is None
+            else f"{datetime.fromtimestamp(each.modified, UTC):%Y-%m-%d %H:%M}"
         )
         state = "unfinished" if each.needed else ""
         click.echo(f"{each.kind:6} {each.bytes:>15,} {when:16} {each.name} {state}".rstrip())

@@ -21,12 +21,12 @@ import numpy.typing as npt
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan, EpochOrder, Int64s, LaneRows, RankBlock
-from spark_elastic.data.reading.decoding import Decoded, Reader, nbytes
+from spark_elastic.data.plan import DataPlan, EpochPermutation, Int64s, LaneRows, RankBlock
+from spark_elastic.data.reading.decoding import ColumnArrays, Reader, nbytes
 from spark_elastic.errors import StoreError
 
 
-class DecodeAhead:
+class DecodePrefetcher:
     """Lies between a reader and the one thread that fetches, which enters and leaves it as a context."""
 
     def __init__(self, reader: Reader, most: int, answered: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class DecodeAhead:
         self._stopped = False
         self._thread = threading.Thread(target=self._decode, name="decode-ahead", daemon=True)
 
-    def __enter__(self) -> DecodeAhead:
+    def __enter__(self) -> DecodePrefetcher:
         if self._most:
             try:
                 self._thread.start()
@@ -72,7 +72,7 @@ class DecodeAhead:
                 self._wanted.update(dict.fromkeys(groups))
                 self._wake()
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         """See `Reader.fetch`. What was not decoded ahead by now is decoded here."""
         if self._most:
             with self._changed:
@@ -145,7 +145,7 @@ class StepRows:
     step: int
     planned: int
     row_ids: Int64s
-    columns: Decoded
+    columns: ColumnArrays
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -170,18 +170,22 @@ class StepLoader:
         self._reader = reader
         self._columns = tuple(columns)
         self._prefetch = prefetch or Prefetch()
-        self._order: EpochOrder | None = None
+        self._order: EpochPermutation | None = None
 
     def steps(self, epoch: int, first_step: int, rank: int, size: int) -> StepStream:
         """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside."""
         # A closed stream gives its order back, so that a resize does not permute everything again.
         order, self._order = self._order, None
         if order is None or order.epoch != epoch:
-            order = self.plan.order(epoch)
+            order = self.plan.permute_epoch(epoch)
         return StepStream(self, order, first_step, rank, size)
 
     def gather(
-        self, epoch: int, block: RankBlock, fetch: Callable[[int], Decoded], release: Callable[[int], None]
+        self,
+        epoch: int,
+        block: RankBlock,
+        fetch: Callable[[int], ColumnArrays],
+        release: Callable[[int], None],
     ) -> list[StepRows]:
         """Read the rows of a block in the calling thread. release: called with row groups it needs no more."""
         ids, columns = self._empty(block.count, block.length)
@@ -189,7 +193,7 @@ class StepLoader:
         widest = max((lane.width for lane in block.lanes), default=0)
         lane_ids, lane_columns = self._empty(block.count * widest)
         left = Counter(block.groups)  # times that each is still to be taken from
-        decoded: Decoded = {}
+        decoded: ColumnArrays = {}
         fetched = -1  # the row group of `decoded`, which two lanes that meet in it share
         for lane in block.lanes:
             taken = 0
@@ -219,19 +223,19 @@ class StepLoader:
             for n in range(block.count)
         ]
 
-    def _empty(self, *shape: int) -> tuple[Int64s, Decoded]:
+    def _empty(self, *shape: int) -> tuple[Int64s, ColumnArrays]:
         """Memory for row ids, and for the values of each column, of so many rows."""
         return np.empty(shape, np.int64), {
             column.name: np.empty((*shape, *column.shape), column.dtype) for column in self._columns
         }
 
-    def _finished(self, order: EpochOrder) -> None:
+    def _finished(self, order: EpochPermutation) -> None:
         self._order = order
 
 
 def _put(lane: LaneRows, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     """Rows of a lane, step by step, to their places in each step. out: (steps, rows, ...)"""
-    out[:, lane.place : lane.place + lane.width] = rows.reshape(len(out), lane.width, *rows.shape[1:])
+    out[:, lane.offset : lane.offset + lane.width] = rows.reshape(len(out), lane.width, *rows.shape[1:])
 
 
 class _Closed(Exception):
@@ -241,7 +245,9 @@ class _Closed(Exception):
 class StepStream:
     """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead."""
 
-    def __init__(self, loader: StepLoader, order: EpochOrder, first_step: int, rank: int, size: int) -> None:
+    def __init__(
+        self, loader: StepLoader, order: EpochPermutation, first_step: int, rank: int, size: int
+    ) -> None:
         self._loader = loader
         self._order = order
         self._next = first_step
@@ -258,7 +264,7 @@ class StepStream:
         self._answered = 0.0  # when the newest row group was there
         self._failed: BaseException | None = None
         self._closed = False
-        self._ahead = DecodeAhead(loader._reader, self._groups_ahead(), self._note_answer)
+        self._ahead = DecodePrefetcher(loader._reader, self._groups_ahead(), self._note_answer)
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
 
     def __enter__(self) -> StepStream:
@@ -337,7 +343,7 @@ class StepStream:
         uses: Counter[int] = Counter()  # of each row group, in the blocks that are coming
 
         def release(group: int) -> None:
-            if not uses[group] and not (coming and group in self._order.entered):
+            if not uses[group] and not (coming and group in self._order.open_groups):
                 del uses[group]
                 self._ahead.release(group)
 
@@ -360,7 +366,7 @@ class StepStream:
                 self._ready_bytes += sum(sizes)
                 self._changed.notify_all()
 
-    def _fetched(self, group: int) -> Decoded:
+    def _fetched(self, group: int) -> ColumnArrays:
         decoded = self._ahead.fetch(group)
         if self._closed:
             raise _Closed
@@ -374,7 +380,7 @@ class StepStream:
         plan, step, count = self._loader.plan, self._next, 1
         while step < plan.steps:
             room = self._limit.bytes // 2 // self._most(step)
-            count = max(1, min(count, plan.alike(step), self._limit.steps // 2, room))
+            count = max(1, min(count, plan.count_equal_steps(step), self._limit.steps // 2, room))
             yield self._order.block(step, count, self._rank, self._size)
             step += count
             count *= 2

@@ -56,8 +56,8 @@ class RowGroup:
     index: int
     rows: int
     bytes: int
-    first: int = 0
-    of: int = 0
+    first_row: int = 0
+    parent_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Manifest:
                 return column
         raise InvalidInput(f"The data set has no column {name!r}; it has {[c.name for c in self.columns]}.")
 
-    def decoded_bytes_per_group(self, names: Iterable[str] | None = None) -> int:
+    def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the largest row group in memory, of all columns or of those named."""
         columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
         row = sum(column.row_bytes for column in columns)

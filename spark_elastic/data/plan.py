@@ -1,7 +1,7 @@
 """Which rows a step of an epoch takes, and which of them a rank takes: arithmetic, pure.
 
 Owns the order of an epoch and its cut into lanes, steps and shares (docs/protocol.md, "The data plan, exactly").
-Knows no file, no column and no thread; progress is the step's number alone. `DataPlan` is a value. `EpochOrder`
+Knows no file, no column and no thread; progress is the step's number alone. `DataPlan` is a value. `EpochPermutation`
 keeps permutations and belongs to the one thread that uses it.
 """
 
@@ -38,7 +38,7 @@ def permutation(length: int, *words: int) -> Int64s:
     return np.argsort(keys).astype(np.int64, copy=False)
 
 
-def draws(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
+def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
     """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `permutation` does."""
     seeds = _mixed(np.uint64(_seeded(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -85,7 +85,7 @@ class LaneRows:
     """What one lane gives to a rank in steps that follow one another: `width` rows of each step, at the same places of
     its share, from `place` on. runs: row groups and rows inside them, all steps' together, step by step."""
 
-    place: int
+    offset: int
     width: int
     runs: tuple[tuple[int, Int64s], ...]
 
@@ -121,7 +121,7 @@ class DataPlan:
     seed: int
     lanes: int
     shuffle: bool = True
-    _last: list[EpochOrder] = field(default_factory=list, init=False, repr=False, compare=False)
+    _last: list[EpochPermutation] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -147,7 +147,7 @@ class DataPlan:
         global_batch: int,
         seed: int,
         max_workers: int,
-        decoded_bytes_per_group: int,
+        decoded_group_bytes: int,
         budget_bytes: int,
         shuffle: bool = True,
     ) -> DataPlan:
@@ -158,7 +158,7 @@ class DataPlan:
         and the one that is decoded next.
         """
         single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle)
-        affordable = budget_bytes // max(1, decoded_bytes_per_group) - 2
+        affordable = budget_bytes // max(1, decoded_group_bytes) - 2
         lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), max(1, affordable))
         return cls(single.row_groups, global_batch, seed, lanes, shuffle)
 
@@ -191,14 +191,14 @@ class DataPlan:
         """Rows of the first `step` steps of an epoch."""
         return self.base_rows * step + min(step, self.longer_steps)
 
-    def order(self, epoch: int) -> EpochOrder:
+    def permute_epoch(self, epoch: int) -> EpochPermutation:
         """A new order of an epoch, for one thread. Costs a permutation of the row groups."""
-        return EpochOrder(self, epoch)
+        return EpochPermutation(self, epoch)
 
     def share(self, epoch: int, step: int, rank: int, size: int) -> RankRows:
         """The rows of `rank` in a step of a world of `size` ranks; the last epoch's order is kept, for one thread."""
         if not self._last or self._last[0].epoch != epoch:
-            self._last[:] = [self.order(epoch)]
+            self._last[:] = [self.permute_epoch(epoch)]
         return self._last[0].share(step, rank, size)
 
     def row_ids(self, share: RankRows) -> Int64s:
@@ -211,13 +211,13 @@ class DataPlan:
         return np.array([*accumulate(self.row_groups, initial=0)][:-1], dtype=np.int64)
 
     @cached_property
-    def lane_places(self) -> list[tuple[int, int]]:
+    def lane_bounds(self) -> list[tuple[int, int]]:
         """Each lane's places in every step, from the first to behind the last; at the end those of the rows that only
         longer steps have, which are as good as a lane of one place."""
         cuts = [lane * self.base_rows // self.lanes for lane in range(self.lanes + 1)]
         return [*pairwise(cuts), (self.base_rows, self.base_rows + 1)]
 
-    def alike(self, step: int) -> int:
+    def count_equal_steps(self, step: int) -> int:
         """How many steps, from this one on, have as many rows."""
         return (self.longer_steps if step < self.longer_steps else self.steps) - step
 
@@ -226,7 +226,7 @@ class DataPlan:
             raise InvalidInput(f"Step {step} is not in an epoch of {self.steps} steps.")
 
 
-class EpochOrder:
+class EpochPermutation:
     """The order of one epoch's rows: row groups shuffled, rows shuffled inside each, lazily. For one thread.
 
     Keeps the permutations of the row groups that lanes are in, and no more. Lanes in the same one share it.
@@ -243,7 +243,7 @@ class EpochOrder:
         self._permuted: dict[int, Int64s] = {}  # the orders of those
 
     @property
-    def entered(self) -> Collection[int]:
+    def open_groups(self) -> Collection[int]:
         """The row groups that the lanes are in, at the end of what was last asked for."""
         return self._permuted.keys()
 
@@ -263,7 +263,7 @@ class EpochOrder:
         planned = self.plan.step_size(first)
         start, stop = planned * rank // size, planned * (rank + 1) // size
         lanes = []
-        for lane, (low, high) in enumerate(self.plan.lane_places):
+        for lane, (low, high) in enumerate(self.plan.lane_bounds):
             a, b = max(low, start), min(high, stop)
             if a < b:
                 runs = self._runs(lane, first, count, (a - low, b - low))
@@ -274,7 +274,7 @@ class EpochOrder:
         self, lane: int, first: int, count: int, taken: tuple[int, int]
     ) -> tuple[tuple[int, Int64s], ...]:
         """What a lane gives to `count` steps; taken: of its places in a step, from the first to behind the last."""
-        low, high = self.plan.lane_places[lane]
+        low, high = self.plan.lane_bounds[lane]
         width, runs = high - low, []
         begin = at = self.plan.steps * low + first * width  # in the epoch's order
         end = begin + count * width

@@ -35,7 +35,7 @@ TEMPORARY = ".part-"  # how the names of files begin that are still being writte
 _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
-def create(path: str, data: bytes) -> bool:
+def create_file(path: str, data: bytes) -> bool:
     """A new local file, unless there is one of that name; of several who try at once, one gets True."""
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
@@ -58,7 +58,7 @@ def create(path: str, data: bytes) -> bool:
     return True
 
 
-def replace(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
+def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
     """Write a file of an fsspec file system, in place of the one of that name."""
     temporary = _temporary(path.rpartition("/")[0])
     try:
@@ -115,7 +115,7 @@ def _is_unsupported(error: Exception) -> bool:
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
 
-def url_of(given: object) -> str:
+def parse_store_url(given: object) -> str:
     """A store as an argument named it. Raises InvalidInput for what is neither path nor url."""
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -127,12 +127,12 @@ def url_of(given: object) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class ObjectInfo:
     """An object that was listed. changed: seconds since 1970, None where the store does not say."""
 
     name: str
     bytes: int
-    changed: float | None
+    modified: float | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Store:
     @classmethod
     def open(cls, url: str | os.PathLike[str], **storage_options: Any) -> Store:
         """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's."""
-        url = url_of(url)
+        url = parse_store_url(url)
         if not url:
             raise InvalidInput(
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
@@ -165,12 +165,12 @@ class Store:
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"))
 
-    def clean(self, older_than: float, unfinished: bool = False) -> Sequence[Entry]:
+    def clean(self, older_than: float, unfinished: bool = False) -> Sequence[StoreEntry]:
         """Remove, and return, what this package wrote here and nobody has written to for `older_than` seconds.
 
         unfinished: also runs that could be taken up again, and their rows.
         """
-        return clean(self, older_than, SystemClock().wall(), unfinished)
+        return remove_old_entries(self, older_than, SystemClock().wall(), unfinished)
 
     @property
     def is_local(self) -> bool:
@@ -213,7 +213,7 @@ class Store:
                 self.filesystem.pipe_file(path, data)
                 return
             self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            replace(self.filesystem, path, data, local=self.is_local)
+            replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
         """Write an object, and read it back where the store is no local file system: somebody will rely on it (R15)."""
@@ -230,7 +230,7 @@ class Store:
         with self._told("create", name):
             path = self.path(name)
             if self.is_local:
-                return create(path, data)
+                return create_file(path, data)
             if not _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             try:
@@ -250,7 +250,7 @@ class Store:
             self.filesystem.invalidate_cache()
             return bool(self.filesystem.exists(self.path(name)))
 
-    def find(self, name: str = "") -> Sequence[Found]:
+    def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
         with self._told("list", name):
             self.filesystem.invalidate_cache()
@@ -258,7 +258,7 @@ class Store:
             found = self.filesystem.find(folder, detail=True)
             start = len(self.root) + 1
             return [
-                Found(path[start:], int(info.get("size") or 0), _changed(info))
+                ObjectInfo(path[start:], int(info.get("size") or 0), _changed(info))
                 for path, info in sorted(found.items())
                 if not path.rpartition("/")[2].startswith(TEMPORARY)
             ]
@@ -341,13 +341,13 @@ DEAD = "ZX"  # states of a process that has ended, though nobody may have asked 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A folder for as long as the block takes."""
-    sweep()
+    remove_stale_folders()
     me = os.getpid()
     with tempfile.TemporaryDirectory(prefix=f"{_here()}-{me}-{_started(me)}-") as folder:
         yield Path(folder)
 
 
-def sweep() -> None:
+def remove_stale_folders() -> None:
     """Remove the folders that dead processes of this machine have left."""
     here = _here()
     try:
@@ -379,7 +379,7 @@ _KINDS = {"data": "data", "runs": "run", "probes": "probe", "mail": "mail"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoreEntry:
     """A folder of the store. kind: data, run, probe or mail. changed: of its newest object, seconds since 1970.
 
     needed: it is an unfinished run, or rows that one reads.
@@ -388,11 +388,11 @@ class Entry:
     name: str
     kind: str
     bytes: int
-    changed: float | None
+    modified: float | None
     needed: bool
 
 
-def entries(store: Store) -> list[Entry]:
+def list_entries(store: Store) -> list[StoreEntry]:
     """Everything that this package wrote there, by name."""
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
@@ -404,7 +404,7 @@ def entries(store: Store) -> list[Entry]:
             continue
         name = f"{kind}/{rest.partition('/')[0]}"
         sizes[name] = sizes.get(name, 0) + found.bytes
-        ages = [each for each in (changed.get(name), found.changed) if each is not None]
+        ages = [each for each in (changed.get(name), found.modified) if each is not None]
         changed[name] = max(ages, default=None)
         if found.name == f"{name}/run.json":
             runs.add(name)
@@ -412,10 +412,14 @@ def entries(store: Store) -> list[Entry]:
             ended.add(name)
     unfinished = runs - ended
     needed = unfinished | {rows for run in unfinished for rows in _rows_of(store, run)}
-    return [Entry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(sizes)]
+    return [
+        StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(sizes)
+    ]
 
 
-def clean(store: Store, older_than: float, now: float, unfinished: bool = False) -> list[Entry]:
+def remove_old_entries(
+    store: Store, older_than: float, now: float, unfinished: bool = False
+) -> list[StoreEntry]:
     """Remove what was last written more than `older_than` seconds before `now`, and return it.
 
     unfinished: also runs that could be taken up again, and their rows. Where the store does not say when something was
@@ -423,7 +427,9 @@ def clean(store: Store, older_than: float, now: float, unfinished: bool = False)
     """
     if older_than < 0:
         raise InvalidInput(f"older_than is {older_than} seconds: it must not be negative.")
-    old = [each for each in entries(store) if each.changed is not None and each.changed < now - older_than]
+    old = [
+        each for each in list_entries(store) if each.modified is not None and each.modified < now - older_than
+    ]
     gone = [each for each in old if unfinished or not each.needed]
     for each in gone:
         store.remove_tree(each.name)

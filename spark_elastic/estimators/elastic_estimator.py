@@ -20,7 +20,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.fit_rows import FileRows, RowSource, TableRows
-from spark_elastic.estimators.params import REFUSED, EstimatorParams, names, translated
+from spark_elastic.estimators.params import REFUSED, EstimatorParams, to_names, translate_names
 from spark_elastic.estimators.transformer import ElasticModel
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
-    def _begin(self, given: Mapping[str, Any]) -> None:
+    def _set_given(self, given: Mapping[str, Any]) -> None:
         """Take the constructor's defaults, and what was given."""
         # A user's subclass need not name the keywords again.
         constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
@@ -51,7 +51,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     def setParams(self, **values: Any) -> Self:
         """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
-        values = translated(values, self.hasParam, self.refused)
+        values = translate_names(values, self.hasParam, self.refused)
         settings = {name: value for name, value in values.items() if not self.hasParam(name)}
         known = {field.name for field in dataclasses.fields(ElasticConfig)}
         for name in settings.keys() - known:
@@ -77,26 +77,28 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             StoreError: no Parquet files, or one that cannot be read.
         """
         options = self.getOrDefault("storage_options") or {}
-        seen = [] if validation_paths is None else names(validation_paths)
-        return self._fitted(FileRows.found(SparkSession.getActiveSession(), names(paths), seen, options))
+        seen = [] if validation_paths is None else to_names(validation_paths)
+        return self._fit_rows(
+            FileRows.locate(SparkSession.getActiveSession(), to_names(paths), seen, options)
+        )
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
         """As Spark ML's. InvalidInput where fits would share a `run_id`: each is a run of its own."""
-        check_runs(self.getOrDefault("run_id"), [each.get(self.run_id) for each in paramMaps])
+        check_run_ids(self.getOrDefault("run_id"), [each.get(self.run_id) for each in paramMaps])
         return super().fitMultiple(dataset, paramMaps)
 
     def _fit(self, dataset: DataFrame) -> Any:
-        return self._fitted(TableRows(dataset))
+        return self._fit_rows(TableRows(dataset))
 
     @abstractmethod
-    def _fitted(self, rows: RowSource) -> ElasticModel:
+    def _fit_rows(self, rows: RowSource) -> ElasticModel:
         """What a training on the rows gives."""
 
     @property
     def _values(self) -> dict[str, Any]:
         return {param.name: self.getOrDefault(param) for param in self.params}
 
-    def _hand_down(self, model: ElasticModel, activation: str | None) -> None:
+    def _copy_params_to(self, model: ElasticModel, activation: str | None) -> None:
         """The fitted model's own parameters. activation: what the loss says."""
         for param in model.params:
             if self.isDefined(param.name):
@@ -105,11 +107,11 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             model._set(activation=activation)
 
     @abstractmethod
-    def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+    def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """Parameters that JSON cannot hold, as bytes by name."""
 
     @abstractmethod
-    def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
+    def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         """What was packed."""
 
 
@@ -129,9 +131,9 @@ class _Writer(saving.OverwritingWriter):
         plain = {name: value for name, value in values.items() if name not in objects}
         extra = {"format": saving.FORMAT}
         DefaultParamsWriter.saveMetadata(
-            estimator, path, saving.scope(self.sparkSession), extraMetadata=extra, paramMap=plain
+            estimator, path, saving.metadata_session(self.sparkSession), extraMetadata=extra, paramMap=plain
         )
-        saving.write(self.sparkSession, path, estimator._packed(objects))
+        saving.write(self.sparkSession, path, estimator._pack_objects(objects))
 
 
 class EstimatorReader(MLReader[Any]):
@@ -140,18 +142,18 @@ class EstimatorReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.upgraded(
-            DefaultParamsReader.loadMetadata(path, saving.scope(self.sparkSession)), path
+        metadata = saving.check_format(
+            DefaultParamsReader.loadMetadata(path, saving.metadata_session(self.sparkSession)), path
         )
         estimator: Any = self._cls()
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-        objects = estimator._unpacked(saving.read(self.sparkSession, path))
+        objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
         estimator._set(**{**metadata["paramMap"], **objects})
         return estimator
 
 
-def check_runs(own: str | None, given: Sequence[str | None]) -> None:
+def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
     """own: the estimator's run_id. given: those of the param maps of several fits."""
     found = [own if each is None else each for each in given]
     named = [each for each in found if each is not None]

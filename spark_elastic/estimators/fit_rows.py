@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from spark_elastic.data.foreign import describe, locate
+from spark_elastic.data.existing_parquet import describe_parquet, locate_files
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.spark.dataframes.materialize import (
     How,
-    Split,
-    Writing,
-    difference,
+    ValidationSplit,
+    WriteOptions,
+    find_difference,
     materialize,
     materialize_split,
 )
-from spark_elastic.spark.dataframes.scan import Missing
-from spark_elastic.spark.dataframes.schema import check_columns, check_marks
+from spark_elastic.spark.dataframes.scan import MissingValues
+from spark_elastic.spark.dataframes.schema import check_columns, check_validation_column
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 
@@ -47,20 +47,20 @@ class RowSource(Protocol):
     @property
     def session(self) -> SparkSession: ...
 
-    def check(self, request: Request) -> None:
+    def check(self, request: FitRequest) -> None:
         """InvalidInput where the columns cannot be what the request says; starts no job."""
         ...
 
-    def validates(self, request: Request) -> bool:
+    def has_validation(self, request: FitRequest) -> bool:
         """Whether there are rows to validate with after each epoch."""
         ...
 
-    def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
+    def check_same_rows(self, request: FitRequest, record: RunRecord, run_id: str) -> None:
         """InvalidInput where the run was begun on other rows (R19); may start a job."""
         ...
 
-    def held(
-        self, request: Request, store: Store, run: RunLease
+    def materialize_rows(
+        self, request: FitRequest, store: Store, run: RunLease
     ) -> AbstractContextManager[tuple[RunRecord, Store]]:
         """The run's record, and the store that its rows lie in, for as long as the run needs them."""
         ...
@@ -77,7 +77,7 @@ class TableRows:
     def session(self) -> SparkSession:
         return self._df.sparkSession
 
-    def check(self, request: Request) -> None:
+    def check(self, request: FitRequest) -> None:
         if self._df.isStreaming:
             raise InvalidInput(
                 "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
@@ -90,12 +90,12 @@ class TableRows:
             transformed=request.brought.transformation is not None,
         )
         if isinstance(request.validation, str):
-            check_marks(self._df.schema, request.validation)
+            check_validation_column(self._df.schema, request.validation)
 
-    def validates(self, request: Request) -> bool:
+    def has_validation(self, request: FitRequest) -> bool:
         return request.validation is not None
 
-    def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
+    def check_same_rows(self, request: FitRequest, record: RunRecord, run_id: str) -> None:
         if "://" in record.data:
             raise InvalidInput(
                 f"run_id {run_id!r} was begun by fit_on_parquet on {record.data}: go on with that, or use another "
@@ -103,9 +103,9 @@ class TableRows:
             )
         if record.manifest == self._known:
             return
-        validating = record.validating()
-        written = [record.rows(), *([] if validating is None else [validating[0]])]
-        found = difference(self._df, request.used_cols, _how(request), written)
+        validating = record.load_validation()
+        written = [record.load_manifest(), *([] if validating is None else [validating[0]])]
+        found = find_difference(self._df, request.used_cols, _how(request), written)
         if found is not None:
             raise InvalidInput(
                 f"run_id {run_id!r} was begun with another table ({found}): go on with the same, or use another run_id."
@@ -113,7 +113,9 @@ class TableRows:
         self._known = record.manifest
 
     @contextmanager
-    def held(self, request: Request, store: Store, run: RunLease) -> Iterator[tuple[RunRecord, Store]]:
+    def materialize_rows(
+        self, request: FitRequest, store: Store, run: RunLease
+    ) -> Iterator[tuple[RunRecord, Store]]:
         """The rows are written for later fits, too (`keep_data`), or to a folder of the run until it has succeeded.
 
         A run that goes on goes on with the rows that it was begun with.
@@ -123,7 +125,7 @@ class TableRows:
         if record is None:
             try:
                 manifest, seen = _written(self._df, request, _inside(store, own))
-                record = recorded(request, own, manifest, seen)
+                record = build_record(request, own, manifest, seen)
                 run.check()
                 record.save(store, run.run_id)
             except BaseException:
@@ -131,13 +133,13 @@ class TableRows:
                 raise
             self._known = record.manifest
         else:
-            self.check_same(request, record, run.run_id)
-        with forgotten_unless_it_goes_on(request, store, run, record.data):
+            self.check_same_rows(request, record, run.run_id)
+        with release_rows_after_run(request, store, run, record.data):
             yield record, _inside(store, record.data)
 
 
 @contextmanager
-def forgotten_unless_it_goes_on(request: Request, store: Store, run: RunLease, rows: str) -> Iterator[None]:
+def release_rows_after_run(request: FitRequest, store: Store, run: RunLease, rows: str) -> Iterator[None]:
     """Afterwards, `rows`, a folder of the run ("": none), go; they and the record of a run that can go on stay."""
     try:
         yield
@@ -150,17 +152,17 @@ def forgotten_unless_it_goes_on(request: Request, store: Store, run: RunLease, r
     run.release(rows)
 
 
-def recorded(request: Request, data: str, manifest: Manifest, seen: Manifest | None) -> RunRecord:
+def build_record(request: FitRequest, data: str, manifest: Manifest, seen: Manifest | None) -> RunRecord:
     """The record of a new run on these rows, which lie in `data`; `seen`: those that validate."""
     validation = None if seen is None else (seen, _validation_plan(request, seen))
-    return RunRecord.of(request, data, (manifest, _plan(request, manifest)), validation)
+    return RunRecord.create(request, data, (manifest, _plan(request, manifest)), validation)
 
 
 def _inside(store: Store, folder: str) -> Store:
     return dataclasses.replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
 
 
-def _goes_on(request: Request, store: Store, run_id: str) -> bool:
+def _goes_on(request: FitRequest, store: Store, run_id: str) -> bool:
     """Whether something of the failed run is worth its rows' room."""
     try:
         return request.store is not None and bool(CheckpointStore(store, run_id).published())
@@ -168,7 +170,7 @@ def _goes_on(request: Request, store: Store, run_id: str) -> bool:
         return True  # for all that is known
 
 
-def _written(df: DataFrame, request: Request, store: Store) -> tuple[Manifest, Manifest | None]:
+def _written(df: DataFrame, request: FitRequest, store: Store) -> tuple[Manifest, Manifest | None]:
     """Rows to train on, and rows to validate with."""
     how = _how(request)
     if how.split is None:
@@ -176,34 +178,34 @@ def _written(df: DataFrame, request: Request, store: Store) -> tuple[Manifest, M
     return materialize_split(df, request.used_cols, store, how.split, how.writing)
 
 
-def _how(request: Request) -> How:
-    writing = Writing(transformed=request.brought.transformation is not None, missing=request.missing)
+def _how(request: FitRequest) -> How:
+    writing = WriteOptions(transformed=request.brought.transformation is not None, missing=request.missing)
     if request.validation is None:
         return How(writing, None)
     column = request.validation if isinstance(request.validation, str) else None
     fraction = 0.0 if isinstance(request.validation, str) else request.validation
-    return How(writing, Split(fraction, column, request.seed))
+    return How(writing, ValidationSplit(fraction, column, request.seed))
 
 
-def _validation_plan(request: Request, seen: Manifest) -> DataPlan:
+def _validation_plan(request: FitRequest, seen: Manifest) -> DataPlan:
     return DataPlan.for_run(
         seen.group_rows,
         (request.val_batch_size or request.batch_size) * request.num_workers,
         request.seed,
         request.max_workers,
-        seen.decoded_bytes_per_group(),
+        seen.max_decoded_group_bytes(),
         DEFAULT_CACHE_BYTES,
         shuffle=False,
     )
 
 
-def _plan(request: Request, manifest: Manifest) -> DataPlan:
+def _plan(request: FitRequest, manifest: Manifest) -> DataPlan:
     return DataPlan.for_run(
         manifest.group_rows,
         request.global_batch,
         request.seed,
         request.max_workers,
-        manifest.decoded_bytes_per_group(),
+        manifest.max_decoded_group_bytes(),
         DEFAULT_CACHE_BYTES,
         request.shuffle,
     )
@@ -227,7 +229,7 @@ class FileRows:
         self._described: tuple[Manifest, Manifest | None] | None = None
 
     @classmethod
-    def found(
+    def locate(
         cls,
         session: SparkSession | None,
         paths: Sequence[str],
@@ -239,17 +241,17 @@ class FileRows:
             raise InvalidInput("There is no active Spark session: create one, as for `fit`.")
         if not paths:
             raise InvalidInput("paths is empty: name a Parquet file or a folder.")
-        files, names = locate([*paths, *validation_paths], storage_options)
+        files, names = locate_files([*paths, *validation_paths], storage_options)
         return cls(session, files, names[: len(paths)], names[len(paths) :])
 
-    def check(self, request: Request) -> None:
+    def check(self, request: FitRequest) -> None:
         """Reads the files' footers, too."""
         if request.validation is not None:
             raise InvalidInput(
                 "validation splits a table while it is written; fit_on_parquet reads files as they are: give "
                 "validation_paths instead."
             )
-        if request.missing != Missing():
+        if request.missing != MissingValues():
             raise InvalidInput(
                 "missing leaves out rows while a table is written; fit_on_parquet reads files as they are: use fit, or "
                 "write the files without those rows."
@@ -260,32 +262,34 @@ class FileRows:
         )
         _same_columns(*self._described)
 
-    def validates(self, request: Request) -> bool:
+    def has_validation(self, request: FitRequest) -> bool:
         return bool(self._seen)
 
     @contextmanager
-    def held(self, request: Request, store: Store, run: RunLease) -> Iterator[tuple[RunRecord, Store]]:
+    def materialize_rows(
+        self, request: FitRequest, store: Store, run: RunLease
+    ) -> Iterator[tuple[RunRecord, Store]]:
         """A run that goes on needs the files that it was begun with."""
         assert self._described is not None
         record = RunRecord.load(store, run.run_id)
         if record is None:
-            record = recorded(request, self._files.url, *self._described)
+            record = build_record(request, self._files.url, *self._described)
             run.check()
             record.save(store, run.run_id)
         else:
-            self.check_same(request, record, run.run_id)
-        with forgotten_unless_it_goes_on(request, store, run, ""):
+            self.check_same_rows(request, record, run.run_id)
+        with release_rows_after_run(request, store, run, ""):
             yield record, self._files
 
-    def _describe(self, request: Request, names: Sequence[str]) -> Manifest:
+    def _describe(self, request: FitRequest, names: Sequence[str]) -> Manifest:
         transformed = request.brought.transformation is not None
-        return describe(self._files, request.used_cols, transformed, names=names)
+        return describe_parquet(self._files, request.used_cols, transformed, names=names)
 
-    def check_same(self, request: Request, record: RunRecord, run_id: str) -> None:
+    def check_same_rows(self, request: FitRequest, record: RunRecord, run_id: str) -> None:
         assert self._described is not None
         manifest, seen = self._described
-        before = record.validating()
-        if record.rows() != manifest or (None if before is None else before[0]) != seen:
+        before = record.load_validation()
+        if record.load_manifest() != manifest or (None if before is None else before[0]) != seen:
             raise InvalidInput(
                 f"run_id {run_id!r} was begun on other files than those now in {self._files.url}, or on a table: bring "
                 "them back, or use another run_id."

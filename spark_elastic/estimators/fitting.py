@@ -23,14 +23,14 @@ import cloudpickle
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.reading.readers import some_row
+from spark_elastic.data.reading.readers import read_sample_row
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store, scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.launch.job import LaunchResult, make_limits
 from spark_elastic.launch.job_monitor import WorldSpan
 from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
@@ -77,7 +77,7 @@ class Fitted:
     sample: list[Any] | None = None
 
 
-def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
+def fit(rows: RowSource, request: FitRequest, framework: Framework) -> Fitted:
     """Train on `rows`. Every mistake that can be found without a Spark job is reported before the first one."""
     rows.check(request)
     clock = SystemClock()
@@ -99,7 +99,7 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
                 )
             result = trained.result
         weights = _weights(store, result)
-        features = _inputs(request, trained.record.rows())
+        features = _inputs(request, trained.record.load_manifest())
     summary = FitSummary(
         run_id=run_id,
         epochs=tuple(result.history),
@@ -113,7 +113,7 @@ def fit(rows: RowSource, request: Request, framework: Framework) -> Fitted:
 
 
 def _so_far(
-    rows: RowSource, request: Request, store: Store, run_id: str
+    rows: RowSource, request: FitRequest, store: Store, run_id: str
 ) -> tuple[RunRecord | None, RunResult | None]:
     """The run's documents, as far as they exist. It must be a run that this request may go on with (R19)."""
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
@@ -125,7 +125,7 @@ def _so_far(
             "run_id."
         )
     if record is not None:
-        rows.check_same(request, record, run_id)
+        rows.check_same_rows(request, record, run_id)
     return record, result
 
 
@@ -135,7 +135,7 @@ class _Training:
 
     platform: Platform
     rows: RowSource
-    request: Request
+    request: FitRequest
     framework: Framework
     store: Store
     ledger: str | None
@@ -143,7 +143,7 @@ class _Training:
 
 
 @contextmanager
-def _watched(request: Request) -> Iterator[ProgressListener]:
+def _watched(request: FitRequest) -> Iterator[ProgressListener]:
     shown = ProgressListener(
         request.epochs,
         listener=request.on_progress,
@@ -173,8 +173,8 @@ def _trained(training: _Training, run_id: str) -> _Trained:
         record, ended = _so_far(training.rows, request, store, run_id)
         if record is not None and ended is not None:
             return _Trained(record, ended)
-    with training.rows.held(request, store, run) as (record, data):
-        manifest = record.rows()
+    with training.rows.materialize_rows(request, store, run) as (record, data):
+        manifest = record.load_manifest()
         # An older driver that lost the run may still write its own.
         result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
         spec = _spec(request, store, data, record, run, result, training.ledger)
@@ -195,12 +195,12 @@ def _trained(training: _Training, run_id: str) -> _Trained:
     return _Trained(record, ended, launched.worlds, launched.report, sample)
 
 
-def _sample(request: Request, data: Store, manifest: Manifest) -> list[Any] | None:
+def _sample(request: FitRequest, data: Store, manifest: Manifest) -> list[Any] | None:
     """See `Fitted`. It only helps `transform`, so an error here must not cost the trained model."""
     if request.brought.transformation is None:
         return None
     try:
-        return some_row(data, manifest, request.feature_cols)
+        return read_sample_row(data, manifest, request.feature_cols)
     except Exception as error:  # whatever it is, the model is trained
         log.debug("no row to try the transformation on: %s", error)
         return None
@@ -223,7 +223,7 @@ def _agreed(results: list[dict[str, Any] | None]) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(request: Request, master: str) -> Iterator[Store]:
+def _opened(request: FitRequest, master: str) -> Iterator[Store]:
     """The request's store; without one, a folder of this machine for as long as the fit takes."""
     if request.store is not None:
         yield Store.open(request.store, **request.storage_options)
@@ -237,12 +237,12 @@ def _opened(request: Request, master: str) -> Iterator[Store]:
         )
 
 
-def _limits(request: Request, global_batch: int) -> Limits:
+def _limits(request: FitRequest, global_batch: int) -> Limits:
     limits = make_limits(request.config, request.num_workers, request.min_workers, request.max_workers)
     return dataclasses.replace(limits, max_global_batch=global_batch)
 
 
-def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
+def _inputs(request: FitRequest, manifest: Manifest) -> tuple[Column, ...]:
     """The feature columns as the model sees them, or as the user's function does: what it returns is reshaped."""
     columns = [manifest.column(name) for name in request.feature_cols]
     if request.brought.transformation is not None:
@@ -260,7 +260,7 @@ def _inputs(request: Request, manifest: Manifest) -> tuple[Column, ...]:
 
 
 def _spec(
-    request: Request,
+    request: FitRequest,
     store: Store,
     data: Store,
     record: RunRecord,
@@ -268,11 +268,11 @@ def _spec(
     result: str,
     ledger: str | None,
 ) -> TrainSpec:
-    manifest, config, seen = record.rows(), request.config, record.validating()
+    manifest, config, seen = record.load_manifest(), request.config, record.load_validation()
     return TrainSpec(
         data=data,
         manifest=manifest,
-        plan=record.plan(manifest),
+        plan=record.build_plan(manifest),
         store=store,
         result=result,
         features=_inputs(request, manifest),
@@ -286,7 +286,7 @@ def _spec(
         validation=None if seen is None else Rows(data, *seen),
         val_batch_size=request.val_batch_size,
         learning_rate=request.learning_rate,
-        lr_times=record.first_workers(request) if request.scale_lr else 1,
+        lr_times=record.count_initial_workers(request) if request.scale_lr else 1,
         precision=request.precision,
         wire=request.gradient_compression,
         reader=request.reader,
@@ -309,7 +309,7 @@ def _train(training: _Training, spec: TrainSpec, run: RunLease) -> LaunchResult:
     return training.platform.launch(order, training.shown)
 
 
-def _ledger(request: Request, store: Store, run_id: str) -> str | None:
+def _ledger(request: FitRequest, store: Store, run_id: str) -> str | None:
     if not request.config.ledger:
         return None
     if not store.is_local:

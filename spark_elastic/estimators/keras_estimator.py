@@ -22,13 +22,13 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import (
     activation_of,
+    check_keras_objects,
     check_lambdas,
-    compiled,
-    keras_brought,
+    compile_model,
 )
 from spark_elastic.estimators.params import KERAS_REFUSED, KerasParams, with_horovod_names
-from spark_elastic.estimators.transformer import widths_of
-from spark_elastic.estimators.validation import Request, checked
+from spark_elastic.estimators.transformer import try_widths
+from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.keras.train.archive import Archive, iter_leaves, select_user_objects
 from spark_elastic.keras.train.task import KerasTrainTask
 
@@ -39,14 +39,14 @@ PACKAGES = ("tensorflow", "keras")
 KERAS = fitting.Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)
 
 
-def fit(rows: RowSource, request: Request) -> ElasticKerasModel:
+def fit(rows: RowSource, request: FitRequest) -> ElasticKerasModel:
     """Train on `rows`."""
     fitted = fitting.fit(rows, request, KERAS)
     archive = request.brought.model.with_weights(fitted.weights)
     change = request.brought.transformation
     shipped = None if change is None else cloudpickle.dumps(change)
     predictor = KerasPredictor(archive, fitted.features, shipped, request.label_cols)
-    return ElasticKerasModel(predictor, fitted.summary, widths_of(predictor, fitted.sample))
+    return ElasticKerasModel(predictor, fitted.summary, try_widths(predictor, fitted.sample))
 
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
@@ -129,18 +129,18 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._begin(self._input_kwargs)
+        self._set_given(self._input_kwargs)
 
     @classmethod
     def read(cls) -> MLReader[ElasticKerasEstimator]:
         return EstimatorReader(cls)
 
-    def _fitted(self, rows: RowSource) -> ElasticKerasModel:
-        model = fit(rows, checked(self._values, keras_brought))
-        self._hand_down(model, activation_of(compiled(self._values)))
+    def _fit_rows(self, rows: RowSource) -> ElasticKerasModel:
+        model = fit(rows, build_request(self._values, check_keras_objects))
+        self._copy_params_to(model, activation_of(compile_model(self._values)))
         return model
 
-    def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+    def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
         objects, parts = dict(objects), {}
         configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
@@ -159,7 +159,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
             **({"objects": cloudpickle.dumps(objects)} if objects else {}),
         }
 
-    def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
+    def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         found: dict[str, Any] = cloudpickle.loads(parts["objects"]) if "objects" in parts else {}
         custom = (
             cloudpickle.loads(parts["custom"]) if "custom" in parts else found.get("custom_objects") or {}

@@ -18,7 +18,7 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.predictor import Floats, gpu_for, in_parts
+from spark_elastic.estimators.predictor import Floats, choose_gpu, predict_in_batches
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels
@@ -68,9 +68,9 @@ class KerasPredictor:
         return [int(output.shape[1]) for output in outputs]
 
     def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
-        number = gpu_for(gpus, len(tf.config.list_physical_devices("GPU")))
+        number = choose_gpu(gpus, len(tf.config.list_physical_devices("GPU")))
         with tf.device("CPU:0" if number is None else f"GPU:{number}"):
-            return in_parts(self.columns, columns, self._forward, self.widths)
+            return predict_in_batches(self.columns, columns, self._forward, self.widths)
 
     @cached_property
     def _called(self) -> Any:
@@ -129,10 +129,10 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         return {"floatx": archive.floatx, "custom_objects": archive.places(), "labels": list(labels)}
 
     @classmethod
-    def _restored(
+    def _restore_predictor(
         cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
     ) -> KerasPredictor:
-        custom = {name: imported(*place) for name, place in extra["custom_objects"].items()}
+        custom = {name: import_by_name(*place) for name, place in extra["custom_objects"].items()}
         if CUSTOM in parts:
             custom.update(cloudpickle.loads(parts[CUSTOM]))
         archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=CUSTOM not in parts)
@@ -140,7 +140,7 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
 
 
-def imported(module: str, name: str) -> Any:
+def import_by_name(module: str, name: str) -> Any:
     """A class or function by its place.
 
     Raises:

@@ -13,18 +13,18 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.torch_objects import DRAWING
-from spark_elastic.estimators.validation import kind
+from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
+from spark_elastic.estimators.validation import describe_type
 from spark_elastic.keras.train.archive import Archive, iter_model_parts
 from spark_elastic.keras.train.batching import order_features, order_labels
 from spark_elastic.keras.train.objective import CompiledLosses
-from spark_elastic.keras.train.task import KerasBrought
+from spark_elastic.keras.train.task import KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 _BY_OURSELVES = "BackupAndRestore"
 
 
-def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
+def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     """The user's objects among an estimator's parameters.
 
     Raises:
@@ -34,17 +34,17 @@ def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
         )
-    model = compiled(values)
+    model = compile_model(values)
     _check_steps(model)
     _check_columns(model, values)
     _check_rate(model, values["learning_rate"], values["scale_lr"])
     transformation = values["transformation_fn"]
     if transformation is not None and not callable(transformation):
-        raise InvalidInput(f"transformation_fn must be a function; got {kind(transformation)}.")
+        raise InvalidInput(f"transformation_fn must be a function; got {describe_type(transformation)}.")
     check_lambdas(iter_model_parts(model))
     archive = Archive.of(model, values["custom_objects"])
     _check_losses(_read_back(archive))
-    return KerasBrought(
+    return KerasUserObjects(
         model=archive,
         callbacks=_callbacks(values["callbacks"]),
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
@@ -52,7 +52,7 @@ def keras_brought(values: Mapping[str, Any]) -> KerasBrought:
     )
 
 
-def compiled(values: Mapping[str, Any]) -> Any:
+def compile_model(values: Mapping[str, Any]) -> Any:
     """The model as it is to be trained: itself, or a copy that is compiled with the estimator's parameters."""
     model = _model(values["model"], values["seed"])
     names = ("optimizer", "loss", "loss_weights", "metrics")
@@ -108,11 +108,13 @@ def _model(model: Any, seed: Any) -> Any:
     if isinstance(model, type):
         raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
     if not isinstance(model, keras.Model) and callable(model):
-        with DRAWING:
+        with MODEL_FACTORY_LOCK:
             keras.utils.set_random_seed(int(seed))
             model = model()
     if not isinstance(model, keras.Model):
-        raise InvalidInput(f"model must be a Keras model or a function that makes one; got {kind(model)}.")
+        raise InvalidInput(
+            f"model must be a Keras model or a function that makes one; got {describe_type(model)}."
+        )
     if not model.built:
         raise InvalidInput("the model has no weights yet: give it an Input, or call model.build(shape).")
     if not model.trainable_variables:
@@ -231,7 +233,7 @@ def _callbacks(callbacks: Any) -> tuple[Any, ...]:
     for callback in found:
         if not isinstance(callback, keras.callbacks.Callback):
             raise InvalidInput(
-                f"callbacks must be instances of keras.callbacks.Callback; got {kind(callback)}."
+                f"callbacks must be instances of keras.callbacks.Callback; got {describe_type(callback)}."
             )
         if type(callback).__name__ == _BY_OURSELVES:
             raise InvalidInput(
@@ -247,5 +249,7 @@ def _class_weight(weights: Any, labels: Any) -> dict[int, float] | None:
     if len(labels) != 1:
         raise InvalidInput("class_weight needs one label column: use sample_weight_col for several.")
     if not isinstance(weights, Mapping):
-        raise InvalidInput(f"class_weight must be a dict of class numbers and weights; got {kind(weights)}.")
+        raise InvalidInput(
+            f"class_weight must be a dict of class numbers and weights; got {describe_type(weights)}."
+        )
     return {int(number): float(weight) for number, weight in weights.items()}

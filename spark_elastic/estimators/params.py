@@ -17,39 +17,39 @@ from spark_elastic.errors import InvalidInput
 P = TypeVar("P", bound=type[Params])
 
 
-def plain(value: Any) -> Any:
+def to_python_number(value: Any) -> Any:
     """A number of numpy's as Python's: grids are made by `arange` and `logspace`."""
     return value.item() if isinstance(value, np.generic) else value
 
 
-def names(value: Any) -> list[str]:
+def to_names(value: Any) -> list[str]:
     """One name of a column, or one path, or several, as a list."""
     return [str(value)] if isinstance(value, str | os.PathLike) else [str(name) for name in value]
 
 
-def names_if_any(value: Any) -> list[str] | None:
+def to_optional_names(value: Any) -> list[str] | None:
     """The same of a Param that may be None."""
-    return value if value is None else names(value)
+    return value if value is None else to_names(value)
 
 
-def listed(value: Any) -> Any:
+def to_list(value: Any) -> Any:
     """A tuple as a list: `explainParams` of Spark ML cannot show one."""
     return list(value) if isinstance(value, tuple) else value
 
 
-class Hidden(dict[str, Any]):
+class HiddenOptions(dict[str, Any]):
     """Options that may hold credentials: they are not shown."""
 
     def __repr__(self) -> str:
         return f"{{{', '.join(f'{name!r}: ...' for name in self)}}}"
 
 
-def hidden(value: Any) -> Any:
+def hide_values(value: Any) -> Any:
     """A dict as one that does not show its values."""
-    return value if value is None else Hidden(value)
+    return value if value is None else HiddenOptions(value)
 
 
-def declare(doc: str, converter: Callable[[Any], Any] = plain) -> Any:
+def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Any:
     """A Param whose name is that of the attribute it is assigned to."""
     return _Declaration(doc, converter)
 
@@ -100,13 +100,13 @@ def _getter(name: str) -> Callable[[Any], Any]:
 class ColumnParams(Params):
     """Which columns go in and what shapes they have; shared by estimator and fitted model."""
 
-    feature_cols: Param[Sequence[str]] = declare("columns fed to the model's forward, in its order", names)
-    label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", names)
+    feature_cols: Param[Sequence[str]] = declare("columns fed to the model's forward, in its order", to_names)
+    label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", to_names)
     sample_weight_col: Param[str] = declare("column of row weights, or None")
     input_shapes: Param[Any] = declare(
         "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "
         "returns",
-        listed,
+        to_list,
     )
     prediction_col: Param[str] = declare(
         "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
@@ -117,7 +117,7 @@ class ColumnParams(Params):
     )
     output_cols: Param[Sequence[str]] = declare(
         "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output",
-        names_if_any,
+        to_optional_names,
     )
 
 
@@ -129,11 +129,13 @@ class EstimatorParams(ColumnParams):
     scale_lr: Param[bool] = declare(
         "whether to multiply all learning rates by num_workers, once, as Horovod does"
     )
-    loss_weights: Param[Sequence[float]] = declare("weight of each of several losses; None: 1/n each", listed)
+    loss_weights: Param[Sequence[float]] = declare(
+        "weight of each of several losses; None: 1/n each", to_list
+    )
     transformation_fn: Param[Any] = declare(
         "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers"
     )
-    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", listed)
+    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_list)
     validation: Param[Any] = declare(
         "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
     )
@@ -153,7 +155,7 @@ class EstimatorParams(ColumnParams):
     min_workers: Param[int] = declare("fewest workers to go on with")
     max_workers: Param[int] = declare("most workers ever; default num_workers")
     store: Param[str] = declare("path or url for data and models that driver and executors share")
-    storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hidden)
+    storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hide_values)
     missing: Param[Any] = declare(
         "rows with nulls: refuse or drop; or a dict of nulls and nans (keep, refuse or drop)"
     )
@@ -183,12 +185,12 @@ class TorchParams(EstimatorParams):
         "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
         "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
         "weights w make it sum(w * loss) / sum(w)",
-        listed,
+        to_list,
     )
     metrics: Param[Any] = declare(
-        "functions of (output, label) or torchmetrics, as a list or by name", listed
+        "functions of (output, label) or torchmetrics, as a list or by name", to_list
     )
-    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", listed)
+    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
     train_minibatch_fn: Param[Any] = declare(
         "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
     )
@@ -210,12 +212,12 @@ class KerasParams(EstimatorParams):
     model: Param[Any] = declare("the Keras model to train (it is copied), or a function that makes one")
     optimizer: Param[Any] = declare("a Keras optimizer or its name; None: what the model is compiled with")
     loss: Param[Any] = declare(
-        "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", listed
+        "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", to_list
     )
     metrics: Param[Any] = declare(
-        "Keras metrics or their names; None: what the model is compiled with", listed
+        "Keras metrics or their names; None: what the model is compiled with", to_list
     )
-    callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", listed)
+    callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", to_list)
     class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
     custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")
 
@@ -280,7 +282,7 @@ KERAS_REFUSED = REFUSED | {
 _NOTHING: tuple[Any, ...] = (None, False, 0)
 
 
-def translated(
+def translate_names(
     values: Mapping[str, Any],
     own: Callable[[str], bool] = lambda name: False,
     refused: Mapping[str, str] = REFUSED,

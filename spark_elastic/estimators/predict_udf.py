@@ -18,39 +18,39 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
-from spark_elastic.estimators.predictor import Outputs, Predicts, as_column
+from spark_elastic.estimators.predictor import Outputs, Predictor, as_column
 from spark_elastic.spark.address import has_context
 from spark_elastic.spark.payload import Payload, make_payload
 
 
-class Shipped(Protocol):
+class ShippedPredictor(Protocol):
     """A predictor as a task has it."""
 
     @property
-    def value(self) -> Predicts: ...
+    def value(self) -> Predictor: ...
 
 
 @dataclass(frozen=True)
-class Pickled:
+class PickledPredictor:
     """For where there are no broadcasts."""
 
     content: Payload
 
     @cached_property
-    def value(self) -> Predicts:
-        found: Predicts = cloudpickle.loads(self.content.value)
+    def value(self) -> Predictor:
+        found: Predictor = cloudpickle.loads(self.content.value)
         return found
 
 
-def shipped(spark: SparkSession, predictor: Predicts) -> Shipped:
+def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredictor:
     """`predictor`, to be used inside of tasks."""
     if not has_context(spark):
-        return Pickled(make_payload(spark, cloudpickle.dumps(predictor)))
-    broadcast: Shipped = spark.sparkContext.broadcast(predictor)
+        return PickledPredictor(make_payload(spark, cloudpickle.dumps(predictor)))
+    broadcast: ShippedPredictor = spark.sparkContext.broadcast(predictor)
     return broadcast
 
 
-def predict_udf(shipped: Shipped, outputs: Outputs) -> Callable[..., Column]:
+def predict_udf(shipped: ShippedPredictor, outputs: Outputs) -> Callable[..., Column]:
     """From the feature columns to the one column of `outputs`, or to a struct of all, in fields of their names."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
@@ -70,7 +70,7 @@ def predict_udf(shipped: Shipped, outputs: Outputs) -> Callable[..., Column]:
     return pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload,no-any-return]
 
 
-def _values(shipped: Shipped, outputs: Outputs, batch: Any) -> list[Any]:
+def _values(shipped: ShippedPredictor, outputs: Outputs, batch: Any) -> list[Any]:
     # Spark hands a single column over as itself.
     columns = (batch,) if isinstance(batch, pd.Series) else batch
     if not len(columns[0]):

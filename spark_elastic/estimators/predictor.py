@@ -24,7 +24,7 @@ from spark_elastic.training.trainer import input_dtype, output_parts
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.
 
 
-def gpu_for(addresses: Sequence[str], visible: int) -> int | None:
+def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
     """The GPU's number, as the framework counts them; None: the CPU.
 
     addresses: of the GPUs that Spark gave to the task. visible: GPUs that the framework sees. An address counts the
@@ -52,14 +52,14 @@ ROWS_AT_ONCE = 512  # bounds the memory of activations; Arrow's batches have 10,
 Floats = npt.NDArray[np.float64]
 
 
-def in_parts(
+def predict_in_batches(
     columns: Sequence[Column],
     rows: Sequence[Sequence[Any]],
     forward: Callable[[Sequence[npt.NDArray[Any]]], list[Floats]],
     widths: Callable[[], list[int]],
 ) -> list[Floats]:
     """`forward` over all rows, a bounded number at a time: (rows, width) for each output. rows: for each column."""
-    inputs = [stacked(values, column) for values, column in zip(rows, columns, strict=True)]
+    inputs = [stack_rows(values, column) for values, column in zip(rows, columns, strict=True)]
     count = len(inputs[0])
     parts = [
         forward([values[start : start + ROWS_AT_ONCE] for values in inputs])
@@ -70,7 +70,7 @@ def in_parts(
     return [np.concatenate(output) for output in zip(*parts, strict=True)]
 
 
-def stacked(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
+def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
     """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN.
 
     Raises:
@@ -168,7 +168,7 @@ def _nulls(column: Column) -> InvalidInput:
 
 
 @dataclass(frozen=True)
-class Transformed:
+class ModuleWithTransformation:
     """A module whose inputs a function makes of the feature columns; packed in the module's place."""
 
     module: torch.nn.Module
@@ -176,7 +176,7 @@ class Transformed:
 
 
 @dataclass(frozen=True)
-class Predictor:
+class TorchPredictor:
     """Rows in, predictions out; the module runs in evaluation mode without gradients.
 
     packed: a module, or one that is `Transformed`.
@@ -187,7 +187,7 @@ class Predictor:
 
     def _unpacked(self) -> tuple[torch.nn.Module, Transformation | None]:
         thing = self.packed.unpack()
-        if isinstance(thing, Transformed):
+        if isinstance(thing, ModuleWithTransformation):
             return thing.module.eval(), thing.transformation
         return thing.eval(), None
 
@@ -241,9 +241,9 @@ class Predictor:
         self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
     ) -> list[npt.NDArray[np.float64]]:
         """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
-        number = gpu_for(gpus, torch.cuda.device_count())
+        number = choose_gpu(gpus, torch.cuda.device_count())
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
-        return in_parts(self.columns, columns, forward, self.widths)
+        return predict_in_batches(self.columns, columns, forward, self.widths)
 
     def _forward(
         self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
@@ -273,7 +273,7 @@ class Predictor:
 # What a fitted model needs of a trained one, whatever the framework. Only shapes of things; no thread.
 
 
-class Predicts(Protocol):
+class Predictor(Protocol):
     """A trained model as a function of columns; pickles, for a broadcast."""
 
     @property
@@ -357,7 +357,7 @@ class Outputs:
         return cls((prediction_col, probability_col), (1, max(2, widths[0])), activation)
 
     @staticmethod
-    def known(
+    def find_known_columns(
         prediction_col: str,
         probability_col: str | None = None,
         output_cols: Sequence[str] | None = None,

@@ -18,12 +18,12 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.training.checkpointing import WEIGHTS
 
 log = logging.getLogger("spark_elastic")
 
-FORMAT = 2  # of run.json; 1 knew neither the user's objects nor all settings
+FORMAT = 3  # of run.json
 
 Planned = tuple[Manifest, DataPlan]
 
@@ -42,11 +42,11 @@ class RunRecord:
     lanes: int
     settings: Mapping[str, Any]
     validation: Mapping[str, Any] | None = None  # manifest, global_batch and lanes of the rows that validate
-    brought: Mapping[str, str] = field(default_factory=dict)  # digests; none in records of format 1
+    objects: Mapping[str, str] = field(default_factory=dict)
     format: int = 1
 
     @classmethod
-    def of(cls, request: Request, data: str, rows: Planned, validation: Planned | None) -> RunRecord:
+    def create(cls, request: FitRequest, data: str, rows: Planned, validation: Planned | None) -> RunRecord:
         manifest, plan = rows
         seen = (
             None
@@ -63,22 +63,23 @@ class RunRecord:
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunRecord | None:
-        """None where the run has not come so far. Raises StoreError for a record of a newer release."""
+        """The run's record, or None while the run has none. Raises StoreError for a record of another format."""
         name = f"runs/{run_id}/run.json"
         if not store.exists(name):
             return None
         fields = _read(store, name)
-        if fields.get("format", 1) > FORMAT:
+        found = fields.get("format", 1)
+        if found != FORMAT:
             raise StoreError(
-                f"{name} in the store {store.url} has format {fields['format']}, and this release reads {FORMAT}: go "
-                "on with the release that began the run."
+                f"{name} in the store {store.url} has format {found}, and this release reads {FORMAT}: continue the "
+                "run with the release that began it."
             )
         return cls(**fields)
 
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
 
-    def check(self, request: Request, run_id: str) -> None:
+    def check(self, request: FitRequest, run_id: str) -> None:
         """Raises InvalidInput with the first setting, or thing of the user's, that is another one."""
         for name, value in _bound(request).items():
             before = self.settings.get(name, value)  # a setting that came after the run
@@ -87,8 +88,8 @@ class RunRecord:
                     f"run_id {run_id!r} was begun with {name}={before!r} and this fit has {value!r}: "
                     "go on with the same, or use another run_id."
                 )
-        now = request.brought.identity() if self.brought else {}
-        different = [name for name, before in self.brought.items() if now.get(name) != before]
+        now = request.brought.identity() if self.objects else {}
+        different = [name for name, before in self.objects.items() if now.get(name) != before]
         if different == [WEIGHTS]:
             log.warning("run %s goes on with its own weights: this fit's model begins with others", run_id)
         elif different:
@@ -97,14 +98,14 @@ class RunRecord:
                 "another run_id."
             )
 
-    def rows(self) -> Manifest:
+    def load_manifest(self) -> Manifest:
         """Raises StoreError where the document was altered."""
         manifest = Manifest.from_json(self.manifest)
         if manifest.hash != self.manifest_hash:
             raise StoreError("The run's manifest is not the one that it was begun with: it was altered.")
         return manifest
 
-    def plan(self, manifest: Manifest) -> DataPlan:
+    def build_plan(self, manifest: Manifest) -> DataPlan:
         return DataPlan(
             manifest.group_rows,
             self.global_batch,
@@ -113,11 +114,11 @@ class RunRecord:
             self.settings["shuffle"],
         )
 
-    def first_workers(self, request: Request) -> int:
+    def count_initial_workers(self, request: FitRequest) -> int:
         """`num_workers` of the fit that began the run, which a later one need not repeat."""
         return self.global_batch // (request.batch_size * request.backward_passes_per_step)
 
-    def validating(self) -> Planned | None:
+    def load_validation(self) -> Planned | None:
         """The rows that validate, in the order of the table."""
         if self.validation is None:
             return None
@@ -147,7 +148,7 @@ class RunResult:
         store.write_bytes(f"runs/{run_id}/result.json", json.dumps(asdict(self)).encode())
 
 
-def _bound(request: Request) -> dict[str, Any]:
+def _bound(request: FitRequest) -> dict[str, Any]:
     return {
         "feature_cols": list(request.feature_cols),
         "label_cols": list(request.label_cols),

@@ -26,7 +26,7 @@ FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
 CHUNK = 16 << 20  # bytes
 
 
-def scope(spark: SparkSession) -> Any:
+def metadata_session(spark: SparkSession) -> Any:
     """What Spark ML writes metadata with: the SparkContext, as before Spark 4; without one, the session."""
     return spark.sparkContext if has_context(spark) else spark
 
@@ -60,7 +60,7 @@ def read(spark: SparkSession, path: str) -> dict[str, bytes]:
     return {part: b"".join(pieces) for part, pieces in parts.items()}
 
 
-def upgraded(metadata: dict[str, Any], path: str) -> dict[str, Any]:
+def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
     """Metadata of this or an older format, as this one's.
 
     Raises:

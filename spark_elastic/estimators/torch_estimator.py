@@ -19,11 +19,11 @@ from spark_elastic.estimators import fitting
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.params import TorchParams, with_horovod_names
-from spark_elastic.estimators.predictor import Predictor, Transformed
+from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
-from spark_elastic.estimators.torch_objects import activation_of, brought
-from spark_elastic.estimators.transformer import ElasticModel, ModelReader, widths_of
-from spark_elastic.estimators.validation import Request, checked
+from spark_elastic.estimators.torch_objects import activation_of, check_torch_objects
+from spark_elastic.estimators.transformer import ElasticModel, ModelReader, try_widths
+from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.callbacks import Callback
 from spark_elastic.torch.train.state import values_loads
 from spark_elastic.torch.train.task import TorchTrainTask, check_watched
@@ -52,10 +52,10 @@ class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type:
         return ModelReader(cls)
 
     @classmethod
-    def _restored(
+    def _restore_predictor(
         cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
-    ) -> Predictor:
-        return Predictor(Packed(**parts), columns)
+    ) -> TorchPredictor:
+        return TorchPredictor(Packed(**parts), columns)
 
 
 # One fit of the torch estimator: what is torch's in it. Runs in the caller's thread.
@@ -68,17 +68,17 @@ PRELOAD = ("torch", "torch._dynamo")
 TORCH = fitting.Framework(("torch",), PRELOAD, ".pt", TorchTrainTask)
 
 
-def fit(rows: RowSource, request: Request) -> ElasticTorchModel:
+def fit(rows: RowSource, request: FitRequest) -> ElasticTorchModel:
     """Train on `rows`."""
-    check_watched(request.brought, request.label_cols, rows.validates(request))
+    check_watched(request.brought, request.label_cols, rows.has_validation(request))
     fitted = fitting.fit(rows, request, TORCH)
     module, change = trained(request, fitted.weights), request.brought.transformation
-    packed = pack(module) if change is None else pack(Transformed(module, change), module)
-    predictor = Predictor(packed, fitted.features)
-    return ElasticTorchModel(predictor, fitted.summary, widths_of(predictor, fitted.sample))
+    packed = pack(module) if change is None else pack(ModuleWithTransformation(module, change), module)
+    predictor = TorchPredictor(packed, fitted.features)
+    return ElasticTorchModel(predictor, fitted.summary, try_widths(predictor, fitted.sample))
 
 
-def trained(request: Request, weights: bytes) -> torch.nn.Module:
+def trained(request: FitRequest, weights: bytes) -> torch.nn.Module:
     """A copy of the request's module with the weights that training left."""
     model: torch.nn.Module = copy.deepcopy(request.brought.model)
     model.load_state_dict(values_loads(weights))
@@ -157,21 +157,21 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._begin(self._input_kwargs)
+        self._set_given(self._input_kwargs)
 
     @classmethod
     def read(cls) -> MLReader[ElasticTorchEstimator]:
         return EstimatorReader(cls)
 
-    def _fitted(self, rows: RowSource) -> ElasticTorchModel:
-        model = fit(rows, checked(self._values, brought))
-        self._hand_down(model, activation_of(self.getOrDefault("loss")))
+    def _fit_rows(self, rows: RowSource) -> ElasticTorchModel:
+        model = fit(rows, build_request(self._values, check_torch_objects))
+        self._copy_params_to(model, activation_of(self.getOrDefault("loss")))
         return model
 
-    def _packed(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+    def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         model = self.getOrDefault("model")
         return pack(dict(objects), model if isinstance(model, torch.nn.Module) else None).parts()
 
-    def _unpacked(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
+    def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         objects: dict[str, Any] = Packed(**parts).unpack()
         return objects

@@ -20,19 +20,19 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.validation import kind
+from spark_elastic.estimators.validation import describe_type
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import name_metrics
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import readable
 
 # Whether a module can be taken to the workers and saved: it is copied and pickled on the way. Looks only.
 
 
-def check_travels(model: torch.nn.Module) -> None:
+def check_serializable(model: torch.nn.Module) -> None:
     """Raises InvalidInput with the first layer that cannot be copied and pickled, and what to do instead."""
     for name, part in model.named_modules():
         layer = _called(name)
@@ -106,7 +106,7 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
 # from are the process's. Fits of several folds call them in threads.
 
 
-DRAWING = threading.RLock()
+MODEL_FACTORY_LOCK = threading.RLock()
 
 
 Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # an optimizer over a copy, and its schedules
@@ -123,7 +123,7 @@ ACTIVATIONS: dict[Any, str] = {
 }
 
 
-def brought(values: Mapping[str, Any]) -> Brought:
+def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
     """The user's objects among an estimator's parameters.
 
     Raises:
@@ -141,7 +141,7 @@ def brought(values: Mapping[str, Any]) -> Brought:
     callbacks = _callbacks(values["callbacks"])
     optimizer, trial = _optimizer(values["optimizer"], model, values["model"], learning_rate)
     watched = _tried(*trial, callbacks)
-    return Brought(
+    return TorchUserObjects(
         model=model,
         optimizer=optimizer,
         losses=losses,
@@ -166,14 +166,14 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
     if isinstance(model, type):
         raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
     if not isinstance(model, torch.nn.Module) and callable(model):
-        with DRAWING, torch.random.fork_rng(devices=[]):
+        with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(seed))
             model = model()
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(
-            f"model must be a torch.nn.Module or a function that makes one; got {kind(model)}."
+            f"model must be a torch.nn.Module or a function that makes one; got {describe_type(model)}."
         )
-    check_travels(model)
+    check_serializable(model)
     if is_lightning(model):
         check_lightning(model)
     find_trainable(model.named_parameters())
@@ -206,7 +206,9 @@ def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any],
         if isinstance(one, type):
             raise InvalidInput(f"loss is the class {one.__name__}; pass an instance: loss={one.__name__}().")
         if not callable(one):
-            raise InvalidInput(f"loss must be a function or module of (output, label); got {kind(one)}.")
+            raise InvalidInput(
+                f"loss must be a function or module of (output, label); got {describe_type(one)}."
+            )
         if isinstance(one, torch.nn.Module) and any(each.requires_grad for each in one.parameters()):
             raise InvalidInput(
                 f"loss {type(one).__name__} has parameters that require a gradient, which nothing would train: make "
@@ -247,7 +249,7 @@ def _optimizer(
     if not (optimizer is None and is_lightning(model)) and (
         isinstance(optimizer, type) or not callable(optimizer)
     ):
-        name = optimizer.__name__ if isinstance(optimizer, type) else kind(optimizer)
+        name = optimizer.__name__ if isinstance(optimizer, type) else describe_type(optimizer)
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
             f"lambda params: SGD(params, lr=0.1); got {name}."
@@ -308,7 +310,7 @@ def _callbacks(callbacks: Any) -> tuple[Callback, ...]:
     for callback in found:
         if not isinstance(callback, Callback):
             raise InvalidInput(
-                f"callbacks must be instances of spark_elastic.torch.callbacks.Callback; got {kind(callback)}."
+                f"callbacks must be instances of spark_elastic.torch.callbacks.Callback; got {describe_type(callback)}."
             )
     return found
 
@@ -329,5 +331,5 @@ def _minibatch_fn(function: Any) -> Any:
 
 def _function(function: Any, name: str) -> Any:
     if function is not None and not callable(function):
-        raise InvalidInput(f"{name} must be a function; got {kind(function)}.")
+        raise InvalidInput(f"{name} must be a function; got {describe_type(function)}.")
     return function

@@ -31,9 +31,9 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.predictor import Outputs, Predicts
+from spark_elastic.estimators.predictor import Outputs, Predictor
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.spark.dataframes.scan import quoted
+from spark_elastic.spark.dataframes.scan import column_named
 from spark_elastic.spark.dataframes.schema import ColumnType, column_type
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ _ALL = "__spark_elastic_outputs"
 
 
 class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused-ignore]
-    """What an estimator's `fit` returns, whatever the framework; `_restored` is the framework's."""
+    """What an estimator's `fit` returns, whatever the framework; `_restore_predictor` is the framework's."""
 
-    def __init__(self, predictor: Predicts, summary: FitSummary, widths: list[int] | None = None) -> None:
+    def __init__(self, predictor: Predictor, summary: FitSummary, widths: list[int] | None = None) -> None:
         """widths: numbers per row of each output, where they were tried already."""
         super().__init__()
         self._known_widths = widths
@@ -145,9 +145,9 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return ModelWriter(self)
 
     @classmethod
-    def _restored(
+    def _restore_predictor(
         cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
-    ) -> Predicts:
+    ) -> Predictor:
         """What was saved. extra: of `_extra`."""
         raise TypeError(f"{cls.__name__} belongs to no framework")
 
@@ -159,14 +159,14 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         names = ("prediction_col", "probability_col", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
-        _check_new(dataset, Outputs.known(**wanted))  # before `_widths`, which may run a job
+        _check_new(dataset, Outputs.find_known_columns(**wanted))  # before `_widths`, which may run a job
         inputs = [model_input(dataset, column) for column in self._predictor.columns]
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
-        from spark_elastic.estimators.predict_udf import predict_udf, shipped
+        from spark_elastic.estimators.predict_udf import predict_udf, ship_predictor
 
-        predicted = predict_udf(shipped(dataset.sparkSession, self._predictor), outputs)(*inputs)
+        predicted = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs)(*inputs)
         if len(outputs.columns) == 1:
             return dataset.withColumn(outputs.columns[0], predicted)
         added = dataset.withColumn(_ALL, predicted)
@@ -190,7 +190,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return self._predictor.widths([[value] for value in row])
 
 
-def widths_of(predictor: Predicts, sample: Sequence[Any] | None) -> list[int] | None:
+def try_widths(predictor: Predictor, sample: Sequence[Any] | None) -> list[int] | None:
     """Numbers per row of each output, tried on a row of the training, since a table to predict may have none."""
     if sample is None:
         return None
@@ -203,7 +203,7 @@ def widths_of(predictor: Predicts, sample: Sequence[Any] | None) -> list[int] | 
 
 def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
     """Names as the session compares them."""
-    folded = folding(dataset)
+    folded = name_folding(dataset)
     there = {folded(name): name for name in dataset.columns}
     for name in names:
         found = there.get(folded(name))
@@ -234,7 +234,9 @@ class ModelWriter(saving.OverwritingWriter):
             "widths": model._known_widths,
             **model._extra(),
         }
-        DefaultParamsWriter.saveMetadata(model, path, saving.scope(self.sparkSession), extraMetadata=extra)
+        DefaultParamsWriter.saveMetadata(
+            model, path, saving.metadata_session(self.sparkSession), extraMetadata=extra
+        )
         saving.write(self.sparkSession, path, model._predictor.parts())
 
 
@@ -244,12 +246,12 @@ class ModelReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.upgraded(
-            DefaultParamsReader.loadMetadata(path, saving.scope(self.sparkSession)), path
+        metadata = saving.check_format(
+            DefaultParamsReader.loadMetadata(path, saving.metadata_session(self.sparkSession)), path
         )
         columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])
-        predictor = self._cls._restored(saving.read(self.sparkSession, path), columns, metadata)
+        predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
         model: Any = self._cls(
             predictor, summary, metadata.get("widths")
         )  # none: saved before they were kept
@@ -285,10 +287,10 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
         )
-    return _plain(quoted(column.name), spark_type, given)
+    return _plain(column_named(column.name), spark_type, given)
 
 
-def folding(dataset: DataFrame) -> Callable[[str], str]:
+def name_folding(dataset: DataFrame) -> Callable[[str], str]:
     """Of names: equal for those that the session takes for one."""
     sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
     return str if sensitive else str.lower

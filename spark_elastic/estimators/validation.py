@@ -15,23 +15,23 @@ import numpy as np
 
 from spark_elastic.config import ElasticConfig, from_env, said
 from spark_elastic.data.reading.readers import check_reader
-from spark_elastic.data.store import url_of
+from spark_elastic.data.store import parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import ACTIVATIONS
-from spark_elastic.spark.dataframes.scan import Missing
+from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state import run_lease
 from spark_elastic.training.spec import with_shapes
 
 # How messages name values. Pure.
 
 
-def kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """A value in a message."""
     return f"{type(value).__name__} ({str(value)[:40]!r})" if isinstance(value, str) else type(value).__name__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class FitRequest:
     """What one `fit` was asked for, checked. `max_workers` is filled in; `batch_size` is per worker and backward pass.
 
     brought: what the user brings to the framework, with `transformation`, a function of columns or None.
@@ -56,7 +56,7 @@ class Request:
     max_workers: int
     store: str | None
     storage_options: Mapping[str, Any] = field(repr=False)
-    missing: Missing
+    missing: MissingValues
     seed: int
     shuffle: bool
     gradient_clip_norm: float | None
@@ -83,7 +83,7 @@ class Request:
         return [*self.feature_cols, *self.label_cols, *filter(None, [self.sample_weight_col])]
 
 
-def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], Any]) -> Request:
+def build_request(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], Any]) -> FitRequest:
     """The request that an estimator's parameters (by name) make. brought: checks the user's objects among them.
 
     Raises:
@@ -95,7 +95,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
         run_lease.check_name(run_id)
-    return Request(
+    return FitRequest(
         brought=objects,
         learning_rate=values["learning_rate"],
         scale_lr=_flag(values, "scale_lr"),
@@ -115,7 +115,7 @@ def checked(values: Mapping[str, Any], brought: Callable[[Mapping[str, Any]], An
         reader=_reader(values["reader"]),
         terminate_on_nan=_flag(values, "terminate_on_nan"),
         inmemory_cache_all=_flag(values, "inmemory_cache_all"),
-        store=None if store is None else url_of(store),
+        store=None if store is None else parse_store_url(store),
         storage_options=values["storage_options"] or {},
         missing=_missing(values["missing"]),
         seed=seed,
@@ -149,7 +149,7 @@ def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
             if names.count(name) > 1:  # an autoencoder's may be in both
                 raise InvalidInput(f"column {name!r} is named twice in {role}.")
     if weight is not None and not isinstance(weight, str):
-        raise InvalidInput(f"sample_weight_col must be a column's name; got {kind(weight)}.")
+        raise InvalidInput(f"sample_weight_col must be a column's name; got {describe_type(weight)}.")
     _predictions(values)
     return {
         "feature_cols": features,
@@ -258,16 +258,16 @@ def _reader(name: Any) -> str:
     return str(name)
 
 
-def _missing(value: Any) -> Missing:
+def _missing(value: Any) -> MissingValues:
     wanted = {"nulls": value} if isinstance(value, str) else value
     if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
         raise InvalidInput(f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}.")
-    return Missing(**wanted)
+    return MissingValues(**wanted)
 
 
 def _listener(listener: Any) -> Any:
     if listener is not None and not callable(listener):
-        raise InvalidInput(f"on_progress must be a function of one dict; got {kind(listener)}.")
+        raise InvalidInput(f"on_progress must be a function of one dict; got {describe_type(listener)}.")
     return listener
 
 
@@ -276,7 +276,7 @@ def _config(config: Any, settings: Mapping[str, Any] | None) -> ElasticConfig:
     if config is None:
         return from_env(**settings)
     if not isinstance(config, ElasticConfig):
-        raise InvalidInput(f"config must be an ElasticConfig; got {kind(config)}.")
+        raise InvalidInput(f"config must be an ElasticConfig; got {describe_type(config)}.")
     known = {field.name for field in dataclasses.fields(ElasticConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:

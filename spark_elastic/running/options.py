@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from spark_elastic.config import ElasticConfig, from_env, said
-from spark_elastic.data.store import Store, url_of
+from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import run_lease
 
@@ -169,7 +169,7 @@ def _check(mine: dict[str, Any]) -> None:
             "run_id and store go together: the name of the run, and the folder or url where it is kept."
         )
     if "store" in mine:
-        mine["store"] = url_of(mine["store"])
+        mine["store"] = parse_store_url(mine["store"])
     if "storage_options" in mine and "store" not in mine:
         raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
     if not isinstance(mine.get("storage_options", {}), Mapping):

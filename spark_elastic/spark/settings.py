@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_elastic.data.reading.decoded_groups import cgroup_limit
+from spark_elastic.data.reading.row_group_cache import cgroup_limit
 
 log = logging.getLogger("spark_elastic.spark")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.data.store import Store, url_of
+from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, Training
 
@@ -84,7 +84,7 @@ class ClusterFaults:
             if fault.kind not in KINDS:
                 raise InvalidInput(f"kind must be one of {', '.join(KINDS)}; got {fault.kind!r}.")
         self._left = dict(enumerate(faults))
-        self._folder = url_of(folder)
+        self._folder = parse_store_url(folder)
         self._clock = clock or SystemClock()
         self._slow: tuple[float, float] | None = (
             None  # (time until which steps are slow, seconds added to each)

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spark_elastic.data.plan import draws
+from spark_elastic.data.plan import draw_uniform
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Sum
@@ -43,7 +43,7 @@ class RowDropout(torch.nn.Module):
             raise InvalidInput(
                 f"RowDropout got {len(x)} rows and was told of {told}: call draw_rows() before each forward pass."
             )
-        numbers = draws(self._rows, math.prod(x.shape[1:]), *self._words).reshape(x.shape)
+        numbers = draw_uniform(self._rows, math.prod(x.shape[1:]), *self._words).reshape(x.shape)
         return x * torch.from_numpy((numbers >= self.p) / (1.0 - self.p)).to(x)
 
     def extra_repr(self) -> str:

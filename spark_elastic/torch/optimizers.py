@@ -87,7 +87,7 @@ def build_optimizer(
     times: int = 1,
     trainer: TrainerPlan = TRIAL,
 ) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
-    """(the optimizer, schedules that came with it). given: as `Brought.optimizer`; learning_rate: of all groups.
+    """(the optimizer, schedules that came with it). given: `TorchUserObjects.optimizer`; learning_rate: of all groups.
     times: what the rates are multiplied by, also those that a schedule made beforehand starts from. trainer: what
     `configure_optimizers` is told.
 

@@ -17,9 +17,9 @@ from elastic_collectives import Group
 from spark_elastic.data.loader import StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.reading.decoding import Reader
 from spark_elastic.data.reading.readers import open_reader
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.checkpoint import CheckpointPolicy

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.data.store import sweep
+from spark_elastic.data.store import remove_stale_folders
 from spark_elastic.protocol.types import KILLED_EXIT_CODES
 from spark_elastic.worker.entry import ChildFds, Header
 from spark_elastic.worker.forking import ForkedProcess, InheritedSettings, fork_server_cache
@@ -206,7 +206,7 @@ class Child:
         for thread in self._threads:
             thread.join(CLOSE_WAIT)
         self._window.close()
-        sweep()
+        remove_stale_folders()
 
     def _write_input(self) -> None:
         """A large program takes its time through a pipe; the slot's main thread must not wait for it."""

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.foreign import describe
+from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
@@ -73,7 +73,7 @@ def numbers(columns: dict[str, Any]) -> dict[str, Any]:
 
 def data_in(folder: Path) -> tuple[Store, Manifest]:
     store = Store.open(str(folder))
-    manifest = describe(store, [*FEATURES, "y"], transformed=True, piece_bytes=2000)
+    manifest = describe_parquet(store, [*FEATURES, "y"], transformed=True, piece_bytes=2000)
     assert max(manifest.group_rows) < ROWS / 2, "the large row group comes in pieces"
     return store, manifest
 

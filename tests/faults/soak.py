@@ -40,7 +40,7 @@ import torch  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.data.manifest import Manifest  # noqa: E402
 from spark_elastic.data.plan import DataPlan  # noqa: E402
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES  # noqa: E402
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
@@ -267,7 +267,7 @@ def plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Tensor]:
         BATCH * WORKERS,
         SEED,
         WORKERS,
-        manifest.decoded_bytes_per_group(),
+        manifest.max_decoded_group_bytes(),
         DEFAULT_CACHE_BYTES,
     )
     torch.manual_seed(1)

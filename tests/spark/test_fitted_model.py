@@ -17,10 +17,10 @@ from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.predictor import Predictor, Transformed
-from spark_elastic.estimators.saving import pack, upgraded
+from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
+from spark_elastic.estimators.saving import check_format, pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchModel
-from spark_elastic.estimators.transformer import FitSummary, WorldRecord, widths_of
+from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_widths
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -34,7 +34,7 @@ ROWS = 40
 
 
 def fitted(module: torch.nn.Module, *columns: Column) -> ElasticTorchModel:
-    return ElasticTorchModel(Predictor(pack(module), columns), SUMMARY)
+    return ElasticTorchModel(TorchPredictor(pack(module), columns), SUMMARY)
 
 
 def linear(width: int) -> tuple[torch.nn.Module, ElasticTorchModel]:
@@ -136,7 +136,7 @@ def test_a_pipeline_can_hold_it(spark: SparkSession, tmp_path: Path) -> None:
 
 def test_a_model_of_a_newer_release_is_refused() -> None:
     with pytest.raises(StoreError, match="has format 99, and this release reads up to 1"):
-        upgraded({"format": 99}, "there")
+        check_format({"format": 99}, "there")
 
 
 def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:
@@ -173,7 +173,9 @@ def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSessio
         Column("day", "datetime64[D]"),
         Column("moment", "datetime64[us]"),
     )
-    model = ElasticTorchModel(Predictor(pack(Transformed(Sum(), numbers)), columns), SUMMARY)
+    model = ElasticTorchModel(
+        TorchPredictor(pack(ModuleWithTransformation(Sum(), numbers)), columns), SUMMARY
+    )
     df = spark.range(4).selectExpr(
         "cast(repeat('a', int(id)) as binary) image",
         "date_add(date'1970-01-01', int(id)) day",
@@ -183,7 +185,7 @@ def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSessio
     assert got == pytest.approx([111.0 * i for i in range(4)])
     with pytest.raises(InvalidInput, match="the table has no rows"):
         model.transform(df.limit(0))
-    known = ElasticTorchModel(model._predictor, SUMMARY, widths_of(model._predictor, list(df.first() or ())))
+    known = ElasticTorchModel(model._predictor, SUMMARY, try_widths(model._predictor, list(df.first() or ())))
     path = str(tmp_path / "model")
     known.save(path)
     empty = ElasticTorchModel.load(path).transform(df.limit(0))

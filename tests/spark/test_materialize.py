@@ -26,10 +26,10 @@ def store(tmp_path: Path) -> Store:
 
 
 def materialize(df: DataFrame, columns: list[str], store: Store, rows: int | None = None) -> Manifest:
-    from spark_elastic.spark.dataframes.materialize import Writing
+    from spark_elastic.spark.dataframes.materialize import WriteOptions
     from spark_elastic.spark.dataframes.materialize import materialize as write
 
-    return write(df, columns, store, Writing(rows_per_group=rows))
+    return write(df, columns, store, WriteOptions(rows_per_group=rows))
 
 
 def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:

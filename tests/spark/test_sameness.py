@@ -17,9 +17,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.materialize import (
     How,
-    Split,
-    Writing,
-    difference,
+    ValidationSplit,
+    WriteOptions,
+    find_difference,
     materialize,
     materialize_split,
 )
@@ -56,8 +56,8 @@ def sided(df: DataFrame) -> DataFrame:
 def test_r19_a_table_made_anew_is_the_same_by_its_rows(
     spark: SparkSession, tmp_path: Path, splits: bool
 ) -> None:
-    store, split = Store.open(str(tmp_path)), Split(0.0, "v", 1) if splits else None
-    how = How(Writing(), split)
+    store, split = Store.open(str(tmp_path)), ValidationSplit(0.0, "v", 1) if splits else None
+    how = How(WriteOptions(), split)
     df = sided(table(spark))
     written = (
         [materialize(df, ["x", "y"], store, how.writing)]
@@ -65,11 +65,11 @@ def test_r19_a_table_made_anew_is_the_same_by_its_rows(
         else list(materialize_split(df, ["x", "y"], store, split, how.writing))
     )
     for number, (change, says) in enumerate(CHANGES):
-        found = difference(sided(change(table(spark))), ["x", "y"], how, written)
+        found = find_difference(sided(change(table(spark))), ["x", "y"], how, written)
         assert found == says or (found is not None and says is not None and says in found), number
     if split is not None:
         other = table(spark).withColumn("v", F.col("id") % 4 == 1)
-        assert difference(other, ["x", "y"], how, written) == "its rows have other values"
+        assert find_difference(other, ["x", "y"], how, written) == "its rows have other values"
 
 
 def test_r19_no_fold_and_no_other_table_gets_a_run_s_model(spark: SparkSession, tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ from spark_elastic.errors import StoreError
 # What a loader needs of a reader: row groups as arrays. Arrow's is in `arrow_reader`; others may be written.
 
 
-Decoded = dict[str, npt.NDArray[np.generic]]
+ColumnArrays = dict[str, npt.NDArray[np.generic]]
 
 
 class Reader(Protocol):
     """Row groups of one data set, by their number in its manifest. Any thread may fetch."""
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory.
 
         StoreError where the row group cannot be read.
@@ -84,9 +84,9 @@ def dtype_of(arrow: pa.DataType) -> str | None:
     return None
 
 
-def decoded(
+def decode_columns(
     table: pa.Table | pa.RecordBatch, columns: tuple[Column, ...], constants: Mapping[str, str]
-) -> Decoded:
+) -> ColumnArrays:
     """Column -> read-only array (rows, *shape). `constants`: values that a file's path says of all its rows.
 
     ValueError for nulls, with their number, and for rows of another shape.
@@ -100,7 +100,7 @@ def decoded(
     }
 
 
-def nbytes(rows: Decoded) -> int:
+def nbytes(rows: ColumnArrays) -> int:
     """Memory of decoded rows, that of bytes and strings included."""
     return sum(array.nbytes + (_lengths(array) if array.dtype == object else 0) for array in rows.values())
 
@@ -199,7 +199,7 @@ def _vectors(values: Any, column: Column) -> Array:
 # How every Parquet file is opened. Knows nothing of what is read from it. Any thread.
 
 
-def opened(source: Any, pre_buffer: bool = False, buffer_size: int = 0) -> pq.ParquetFile:
+def open_parquet(source: Any, pre_buffer: bool = False, buffer_size: int = 0) -> pq.ParquetFile:
     """source: an open file, which stays the caller's. Spark's timestamps (INT96) are read as it means them, in
     microseconds: Arrow's nanoseconds wrap around outside of the years 1677 to 2262."""
     return pq.ParquetFile(

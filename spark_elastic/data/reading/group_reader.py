@@ -21,8 +21,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups
-from spark_elastic.data.reading.decoding import Decoded, decoded, opened, partition_values
+from spark_elastic.data.reading.decoding import ColumnArrays, decode_columns, open_parquet, partition_values
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
@@ -32,14 +32,14 @@ _STREAMED = 1 << 20  # bytes of a column that are read at a time
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class CutGroups:
+class SplitGroupCache:
     """Row groups in pieces, by key. Before one more is cut, those that were not used for longest go until the disk has
     as much left as they take: other workers cut on it, too."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[Hashable, Pieces] = OrderedDict()
+        self._held: OrderedDict[Hashable, SplitRowGroup] = OrderedDict()
 
-    def get(self, key: Hashable, cut: Callable[[], Pieces]) -> Pieces:
+    def get(self, key: Hashable, cut: Callable[[], SplitRowGroup]) -> SplitRowGroup:
         """cut: makes the pieces if they are not there, or no longer."""
         if key not in self._held:
             self._make_room()
@@ -63,7 +63,7 @@ class CutGroups:
         self._held.popitem(last=False)[1].close()
 
 
-class Pieces:
+class SplitRowGroup:
     """The rows of one row group in pieces of `rows` rows (the last may have fewer); a part at a time is in memory."""
 
     def __init__(self, source: Any, index: int, columns: Sequence[str], rows: int) -> None:
@@ -96,7 +96,7 @@ class Pieces:
         self._file.close()
 
     def _cut(self, source: Any, index: int, columns: list[str], rows: int) -> None:
-        file = opened(source, buffer_size=_STREAMED)
+        file = open_parquet(source, buffer_size=_STREAMED)
         writer: pa.ipc.RecordBatchFileWriter | None = None
         waiting: list[pa.RecordBatch] = []
         batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
@@ -147,7 +147,7 @@ class GroupReader(ABC):
         self._manifest = manifest
         names = [column.name for column in manifest.columns] if columns is None else columns
         self.columns: tuple[Column, ...] = tuple(manifest.column(name) for name in dict.fromkeys(names))
-        self._groups = DecodedGroups(cache_bytes)
+        self._groups = RowGroupCache(cache_bytes)
 
     def __enter__(self: T) -> T:
         return self
@@ -157,7 +157,7 @@ class GroupReader(ABC):
     ) -> None:
         self.close()
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         """Column -> read-only array (rows, *shape) of a row group."""
         return self._groups.fetch(group, self._decode)
 
@@ -174,7 +174,7 @@ class GroupReader(ABC):
         self._groups.close(self._let_go)
 
     @abstractmethod
-    def _decode(self, group: int) -> Decoded:
+    def _decode(self, group: int) -> ColumnArrays:
         """See `reader.Reader.fetch` for what it raises."""
 
     @abstractmethod
@@ -203,7 +203,7 @@ class ArrowReader(GroupReader):
     ) -> None:
         super().__init__(store, manifest, columns, cache_bytes)
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
-        self._pieces = CutGroups()
+        self._pieces = SplitGroupCache()
         self._lengths: dict[tuple[int, int], int] = {}
         self._names: dict[int, list[str]] = {}  # the columns that are in each file
 
@@ -212,14 +212,14 @@ class ArrowReader(GroupReader):
             self._close_oldest()
         self._pieces.close()
 
-    def _decode(self, group: int) -> Decoded:
+    def _decode(self, group: int) -> ColumnArrays:
         entry = self._manifest.row_groups[group]
         name = self._manifest.files[entry.file]
         try:
-            rows = self._piece(entry) if entry.of else self._whole(entry)
+            rows = self._piece(entry) if entry.parent_rows else self._whole(entry)
             if rows.num_rows != entry.rows:
                 raise ValueError(f"it has {rows.num_rows} rows, not the {entry.rows} rows of the manifest")
-            return decoded(rows, self.columns, partition_values(name))
+            return decode_columns(rows, self.columns, partition_values(name))
         except (OSError, pa.ArrowException, KeyError, IndexError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise StoreError(
@@ -240,11 +240,11 @@ class ArrowReader(GroupReader):
             groups = self._manifest.row_groups
             self._lengths[key] = next(each.rows for each in groups if (each.file, each.index) == key)
         length = self._lengths[key]
-        return self._pieces.get(key, lambda: self._cut(entry, length)).read(entry.first // length)
+        return self._pieces.get(key, lambda: self._cut(entry, length)).read(entry.first_row // length)
 
-    def _cut(self, entry: RowGroup, length: int) -> Pieces:
+    def _cut(self, entry: RowGroup, length: int) -> SplitRowGroup:
         file, source = self._open(entry.file)
-        return Pieces(source, entry.index, self._stored(file), length)
+        return SplitRowGroup(source, entry.index, self._stored(file), length)
 
     def _stored(self, file: pq.ParquetFile) -> list[str]:
         """The columns that are in the file; the others are in its path."""
@@ -260,7 +260,7 @@ class ArrowReader(GroupReader):
             source = (
                 pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
             )
-            self._files[number] = (opened(source, pre_buffer=not self._store.is_local), source)
+            self._files[number] = (open_parquet(source, pre_buffer=not self._store.is_local), source)
         self._files.move_to_end(number)
         return self._files[number]
 

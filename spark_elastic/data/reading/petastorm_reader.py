@@ -15,9 +15,9 @@ import numpy as np
 from petastorm import make_batch_reader
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
-from spark_elastic.data.reading.decoding import Decoded, partition_values, read_footer
+from spark_elastic.data.reading.decoding import ColumnArrays, partition_values, read_footer
 from spark_elastic.data.reading.group_reader import ArrowReader, GroupReader
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -47,13 +47,13 @@ class PetastormReader(GroupReader):
         self._sizes.clear()
         self._arrow.close()
 
-    def _decode(self, group: int) -> Decoded:
+    def _decode(self, group: int) -> ColumnArrays:
         entry = self._manifest.row_groups[group]
         name = self._manifest.files[entry.file]
         try:
             found = self._read(entry.file, entry.index, name) if self._own else {}
             constants = partition_values(name)
-            rows = entry.of or entry.rows
+            rows = entry.parent_rows or entry.rows
             every = {column.name: _array(found, column, rows, constants) for column in self._own}
             timestamps = self._arrow.fetch(group) if self._timestamps else {}
         except (StoreError, InvalidInput):
@@ -63,7 +63,7 @@ class PetastormReader(GroupReader):
             raise StoreError(
                 f"petastorm cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
             ) from error
-        own = {name: rows[entry.first : entry.first + entry.rows] for name, rows in every.items()}
+        own = {name: rows[entry.first_row : entry.first_row + entry.rows] for name, rows in every.items()}
         return {**own, **timestamps}
 
     def _read(self, file: int, index: int, name: str) -> dict[str, Any]:

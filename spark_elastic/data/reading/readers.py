@@ -7,9 +7,9 @@ from contextlib import closing
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES
 from spark_elastic.data.reading.decoding import Reader
 from spark_elastic.data.reading.group_reader import ArrowReader
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 
@@ -49,7 +49,7 @@ def open_reader(
     return ArrowReader(store, manifest, columns, cache_bytes)
 
 
-def some_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
+def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
     """The columns' values in one row, out of the smallest row group: something to try a function of rows on."""
     groups = manifest.row_groups
     with closing(open_reader("arrow", store, manifest, columns)) as reader:

@@ -15,7 +15,7 @@ import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.reading.readers import some_row
+from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.keras.train.archive import Archive, save_model
 from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels
 from spark_elastic.keras.train.callbacks import KerasCallbackList
@@ -34,7 +34,7 @@ from spark_elastic.training.step_summary import StepDecision
 
 
 @dataclass(frozen=True)
-class KerasBrought:
+class KerasUserObjects:
     """model: compiled. callbacks: Keras's own, or of their kind. class_weight: of the one label's classes."""
 
     model: Archive
@@ -54,14 +54,14 @@ class KerasBrought:
 class KerasTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
 
-    def __init__(self, spec: TrainSpec, brought: KerasBrought) -> None:
+    def __init__(self, spec: TrainSpec, brought: KerasUserObjects) -> None:
         super().__init__(spec, KerasTrainer(spec, brought))
 
 
 class KerasTrainer:
     """See `training.trainer.ModelTrainer`."""
 
-    def __init__(self, spec: TrainSpec, brought: KerasBrought) -> None:
+    def __init__(self, spec: TrainSpec, brought: KerasUserObjects) -> None:
         self._spec = spec
         self._brought = brought
 
@@ -152,7 +152,7 @@ class KerasTrainer:
         if self._brought.transformation is None:
             values = [np.zeros(column.shape, column.dtype) for column in manifest.columns]
         else:
-            values = some_row(data, manifest, [column.name for column in manifest.columns])
+            values = read_sample_row(data, manifest, [column.name for column in manifest.columns])
         stored = {
             column.name: np.array([value], column.dtype)
             for column, value in zip(manifest.columns, values, strict=True)

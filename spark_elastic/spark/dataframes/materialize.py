@@ -23,9 +23,21 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.spark.dataframes.scan import Dropping, Missing, Scan, prepared, quoted, rows_of
-from spark_elastic.spark.dataframes.schema import ColumnType, check_marks, column_type, row_bytes
-from spark_elastic.spark.dataframes.store_access import probe_sides, spark_url
+from spark_elastic.spark.dataframes.scan import (
+    MissingValues,
+    RowFilter,
+    TableScan,
+    column_named,
+    row_digest_of,
+    select_prepared,
+)
+from spark_elastic.spark.dataframes.schema import (
+    ColumnType,
+    check_validation_column,
+    column_type,
+    fixed_row_bytes,
+)
+from spark_elastic.spark.dataframes.store_access import check_store_access, spark_url
 from spark_elastic.spark.launcher import describe_jobs
 
 # What a materialised data set was made from, so that the same DataFrame is not written twice.
@@ -108,7 +120,7 @@ log = logging.getLogger("spark_elastic")
 
 
 @dataclass(frozen=True)
-class Writing:
+class WriteOptions:
     """How columns are written.
 
     Each row group but the last of a file has exactly `rows_per_group` rows; without it, about `row_group_bytes` before
@@ -120,7 +132,7 @@ class Writing:
     rows_per_group: int | None = None
     row_group_bytes: int = ROW_GROUP_BYTES
     transformed: bool = False
-    missing: Missing = field(default_factory=Missing)
+    missing: MissingValues = field(default_factory=MissingValues)
 
     def __post_init__(self) -> None:
         for setting in ("rows_per_group", "row_group_bytes"):
@@ -152,7 +164,7 @@ class Writing:
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationSplit:
     """Which rows validate: those where `column` is true or above 0, or a `fraction` chosen by a hash of row and seed.
 
     The hash knows a row's values alone, so that neither partitions nor a second run move a row to the other side.
@@ -165,41 +177,45 @@ class Split:
     def condition(self, df: DataFrame, names: Sequence[str]) -> SparkColumn:
         """Whether a row validates; `names` are the columns that are hashed."""
         if self.column is not None:
-            check_marks(df.schema, self.column)
-            return F.coalesce(quoted(self.column).cast("double") > 0, F.lit(False))
+            check_validation_column(df.schema, self.column)
+            return F.coalesce(column_named(self.column).cast("double") > 0, F.lit(False))
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
-        place = F.pmod(F.xxhash64(F.lit(self.seed), *(quoted(name) for name in names)), F.lit(_GRAIN))
+        place = F.pmod(F.xxhash64(F.lit(self.seed), *(column_named(name) for name in names)), F.lit(_GRAIN))
         return place < round(self.fraction * _GRAIN)
 
 
 def materialize(
-    df: DataFrame, columns: Sequence[str], store: Store, writing: Writing | None = None
+    df: DataFrame, columns: Sequence[str], store: Store, writing: WriteOptions | None = None
 ) -> Manifest:
     """Write `columns` of `df` to the store, or find them there, written before from the same DataFrame.
 
     Vectors become float32 arrays, decimals float64. InvalidInput for columns that hold no numbers, for nulls, arrays of
     different lengths and a DataFrame without rows; StoreError where the store cannot be written.
     """
-    return _materialized(df, columns, store, writing or Writing(), None)[0]
+    return _materialized(df, columns, store, writing or WriteOptions(), None)[0]
 
 
 def materialize_split(
-    df: DataFrame, columns: Sequence[str], store: Store, split: Split, writing: Writing | None = None
+    df: DataFrame,
+    columns: Sequence[str],
+    store: Store,
+    split: ValidationSplit,
+    writing: WriteOptions | None = None,
 ) -> tuple[Manifest, Manifest]:
     """The same in two data sets, rows to train on and rows to validate with, written by one job."""
-    train, validation = _materialized(df, columns, store, writing or Writing(), split)
+    train, validation = _materialized(df, columns, store, writing or WriteOptions(), split)
     return train, validation
 
 
 def _materialized(
-    df: DataFrame, columns: Sequence[str], store: Store, writing: Writing, split: Split | None
+    df: DataFrame, columns: Sequence[str], store: Store, writing: WriteOptions, split: ValidationSplit | None
 ) -> tuple[Manifest, ...]:
     names = list(dict.fromkeys(columns))
     if not names:
         raise InvalidInput(f"No columns to write: name some of {df.columns}.")
-    types = column_types(df, names, writing)
-    made_from = origin(df, names, writing, split)
+    types = find_column_types(df, names, writing)
+    made_from = fingerprint_table(df, names, writing, split)
     documents = ["manifest.json"] if split is None else ["manifest.json", "validation.json"]
     published = [f"{_FOLDER}/{made_from}/{name}" for name in documents]
     # The first is written last, so that it stands for all.
@@ -207,8 +223,8 @@ def _materialized(
     reusable = tuple(manifest for manifest in found if manifest is not None)
     if len(reusable) == len(published):
         return reusable
-    probe_sides(df.sparkSession, store)
-    options = writing.options(row_bytes(types.values()))
+    check_store_access(df.sparkSession, store)
+    options = writing.options(fixed_row_bytes(types.values()))
     folder = f"{_FOLDER}/{made_from}/{uuid.uuid4().hex}"
     try:
         with describe_jobs(df.sparkSession, "writes rows"):
@@ -223,12 +239,14 @@ def _materialized(
     return manifests
 
 
-def column_types(df: DataFrame, names: Sequence[str], writing: Writing) -> dict[str, ColumnType]:
+def find_column_types(df: DataFrame, names: Sequence[str], writing: WriteOptions) -> dict[str, ColumnType]:
     """The type that each column becomes."""
     return {name: column_type(df.schema, name, transformed=writing.transformed) for name in names}
 
 
-def origin(df: DataFrame, names: Sequence[str], writing: Writing, split: Split | None) -> str:
+def fingerprint_table(
+    df: DataFrame, names: Sequence[str], writing: WriteOptions, split: ValidationSplit | None
+) -> str:
     """The fingerprint of what is written."""
     return fingerprint(df, names, {**writing.options(), "writing": repr(writing), "split": repr(split)})
 
@@ -240,25 +258,25 @@ class _Target:
     store: Store
     folder: str
     made_from: str
-    missing: Missing
+    missing: MissingValues
     options: Mapping[str, str]
 
 
 def _written(
-    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: Split | None
+    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: ValidationSplit | None
 ) -> tuple[Manifest, ...]:
     """Write the columns into a folder and describe what is there; nothing of it is known to anyone yet."""
     missing, url = target.missing, spark_url(target.store, target.folder)
-    scan, dropping = Scan(types, nans=missing.nans == "refuse"), Dropping(types, missing)
-    rows = scan.watched(dropping.kept(sided(df, types, split)))
+    scan, dropping = TableScan(types, nans=missing.nans == "refuse"), RowFilter(types, missing)
+    rows = scan.observe(dropping.apply(select_columns(df, types, split)))
     writer = rows.write.options(**target.options).mode("error")
     (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
-    dropping.report()
+    dropping.log_dropped_rows()
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
     found = [_footers(target.store, target.folder + each) for each in folders]
     if not any(groups for _, groups in found):
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
-    shapes = scan.shapes(lambda: df.sparkSession.read.parquet(url))
+    shapes = scan.check_shapes(lambda: df.sparkSession.read.parquet(url))
     columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
     if not all(groups for _, groups in found):
         total = sum(group.rows for _, groups in found for group in groups)
@@ -267,14 +285,16 @@ def _written(
             f"No row of {total} is left to {side_name}: change the validation fraction or column."
         )
     # A partition makes a file of each side that has rows of it.
-    advise(sum(group.rows for _, groups in found for group in groups), max(len(files) for files, _ in found))
+    warn_about_small_partitions(
+        sum(group.rows for _, groups in found for group in groups), max(len(files) for files, _ in found)
+    )
     return tuple(
-        Manifest(columns, files, groups, target.made_from, scan.content() + each)
+        Manifest(columns, files, groups, target.made_from, scan.digest() + each)
         for each, (files, groups) in zip(folders, found, strict=True)
     )
 
 
-def advise(rows: int, partitions: int) -> None:
+def warn_about_small_partitions(rows: int, partitions: int) -> None:
     """Say what a table in many small partitions costs: a task and a file each, whatever is in it."""
     if partitions > _MANY_PARTITIONS and rows < _FEW_ROWS * partitions:
         log.warning(
@@ -285,9 +305,11 @@ def advise(rows: int, partitions: int) -> None:
         )
 
 
-def sided(df: DataFrame, types: Mapping[str, ColumnType], split: Split | None) -> DataFrame:
+def select_columns(
+    df: DataFrame, types: Mapping[str, ColumnType], split: ValidationSplit | None
+) -> DataFrame:
     """The columns as they are written, and whether a row validates where some do."""
-    return prepared(df, types, {} if split is None else {_SPLIT: split.condition(df, list(types))})
+    return select_prepared(df, types, {} if split is None else {_SPLIT: split.condition(df, list(types))})
 
 
 def _footers(store: Store, folder: str) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
@@ -312,37 +334,39 @@ def _reusable(store: Store, published: str) -> Manifest | None:
 class How:
     """How the rows were written: as for `materialize`."""
 
-    writing: Writing
-    split: Split | None
+    writing: WriteOptions
+    split: ValidationSplit | None
 
 
-def difference(df: DataFrame, columns: Sequence[str], how: How, written: Sequence[Manifest]) -> str | None:
+def find_difference(
+    df: DataFrame, columns: Sequence[str], how: How, written: Sequence[Manifest]
+) -> str | None:
     """What tells `df` from what was written, as the end of a sentence; None where nothing does.
 
     columns: as for writing. written: what came of it, one data set or the two sides of a split.
     """
     names = list(dict.fromkeys(columns))
-    types = column_types(df, names, how.writing)
+    types = find_column_types(df, names, how.writing)
     for name, kind in types.items():
         before = written[0].column(name).dtype
         if kind.dtype != before:
             return f"column {name!r} was {before} and is {kind.dtype}"
-    if origin(df, names, how.writing, how.split) == written[0].fingerprint:
+    if fingerprint_table(df, names, how.writing, how.split) == written[0].fingerprint:
         return None
     rows = sum(manifest.rows for manifest in written)
-    return told_apart(rows, written[0].content, _rows(df, types, how))
+    return compare_digests(rows, written[0].content, _rows(df, types, how))
 
 
-def told_apart(rows: int, content: str, now: str) -> str | None:
+def compare_digests(rows: int, content: str, now: str) -> str | None:
     """rows, content: of what was written; an older release's says nothing of values. now: as `Scan.rows`."""
     number = int(now.partition("-")[0])
     if number != rows:
         return f"it had {rows} rows and has {number}"
-    return "its rows have other values" if rows_of(content) not in (now, None) else None
+    return "its rows have other values" if row_digest_of(content) not in (now, None) else None
 
 
 def _rows(df: DataFrame, types: Mapping[str, ColumnType], how: How) -> str:
-    scan = Scan(types)
-    kept = Dropping(types, how.writing.missing).kept(sided(df, types, how.split))
-    scan.watched(kept).write.format("noop").mode("overwrite").save()
-    return scan.rows()
+    scan = TableScan(types)
+    kept = RowFilter(types, how.writing.missing).apply(select_columns(df, types, how.split))
+    scan.observe(kept).write.format("noop").mode("overwrite").save()
+    return scan.digest_rows()

@@ -31,7 +31,7 @@ _FLOATS = ("float32", "float64")
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingValues:
     """What happens to rows with a null, or a NaN, in one of the columns, at any depth.
 
     refuse: an error with their number. drop: they are left out, and a log line has their number.
@@ -47,31 +47,31 @@ class Missing:
             raise InvalidInput(f"nans must be 'keep', 'refuse' or 'drop'; got {self.nans!r}.")
 
 
-class Dropping:
+class RowFilter:
     """Leaves rows out of a DataFrame and counts them while it is written."""
 
-    def __init__(self, types: Mapping[str, ColumnType], missing: Missing) -> None:
+    def __init__(self, types: Mapping[str, ColumnType], missing: MissingValues) -> None:
         self._observation = Observation()
         self._conditions: dict[str, Column] = {}
         for name, kind in types.items():
-            column = quoted(name)
+            column = column_named(name)
             if missing.nulls == "drop":
                 self._conditions[f"nulls in {name!r}"] = has_null(column, kind)
             if missing.nans == "drop" and kind.dtype in _FLOATS:
                 self._conditions[f"NaN in {name!r}"] = has_nan(column, kind)
 
-    def kept(self, df: DataFrame) -> DataFrame:
+    def apply(self, df: DataFrame) -> DataFrame:
         """The rows that have nothing missing."""
         if not self._conditions:
             return df
         bad = reduce(or_, self._conditions.values())
         counters = [
-            counted(condition).alias(f"c{n}") for n, condition in enumerate(self._conditions.values())
+            count_where(condition).alias(f"c{n}") for n, condition in enumerate(self._conditions.values())
         ]
-        total = [F.count(F.lit(1)).alias("rows"), counted(bad).alias("bad")]
+        total = [F.count(F.lit(1)).alias("rows"), count_where(bad).alias("bad")]
         return df.observe(self._observation, *total, *counters).where(~bad)
 
-    def report(self) -> None:
+    def log_dropped_rows(self) -> None:
         """Say how many rows were left out, once they were."""
         if not self._conditions:
             return
@@ -81,12 +81,12 @@ class Dropping:
             log.warning("left out %d of %d rows (%s)", found["bad"], found["rows"], ", ".join(reasons))
 
 
-def quoted(name: str) -> Column:
+def column_named(name: str) -> Column:
     """The column of exactly that name, dots and all."""
     return F.col("`" + name.replace("`", "``") + "`")
 
 
-def counted(condition: Column) -> Column:
+def count_where(condition: Column) -> Column:
     """In how many rows it holds."""
     return F.count(F.when(condition, F.lit(1)))
 
@@ -114,12 +114,12 @@ _NAMED_SCALARS = 4  # so many scalar columns say which row it is
 _PLACE, _ROW = "__spark_elastic_place", "__spark_elastic_row"
 
 
-def prepared(
+def select_prepared(
     df: DataFrame, types: Mapping[str, ColumnType], others: Mapping[str, Column] | None = None
 ) -> DataFrame:
     """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
     return df.select(
-        *(_prepared(quoted(name), kind).alias(name) for name, kind in types.items()),
+        *(_prepared(column_named(name), kind).alias(name) for name, kind in types.items()),
         *(column.alias(name) for name, column in (others or {}).items()),
     )
 
@@ -131,7 +131,7 @@ def _prepared(column: Column, kind: ColumnType) -> Column:
     return F.when(column.isNotNull(), vector_to_array(column, kind.dtype))
 
 
-class Scan:
+class TableScan:
     """Counters that ride on one write of the columns, and what they say of it."""
 
     def __init__(self, types: Mapping[str, ColumnType], nans: bool = False) -> None:
@@ -140,11 +140,11 @@ class Scan:
         self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
         self._observation = Observation()
 
-    def watched(self, df: DataFrame) -> DataFrame:
+    def observe(self, df: DataFrame) -> DataFrame:
         """`df` (as `prepared` gives it) with the counters; to be written once."""
         # The id is the row's partition and place, hence its file and place: the digest knows the order of rows.
         # A column of its own, since Spark 3.5 lets no counter compute it.
-        values = [quoted(name) for name in df.columns]
+        values = [column_named(name) for name in df.columns]
         placed, row = F.xxhash64(_PLACE, *values), F.xxhash64(*map(self._rounded, df.columns))
         df = df.withColumn(_PLACE, F.monotonically_increasing_id()).withColumn(_ROW, row)
         counters = [
@@ -154,21 +154,21 @@ class Scan:
             F.sum(F.shiftrightunsigned(_ROW, 32)).alias("added"),  # equal rows have no part in `mixed`
         ]
         for number, (name, kind) in enumerate(self._types.items()):
-            column = quoted(name)
-            counters.append(counted(has_null(column, kind)).alias(f"nulls{number}"))
+            column = column_named(name)
+            counters.append(count_where(has_null(column, kind)).alias(f"nulls{number}"))
             if name in self._nans:
-                counters.append(counted(has_nan(column, kind)).alias(f"nans{number}"))
+                counters.append(count_where(has_nan(column, kind)).alias(f"nans{number}"))
             for level, sizes in enumerate(_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
         return df.observe(self._observation, *counters).drop(_PLACE, _ROW)
 
-    def content(self) -> str:
+    def digest(self) -> str:
         """A digest of every value and its place, once they were written: 16 hex digits, for equality, not for trust;
         behind "-" what `rows` says."""
-        return f"{_hex(self._observation.get['content'])}-{self.rows()}"
+        return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
 
-    def rows(self) -> str:
+    def digest_rows(self) -> str:
         """The number of the rows, and a digest of them in whatever order; float64 by what a float32 holds of it, since
         sums of a shuffle differ in their last bits from one run to the next."""
         found = self._observation.get
@@ -177,11 +177,11 @@ class Scan:
     def _rounded(self, name: str) -> Column:
         kind = self._types.get(name)
         if kind is None or kind.dtype != "float64":
-            return quoted(name)
+            return column_named(name)
         deep = kind.dimensions
-        return quoted(name).cast("array<" * deep + "float" + ">" * deep)
+        return column_named(name).cast("array<" * deep + "float" + ">" * deep)
 
-    def shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
+    def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, once it was written; InvalidInput for nulls and for ragged arrays.
 
         written: opens the written table, by a job of its own, for a bad row to be named.
@@ -222,11 +222,13 @@ class Scan:
 
     def _row_with(self, written: DataFrame, name: str, level: int, length: int) -> str:
         """A row that holds an array of that length, by its scalar columns or, without any, by its content."""
-        sizes = list(_sizes(quoted(name), self._types[name].dimensions))[level]
+        sizes = list(_sizes(column_named(name), self._types[name].dimensions))[level]
         scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_NAMED_SCALARS]
         shown = scalars or [name]
         row: Row | None = (
-            written.where(F.array_contains(sizes, length)).select(*(quoted(each) for each in shown)).first()
+            written.where(F.array_contains(sizes, length))
+            .select(*(column_named(each) for each in shown))
+            .first()
         )
         if row is None:
             return "a row"
@@ -234,7 +236,7 @@ class Scan:
         return f"the row with {values}"
 
 
-def rows_of(content: str) -> str | None:
+def row_digest_of(content: str) -> str | None:
     """What `Scan.rows` was when a data set of that content was written; None where an older release wrote it."""
     _, _, rows = content.partition("/")[0].partition("-")
     return rows or None

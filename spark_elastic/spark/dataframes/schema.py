@@ -97,7 +97,7 @@ def check_columns(
                 )
 
 
-def check_marks(schema: StructType, name: str) -> None:
+def check_validation_column(schema: StructType, name: str) -> None:
     """InvalidInput unless a column can say which rows validate, by truth values or by numbers; starts no job."""
     if name not in schema.names:
         raise InvalidInput(
@@ -118,7 +118,7 @@ def column_type(schema: StructType, name: str, role: str = "", transformed: bool
     raise InvalidInput(f"There is no {called}: the DataFrame has the columns {schema.names}.")
 
 
-def row_bytes(types: Iterable[ColumnType]) -> int | None:
+def fixed_row_bytes(types: Iterable[ColumnType]) -> int | None:
     """Bytes of each row of these columns; None where rows may differ: arrays, vectors, strings."""
     kinds = list(types)
     if any(kind.dimensions or kind.dtype == "object" for kind in kinds):

@@ -41,7 +41,7 @@ def spark_url(store: Store, name: str) -> str:
     return _SPARK_SCHEMES.get(scheme, scheme) + separator + rest
 
 
-def probe_sides(spark: SparkSession, store: Store) -> None:
+def check_store_access(spark: SparkSession, store: Store) -> None:
     """Write in Python, read and delete in the JVM.
 
     Raises:

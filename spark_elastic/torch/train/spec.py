@@ -51,7 +51,7 @@ def of_loss(loss: Any) -> str:
 
 
 def of_optimizer(model: torch.nn.Module, given: Any) -> str:
-    """Its class and the settings of its groups. given: as `Brought.optimizer`."""
+    """Its class and the settings of its groups. given: as `TorchUserObjects.optimizer`."""
     ready = isinstance(given, torch.optim.Optimizer)
     optimizer = given if ready else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
@@ -123,7 +123,7 @@ Transformation = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Brought:
+class TorchUserObjects:
     """What the user brings.
 
     optimizer: over the model's parameters (pickled together with it), a function that makes one, or None with a

@@ -23,7 +23,7 @@ from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import seeded_rng
-from spark_elastic.torch.train.spec import BatchBuilder, Brought, trainer_plan
+from spark_elastic.torch.train.spec import BatchBuilder, TorchUserObjects, trainer_plan
 from spark_elastic.torch.train.state import TorchTrainingState, values_dumps
 from spark_elastic.torch.train.step import StepOptions, TrainStep, describe_world_dependence
 from spark_elastic.training.ledger import Ledger
@@ -37,14 +37,14 @@ from spark_elastic.worker.session import get_engine
 class TorchTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
 
-    def __init__(self, spec: TrainSpec, brought: Brought) -> None:
+    def __init__(self, spec: TrainSpec, brought: TorchUserObjects) -> None:
         super().__init__(spec, TorchTrainer(spec, brought))
 
 
 class TorchTrainer:
     """See `training.trainer.ModelTrainer`."""
 
-    def __init__(self, spec: TrainSpec, brought: Brought) -> None:
+    def __init__(self, spec: TrainSpec, brought: TorchUserObjects) -> None:
         self._spec = spec
         self._brought = brought
 
@@ -151,7 +151,7 @@ class TorchTrainer:
 BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
 
 
-def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> None:
+def check_watched(brought: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
     """Raises InvalidInput for a number that no epoch will have. validates: there is a validation after each epoch."""
     known = epoch_numbers(brought, labels)
     free = tuple(f"{name}_" for name, metric in brought.metrics.items() if is_accumulator(metric))
@@ -170,7 +170,7 @@ def check_watched(brought: Brought, labels: Sequence[str], validates: bool) -> N
             )
 
 
-def epoch_numbers(brought: Brought, labels: Sequence[str]) -> list[str]:
+def epoch_numbers(brought: TorchUserObjects, labels: Sequence[str]) -> list[str]:
     """Losses and metrics that an epoch may have, and with `val_` before them its validation. What a metric object
     computes may have names after its own, and callbacks may add more."""
     several = len(labels) > 1

@@ -14,7 +14,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading import group_reader
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.reading.group_reader import ArrowReader
-from spark_elastic.data.reading.readers import some_row
+from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -110,13 +110,13 @@ def test_columns_can_be_chosen(store: Store, manifest: Manifest) -> None:
 
 
 def test_a_row_to_try_comes_from_the_smallest_row_group(store: Store, manifest: Manifest) -> None:
-    moment, x = some_row(store, manifest, ["id", "x"])
+    moment, x = read_sample_row(store, manifest, ["id", "x"])
     assert moment == 20
     assert x.tolist() == [20, 20.5, -20]
 
 
 def test_the_cache_is_bounded_in_bytes(store: Store, manifest: Manifest) -> None:
-    group = manifest.decoded_bytes_per_group()
+    group = manifest.max_decoded_group_bytes()
     with ArrowReader(store, manifest, cache_bytes=2 * group) as reader:
         first, second = reader.fetch(0), reader.fetch(1)
         reader.fetch(3)
@@ -138,7 +138,7 @@ def test_open_files_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -
 
 def test_many_threads_may_fetch(store: Store, manifest: Manifest) -> None:
     wrong: list[int] = []
-    with ArrowReader(store, manifest, cache_bytes=manifest.decoded_bytes_per_group()) as reader:
+    with ArrowReader(store, manifest, cache_bytes=manifest.max_decoded_group_bytes()) as reader:
 
         def fetch_all() -> None:
             for group in [0, 1, 2, 3, 4] * 10:

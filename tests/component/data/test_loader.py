@@ -17,9 +17,9 @@ from spark_elastic.data import loader
 from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.decoded_groups import DecodedGroups
-from spark_elastic.data.reading.decoding import Decoded, nbytes, read_footers
+from spark_elastic.data.reading.decoding import ColumnArrays, nbytes, read_footers
 from spark_elastic.data.reading.group_reader import ArrowReader
+from spark_elastic.data.reading.row_group_cache import RowGroupCache
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from tests.patience import until
@@ -38,7 +38,7 @@ class Rows:
         self.broken: Exception | None = None
         self.fetched = 0
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         assert self.gate.wait(20)
         if self.broken is not None:
             raise self.broken
@@ -162,7 +162,7 @@ def test_the_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.M
 
 def test_long_bytes_count_as_long_as_they_are() -> None:
     class Images(Rows):
-        def fetch(self, group: int) -> Decoded:
+        def fetch(self, group: int) -> ColumnArrays:
             rows = super().fetch(group)
             images = np.empty(len(rows["id"]), dtype=object)
             images[:] = [b"0" * 1000] * len(images)
@@ -212,7 +212,7 @@ class Slow(Rows):
         super().__init__(plan)
         self.reads = threading.Event()
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         self.reads.set()
         time.sleep(0.04)
         return super().fetch(group)
@@ -307,13 +307,13 @@ class Keeping(Rows):
     def __init__(self, plan: DataPlan) -> None:
         super().__init__(plan)
         self.decoded: Counter[int] = Counter()
-        self.groups = DecodedGroups((plan.lanes + 2) * nbytes(super().fetch(0)))
+        self.groups = RowGroupCache((plan.lanes + 2) * nbytes(super().fetch(0)))
 
-    def _decode(self, group: int) -> Decoded:
+    def _decode(self, group: int) -> ColumnArrays:
         self.decoded[group] += 1
         return super().fetch(group)
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         return self.groups.fetch(group, self._decode)
 
     def prefetch(self, group: int) -> bool:

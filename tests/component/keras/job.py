@@ -14,7 +14,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.task import KerasBrought, KerasTrainTask
+from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
@@ -105,7 +105,7 @@ class Job:
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return KerasTrainTask(spec, KerasBrought(self.archive(), self.callbacks, self.class_weight))
+        return KerasTrainTask(spec, KerasUserObjects(self.archive(), self.callbacks, self.class_weight))
 
 
 JOBS = {

@@ -14,7 +14,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.keras.train.task import KerasBrought, KerasTrainTask
+from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
@@ -84,7 +84,7 @@ class Kinds(Job):
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return KerasTrainTask(spec, KerasBrought(self.archive(), (Paces(),), transformation=numbers))
+        return KerasTrainTask(spec, KerasUserObjects(self.archive(), (Paces(),), transformation=numbers))
 
 
 JOB = Kinds(five_inputs, epochs=2, workers=2)

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.foreign import describe
+from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.reading.readers import open_reader
-from spark_elastic.data.store import Store, entries
+from spark_elastic.data.store import Store, list_entries
 from spark_elastic.errors import StoreError
 from tests.component.s3.conftest import SECRET
 
@@ -49,8 +49,8 @@ def test_foreign_parquet(store: Store) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=20)
     store.write_bytes("data/set/part.parquet", sink.getvalue().to_pybytes())
-    assert [(each.name, each.changed is not None) for each in entries(store)] == [("data/set", True)]
-    manifest = describe(store, ["id", "x"], piece_bytes=100)
+    assert [(each.name, each.changed is not None) for each in list_entries(store)] == [("data/set", True)]
+    manifest = describe_parquet(store, ["id", "x"], piece_bytes=100)
     reader = open_reader("arrow", store, manifest)
     found = np.concatenate([reader.fetch(group)["x"] for group in range(len(manifest.row_groups))])
     reader.close()

@@ -16,7 +16,7 @@ import torch
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, Paced
@@ -74,7 +74,7 @@ class HookedJob(Job):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         spec = super().task(store, manifest, ledger)._spec
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        brought = Brought(
+        brought = TorchUserObjects(
             copy.deepcopy(self.model),
             at_half_the_rate,  # and `lr_times` makes it the job's own, once, whatever worlds come
             losses(),

@@ -32,7 +32,7 @@ from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import callbacks, draw_rows
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, TrainSpec
 from tests.component.injected_faults import await_fault
@@ -143,8 +143,8 @@ class Job:
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
         return (Column("x", "float64", self.shape),)
 
-    def brought(self) -> Brought:
-        return Brought(copy.deepcopy(self.model), self.optimizer, (self.loss,))
+    def brought(self) -> TorchUserObjects:
+        return TorchUserObjects(copy.deepcopy(self.model), self.optimizer, (self.loss,))
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         spec = TrainSpec(

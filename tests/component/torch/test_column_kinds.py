@@ -19,7 +19,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
 from tests.component.injected_faults import inject_faults, kill
@@ -59,7 +59,7 @@ class Kinds(Job):
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
         return tuple(manifest.column(name) for name in FEATURES)
 
-    def brought(self) -> Brought:
+    def brought(self) -> TorchUserObjects:
         return replace(super().brought(), transformation=numbers)
 
 

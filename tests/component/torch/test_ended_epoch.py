@@ -17,7 +17,7 @@ import torch
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import (
@@ -70,7 +70,7 @@ class EndedJob(Job):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         task = super().task(store, manifest, ledger)
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        brought = Brought(self.model, self.optimizer, (self.loss,), callbacks=(Ends(self.marks),))
+        brought = TorchUserObjects(self.model, self.optimizer, (self.loss,), callbacks=(Ends(self.marks),))
         return TorchTrainTask(replace(task._spec, validation=seen), brought)
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.spec import Clipping, Rows
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
@@ -121,12 +121,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     module: type[Lit] = Lit
 
-    def brought(self) -> Brought:
+    def brought(self) -> TorchUserObjects:
         if self.kind == "lightning":
-            return Brought(self.module(self.dtype), None, ())
+            return TorchUserObjects(self.module(self.dtype), None, ())
         if self.kind == "loss":
-            return Brought(Net(self.dtype), sgd, (loss_of,))
-        return Brought(
+            return TorchUserObjects(Net(self.dtype), sgd, (loss_of,))
+        return TorchUserObjects(
             Net(self.dtype), sgd, (), train_minibatch_fn={"mean": own_step, "rows": own_rows}[self.kind]
         )
 
@@ -254,7 +254,11 @@ def test_the_lightning_module_of_the_documentation_trains(
     asked: list[Any] = []
     fits = torch_estimator.ElasticTorchEstimator
     monkeypatch.setattr(
-        fits, "fit", lambda self, df: asked.append(validation.checked(self._values, torch_objects.brought))
+        fits,
+        "fit",
+        lambda self, df: asked.append(
+            validation.build_request(self._values, torch_objects.check_torch_objects)
+        ),
     )
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(LightningModule=torch.nn.Module))
     (program,) = blocks("estimators.md", "python")

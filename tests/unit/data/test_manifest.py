@@ -26,8 +26,8 @@ def test_the_document_gives_back_the_manifest() -> None:
 def test_sizes() -> None:
     assert MANIFEST.rows == 200
     assert MANIFEST.group_rows == (100, 40, 60)
-    assert MANIFEST.decoded_bytes_per_group() == 100 * (28 * 28 * 4 + 8)
-    assert MANIFEST.decoded_bytes_per_group(["y"]) == 800
+    assert MANIFEST.max_decoded_group_bytes() == 100 * (28 * 28 * 4 + 8)
+    assert MANIFEST.max_decoded_group_bytes(["y"]) == 800
 
 
 def test_r19_the_hash_is_of_the_content_not_of_names() -> None:

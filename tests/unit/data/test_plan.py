@@ -26,7 +26,7 @@ def plans(draw: st.DrawFn) -> DataPlan:
 
 
 def ids(plan: DataPlan, epoch: int, step: int, size: int) -> list[int]:
-    order = plan.order(epoch)
+    order = plan.permute_epoch(epoch)
     return [row for rank in range(size) for row in plan.row_ids(order.share(step, rank, size)).tolist()]
 
 
@@ -61,7 +61,7 @@ def test_thousands_of_shapes_by_enumeration() -> None:
         rows, batch = draw.randint(1, 700), draw.randint(1, 300)
         lanes = draw.randint(1, min(64, DataPlan((rows,), batch, 0, 1).base_rows))
         plan = DataPlan((rows,), batch, 0, lanes, shuffle=False)
-        order = plan.order(0)
+        order = plan.permute_epoch(0)
         steps = [order.share(step, 0, 1).rows for step in range(plan.steps)]
         assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(rows))
         assert {len(taken) for taken in steps} <= {plan.base_rows, plan.base_rows + 1}
@@ -95,13 +95,13 @@ def test_steps_worked_out_together_are_those_worked_out_alone(
     plan: DataPlan, size: int, data: st.DataObject
 ) -> None:
     first, rank = data.draw(st.integers(0, plan.steps - 1)), data.draw(st.integers(0, size - 1))
-    count = data.draw(st.integers(1, plan.alike(first)))
-    order = plan.order(1)
+    count = data.draw(st.integers(1, plan.count_equal_steps(first)))
+    order = plan.permute_epoch(1)
     block = order.block(first, count, rank, size)
     found = np.full((count, block.length), -1)
     for lane in block.lanes:
         ids = np.concatenate([plan.group_offsets[group] + rows for group, rows in lane.runs])
-        found[:, lane.place : lane.place + lane.width] = ids.reshape(count, lane.width)
+        found[:, lane.offset : lane.offset + lane.width] = ids.reshape(count, lane.width)
     for number in range(count):
         alone = order.share(first + number, rank, size)
         assert (block.planned, block.start) == (alone.planned, alone.start)
@@ -118,7 +118,7 @@ def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(plan_module, "permutation", counted)
     plan = DataPlan((300, 300), global_batch=32, seed=1, lanes=8)
-    order = plan.order(0)
+    order = plan.permute_epoch(0)
     order.block(0, 1, 0, 1)
     assert sorted(made) == [(), (0,), (1,)], "of the row groups, and of each one's rows"
     for step in range(1, plan.steps):
@@ -191,7 +191,7 @@ def test_a_plan_travels_without_its_caches() -> None:
 
 def test_permutations_of_past_row_groups_are_let_go() -> None:
     plan = DataPlan((10,) * 500, 20, 5, 2)
-    order = plan.order(0)
+    order = plan.permute_epoch(0)
     for step in range(plan.steps):
         order.share(step, 0, 1)
     assert len(order._permuted) <= 6

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.data import store
-from spark_elastic.data.store import scratch_folder, sweep
+from spark_elastic.data.store import remove_stale_folders, scratch_folder
 
 HOLD = """
 import sys
@@ -44,11 +44,11 @@ def test_what_a_killed_process_left_is_taken_away_and_nothing_else(place: Path) 
         theirs = Path(process.stdout.readline().strip())
         (place / "spark_elastic-data").mkdir()
         with scratch_folder() as mine:
-            sweep()
+            remove_stale_folders()
             assert theirs.exists()
             process.send_signal(signal.SIGKILL)
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not collected yet
-            sweep()
+            remove_stale_folders()
             assert not theirs.exists()
             assert mine.exists()
     assert [path.name for path in place.iterdir()] == ["spark_elastic-data"]
@@ -59,7 +59,7 @@ def test_a_process_id_that_is_used_again_is_told_from_who_had_it(place: Path) ->
         boot, started, random = mine.name.rsplit("-", 2)
         earlier = place / f"{boot}-{int(started) - 1}-{random}"
         earlier.mkdir()
-        sweep()
+        remove_stale_folders()
         assert mine.exists()
         assert not earlier.exists()
 
@@ -68,5 +68,5 @@ def test_folders_of_other_machines_boots_and_namespaces_are_left(place: Path) ->
     with scratch_folder() as mine:
         name = mine.name.replace(store._here(), "spark_elastic-01234567-1")
     (place / name.replace(str(os.getpid()), "1")).mkdir()
-    sweep()
+    remove_stale_folders()
     assert len(list(place.iterdir())) == 1

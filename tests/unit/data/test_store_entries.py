@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from spark_elastic import store_cli
-from spark_elastic.data.store import Store, clean, entries
+from spark_elastic.data.store import Store, list_entries, remove_old_entries
 from spark_elastic.errors import InvalidInput, StoreError
 
 LATER = 4e9  # seconds since 1970: long after anything that a test writes
@@ -38,25 +38,28 @@ def fill(store: Store) -> None:
 
 
 def test_what_an_unfinished_run_reads_stays(store: Store) -> None:
-    assert [(each.name, each.needed) for each in entries(store)] == [
+    assert [(each.name, each.needed) for each in list_entries(store)] == [
         ("data/old", False),
         ("data/read", True),
         ("runs/ended", False),
         ("runs/open", True),
     ]
-    assert entries(store)[0].bytes == 5
-    assert not clean(store, 3600, 0.0), "nothing is so old"
+    assert list_entries(store)[0].bytes == 5
+    assert not remove_old_entries(store, 3600, 0.0), "nothing is so old"
     assert not store.clean(older_than=3600), "by the clock, nothing is"
-    assert [each.name for each in clean(store, 3600, LATER)] == ["data/old", "runs/ended"]
-    assert [each.name for each in clean(store, 3600, LATER, unfinished=True)] == ["data/read", "runs/open"]
-    assert not entries(store)
+    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == ["data/old", "runs/ended"]
+    assert [each.name for each in remove_old_entries(store, 3600, LATER, unfinished=True)] == [
+        "data/read",
+        "runs/open",
+    ]
+    assert not list_entries(store)
     assert store.read_bytes("somebody/else's") == b"1"
 
 
 def test_a_damaged_run_is_said(store: Store) -> None:
     store.write_bytes("runs/open/run.json", b"{")
     with pytest.raises(StoreError, match=r"runs/open/run\.json .* is damaged"):
-        entries(store)
+        list_entries(store)
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_ages() -> None:
     with pytest.raises(InvalidInput, match="as in 30d"):
         store_cli.parse_age("soon")
     with pytest.raises(InvalidInput, match="older_than is -1 seconds"):
-        clean(Store.open("memory://empty"), -1, LATER)
+        remove_old_entries(Store.open("memory://empty"), -1, LATER)
 
 
 def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> None:

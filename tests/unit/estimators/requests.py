@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.estimators.validation import Request
-from spark_elastic.spark.dataframes.scan import Missing
+from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.spark.dataframes.scan import MissingValues
 
 
 def net() -> torch.nn.Module:
@@ -70,14 +70,14 @@ def values(**changes: Any) -> dict[str, Any]:
     return good | changes
 
 
-def request(**values: Any) -> Request:
-    blank = {field.name: None for field in dataclasses.fields(Request)}
+def request(**values: Any) -> FitRequest:
+    blank = {field.name: None for field in dataclasses.fields(FitRequest)}
     given = {
         "config": ElasticConfig(),
         "feature_cols": ("x",),
         "label_cols": ("y",),
         "brought": SimpleNamespace(transformation=None, identity=dict),
-        "missing": Missing(),
+        "missing": MissingValues(),
         "batch_size": 4,
         "backward_passes_per_step": 1,
         "num_workers": 2,
@@ -85,4 +85,4 @@ def request(**values: Any) -> Request:
         "seed": 1,
         "shuffle": True,
     }
-    return Request(**(blank | given | values))
+    return FitRequest(**(blank | given | values))

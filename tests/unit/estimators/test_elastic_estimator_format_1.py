@@ -17,8 +17,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import elastic_estimator, saving
 from spark_elastic.estimators.elastic_estimator import EstimatorReader
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-from spark_elastic.estimators.torch_objects import brought
-from spark_elastic.estimators.validation import checked
+from spark_elastic.estimators.torch_objects import check_torch_objects
+from spark_elastic.estimators.validation import build_request
 
 
 class Reader(EstimatorReader):
@@ -35,12 +35,12 @@ def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
         loadMetadata=lambda path, scope: kept["metadata"], getAndSetParams=real.getAndSetParams
     )
     monkeypatch.setattr(elastic_estimator, "DefaultParamsReader", read)
-    monkeypatch.setattr(saving, "scope", lambda session: None)
+    monkeypatch.setattr(saving, "metadata_session", lambda session: None)
     monkeypatch.setattr(saving, "read", lambda session, path: parts)
     back: Any = Reader(ElasticTorchEstimator).load("there")
     assert back.uid == "ElasticTorchEstimator_cfe04cac5874"
     assert (back.getFeatureCols(), back.getPredictionCol(), back.getBatchSize()) == (["x"], "guess", 16)
-    wanted = checked(back._values, brought)
+    wanted = build_request(back._values, check_torch_objects)
     assert (wanted.epochs, wanted.num_workers, wanted.max_workers, wanted.seed) == (3, 2, 4, 7)
     assert (wanted.input_shapes, wanted.config.lease) == (((2,),), 9.0)
     model, optimizer = wanted.brought.model, wanted.brought.optimizer
@@ -50,4 +50,4 @@ def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
     assert isinstance(wanted.brought.losses[0], torch.nn.MSELoss)
     assert list(wanted.brought.metrics) == ["l1loss"]
     with pytest.raises(InvalidInput, match="num_workers"):
-        checked({**back._values, "num_workers": None}, brought)
+        build_request({**back._values, "num_workers": None}, check_torch_objects)

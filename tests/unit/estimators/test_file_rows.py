@@ -15,7 +15,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.fit_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.spark.dataframes.scan import Missing
+from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state.run_lease import RunLease
 from tests.unit.estimators.requests import request
 
@@ -29,7 +29,7 @@ def write(folder: Path, rows: int) -> str:
 
 
 def found(train: str, *seen: str) -> FileRows:
-    rows = FileRows.found(SESSION, [train], seen, {})
+    rows = FileRows.locate(SESSION, [train], seen, {})
     rows.check(request())
     return rows
 
@@ -37,10 +37,13 @@ def found(train: str, *seen: str) -> FileRows:
 def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
-        with found(train, seen).held(request(), store, RunLease.acquire(store, "mine")) as (record, data):
-            assert record.rows().rows == 9
-            assert [data.exists(name) for name in record.rows().files] == [True]
-            validating = record.validating()
+        with found(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")) as (
+            record,
+            data,
+        ):
+            assert record.load_manifest().rows == 9
+            assert [data.exists(name) for name in record.load_manifest().files] == [True]
+            validating = record.load_validation()
             assert validating is not None
             assert validating[0].files == ("v/a.parquet",)
             assert RunRecord.load(store, "mine") == record, attempt
@@ -48,7 +51,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     write(tmp_path / "t", 10)
     with (
         pytest.raises(InvalidInput, match="was begun on other files than those now in file:"),
-        found(train, seen).held(request(), store, RunLease.acquire(store, "mine")),
+        found(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")),
     ):
         pass
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -57,7 +60,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
 def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     with pytest.raises(ZeroDivisionError):
-        with found(train).held(request(), store, RunLease.acquire(store, "mine")):
+        with found(train).materialize_rows(request(), store, RunLease.acquire(store, "mine")):
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -66,12 +69,15 @@ def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> Non
 def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     late, lost = RunLease.acquire(store, "mine"), RunLease.acquire(store, "mine")
-    with pytest.raises(JobCancelled, match="was taken over"), found(train).held(request(), store, late):
+    with (
+        pytest.raises(JobCancelled, match="was taken over"),
+        found(train).materialize_rows(request(), store, late),
+    ):
         pass
     assert RunRecord.load(store, "mine") is None
 
     def loses() -> None:
-        with found(train).held(request(), store, lost):
+        with found(train).materialize_rows(request(), store, lost):
             RunLease.acquire(store, "mine")
             lost.check()
 
@@ -84,21 +90,21 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
     ("values", "says"),
     [
         ({"validation": 0.2}, "give validation_paths instead"),
-        ({"missing": Missing("drop")}, "missing leaves out rows while a table is written"),
+        ({"missing": MissingValues("drop")}, "missing leaves out rows while a table is written"),
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )
 def test_what_files_cannot_give(tmp_path: Path, values: dict[str, Any], says: str) -> None:
-    rows = FileRows.found(SESSION, [write(tmp_path / "t", 3)], [], {})
+    rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
     with pytest.raises(InvalidInput, match=says):
         rows.check(request(**values))
 
 
 def test_without_a_session_or_a_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="There is no active Spark session"):
-        FileRows.found(None, [str(tmp_path)], [], {})
+        FileRows.locate(None, [str(tmp_path)], [], {})
     with pytest.raises(InvalidInput, match="paths is empty"):
-        FileRows.found(SESSION, [], [], {})
+        FileRows.locate(SESSION, [], [], {})
 
 
 @pytest.mark.parametrize(

@@ -23,21 +23,21 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
-from spark_elastic.estimators.fit_rows import forgotten_unless_it_goes_on
+from spark_elastic.estimators.fit_rows import release_rows_after_run
 from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
 from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
-from spark_elastic.estimators.validation import Request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.monitoring import log_forwarding
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.run_lease import RunLease
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 
 
-def request(**values: Any) -> Request:
+def request(**values: Any) -> FitRequest:
     """A request of which only some fields matter."""
-    blank = {field.name: None for field in dataclasses.fields(Request)}
-    return Request(**(blank | {"config": ElasticConfig(), "storage_options": {}} | values))
+    blank = {field.name: None for field in dataclasses.fields(FitRequest)}
+    return FitRequest(**(blank | {"config": ElasticConfig(), "storage_options": {}} | values))
 
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
@@ -154,13 +154,15 @@ class Rows:
     order: list[str]
 
     @contextmanager
-    def held(self, wanted: Request, store: Store, run: RunLease) -> Iterator[tuple[Any, Store]]:
+    def materialize_rows(
+        self, wanted: FitRequest, store: Store, run: RunLease
+    ) -> Iterator[tuple[Any, Store]]:
         for name in ("rows/a", "run.json", "checkpoints/c"):
             store.write_bytes(f"runs/r/{name}", b"{}")
         remove = store.filesystem.rm
         store.filesystem.rm = lambda path, recursive: (self.note("remove ", path), remove(path, recursive))
-        with forgotten_unless_it_goes_on(wanted, store, run, "runs/r/rows"):
-            yield SimpleNamespace(rows=lambda: SimpleNamespace(rows=9)), store
+        with release_rows_after_run(wanted, store, run, "runs/r/rows"):
+            yield SimpleNamespace(load_manifest=lambda: SimpleNamespace(rows=9)), store
 
     def note(self, what: str, path: str) -> None:
         self.order.append(what + path.rpartition("/")[2])
@@ -200,13 +202,13 @@ def test_a_row_to_try_a_transformation_on_is_kept_and_costs_no_result(
     order: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     assert trained(Rows(order), memory_store()).sample is None
-    monkeypatch.setattr(fitting, "some_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
+    monkeypatch.setattr(fitting, "read_sample_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
     assert trained(Rows(order), memory_store(), dict).sample == ["a row's x"]
 
     def fails(*given: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(fitting, "some_row", fails)
+    monkeypatch.setattr(fitting, "read_sample_row", fails)
     assert trained(Rows(order), memory_store(), dict).sample is None
 
 
@@ -238,7 +240,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
 ) -> None:
     store = memory_store()
     ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
-    record = SimpleNamespace(check=lambda *given: None, rows=lambda: None)
+    record = SimpleNamespace(check=lambda *given: None, load_manifest=lambda: None)
 
     class OtherDriverEndsIt:
         master = "yarn"
@@ -256,7 +258,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     monkeypatch.setattr(fitting, "_opened", opened)
     known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
     monkeypatch.setattr(fitting.RunRecord, "load", known)
-    rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same=lambda *given: None)
+    rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same_rows=lambda *given: None)
     wanted = request(
         run_id="r",
         epochs=1,
@@ -280,10 +282,11 @@ def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixtu
 
 
 def test_what_a_callback_watches_must_come_about() -> None:
-    rows: Any = SimpleNamespace(validates=lambda request: False)
+    rows: Any = SimpleNamespace(has_validation=lambda request: False)
     module = torch.nn.Linear(1, 1)
     wanted = request(
-        label_cols=("y",), brought=Brought(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss"))
+        label_cols=("y",),
+        brought=TorchUserObjects(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss")),
     )
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
         torch_estimator.fit(rows, wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.predictor import gpu_for
+from spark_elastic.estimators.predictor import choose_gpu
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,9 @@ from spark_elastic.estimators.predictor import gpu_for
     ],
 )
 def test_the_gpu_that_spark_assigned(addresses: list[str], visible: int, number: int | None) -> None:
-    assert gpu_for(addresses, visible) == number
+    assert choose_gpu(addresses, visible) == number
 
 
 def test_a_gpu_that_cannot_be_seen() -> None:
     with pytest.raises(InvalidInput, match="Spark gave GPU '7' to this task, and 2 can be seen"):
-        gpu_for(["7"], 2)
+        choose_gpu(["7"], 2)

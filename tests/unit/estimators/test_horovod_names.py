@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.params import ALIASES, REFUSED, translated
+from spark_elastic.estimators.params import ALIASES, REFUSED, translate_names
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 HOROVOD = """
@@ -42,11 +42,11 @@ def test_a_mapped_name_is_the_same_parameter() -> None:
     estimator = ElasticTorchEstimator(num_proc=3, random_seed=5)
     assert (estimator.getNumWorkers(), estimator.getNumProc(), estimator.getSeed()) == (3, 3, 5)
     with pytest.raises(InvalidInput, match="num_proc and num_workers are the same"):
-        translated({"num_proc": 2, "num_workers": 3})
+        translate_names({"num_proc": 2, "num_workers": 3})
 
 
 def test_what_asks_for_nothing_is_understood() -> None:
-    assert translated({"use_gpu": False, "train_steps_per_epoch": None}) == {}
+    assert translate_names({"use_gpu": False, "train_steps_per_epoch": None}) == {}
 
 
 def test_a_copy_trains_the_same_objects() -> None:

@@ -14,7 +14,7 @@ from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.keras_objects import activation_of, compiled, keras_brought
+from spark_elastic.estimators.keras_objects import activation_of, check_keras_objects, compile_model
 from spark_elastic.estimators.predictor import Outputs
 from spark_elastic.keras.train.archive import Archive, collect_custom_objects
 from spark_elastic.keras.train.batching import order_labels
@@ -92,14 +92,14 @@ def values(**changes: Any) -> dict[str, Any]:
 )
 def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
-        keras_brought(values(**changes))
+        check_keras_objects(values(**changes))
 
 
 def test_inputs_and_columns_are_counted() -> None:
     model = net(optimizer="sgd", loss="mse")
     given = values(model=model) | {"feature_cols": ["a", "b"]}
     with pytest.raises(InvalidInput, match="the model has 1 inputs and feature_cols names 2"):
-        keras_brought(given)
+        check_keras_objects(given)
 
 
 def test_keras_names_without_a_meaning_are_refused_and_custom_objects_taken() -> None:
@@ -110,12 +110,12 @@ def test_keras_names_without_a_meaning_are_refused_and_custom_objects_taken() ->
 
 def test_what_is_compiled_anew_is_a_copy() -> None:
     model, optimizer = net(), keras.optimizers.Adam(0.3)
-    copy = compiled(values(model=model, optimizer=optimizer, loss="mae", metrics=["mse"]))
+    copy = compile_model(values(model=model, optimizer=optimizer, loss="mae", metrics=["mse"]))
     assert not model.compiled
     assert copy is not model
     assert copy.optimizer is not optimizer
     assert float(np.asarray(copy.optimizer.learning_rate)) == pytest.approx(0.3)
-    again = compiled(values(model=copy, metrics=["mae"]))
+    again = compile_model(values(model=copy, metrics=["mae"]))
     assert again.loss == "mae"
 
 
@@ -168,7 +168,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     assert Outputs.of(predictor.widths(), "p", labels=labels).widths == (2, 1)
     ours = order_labels(model, model.output, labels)
     assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
-    restored = ElasticKerasModel._restored(
+    restored = ElasticKerasModel._restore_predictor(
         predictor.parts(), columns, ElasticKerasModel(predictor, None)._extra()
     )
     assert restored.labels == labels
@@ -186,11 +186,11 @@ def test_a_dict_wants_columns_of_its_keys(features: list[str], labels: list[str]
     model.compile("sgd", {"sum": "mse", "kept": "mae"})
     given = values(model=model) | {"feature_cols": features, "label_cols": labels}
     with pytest.raises(InvalidInput, match=sentence):
-        keras_brought(given)
+        check_keras_objects(given)
     given |= {"feature_cols": ["day", "store"], "label_cols": ["kept", "sum"]}
-    keras_brought(given)
+    check_keras_objects(given)
     with pytest.raises(InvalidInput, match="the metrics do not fit the model's outputs"):
-        keras_brought(given | {"metrics": {"none": ["mae"]}})
+        check_keras_objects(given | {"metrics": {"none": ["mae"]}})
 
 
 def test_a_transformation_makes_the_inputs() -> None:
@@ -234,10 +234,10 @@ def made_of_own_functions(factor: float) -> Any:
 
 def test_functions_of_the_users_travel_and_are_saved_with_the_model() -> None:
     model, x = made_of_own_functions(3.0), np.array([[1.0, 2.0], [0.5, -1.0]])
-    archive = keras_brought(values(model=model)).model
+    archive = check_keras_objects(values(model=model)).model
     predictor = KerasPredictor(archive, (Column("x", "float64", (2,)),))
     extra = ElasticKerasModel(predictor, None)._extra()
-    restored = ElasticKerasModel._restored(predictor.parts(), predictor.columns, extra)
+    restored = ElasticKerasModel._restore_predictor(predictor.parts(), predictor.columns, extra)
     np.testing.assert_allclose(restored.predict([x])[0], model.predict(x, verbose=0), rtol=1e-5)
     assert restored.model().evaluate(x, x[:, 0], verbose=0) == pytest.approx(
         model.evaluate(x, x[:, 0], verbose=0)
@@ -251,7 +251,7 @@ def test_an_estimator_is_saved_with_the_functions_that_it_was_given() -> None:
     model = made_of_own_functions(3.0)
     given = {"model": model, "loss": far, "metrics": ["mae", far]}
     estimator = ElasticKerasEstimator()
-    found = estimator._unpacked(estimator._packed(given))
+    found = estimator._unpack_objects(estimator._pack_objects(given))
     assert float(found["loss"](1.0, 3.0)) == float(found["metrics"][1](1.0, 3.0)) == 2.0
     x = np.array([[1.0, 2.0]])
     np.testing.assert_allclose(found["model"].predict(x, verbose=0), model.predict(x, verbose=0))
@@ -261,10 +261,10 @@ def test_an_estimator_is_saved_with_the_functions_that_it_was_given() -> None:
 def test_an_estimator_is_saved_with_a_lambda_as_its_loss_or_metric() -> None:
     estimator = ElasticKerasEstimator()
     given = {"loss": lambda y, p: (y - p) ** 2, "metrics": ["mae", lambda y, p: y * p]}
-    found = estimator._unpacked(estimator._packed(given))
+    found = estimator._unpack_objects(estimator._pack_objects(given))
     assert (found["loss"](3, 1), found["metrics"][1](3, 1)) == (4, 3)
     with pytest.raises(InvalidInput, match="its loss or its metrics uses FACTOR, which Keras"):
-        estimator._packed({"loss": lambda y, p: (y - p) * FACTOR})
+        estimator._pack_objects({"loss": lambda y, p: (y - p) * FACTOR})
 
 
 class Weighing(keras.layers.Layer):
@@ -297,7 +297,7 @@ class Acting(keras.layers.Layer):
 def test_a_layer_of_the_users_travels_as_its_class(layer: type) -> None:
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    archive = keras_brought(values(model=model)).model
+    archive = check_keras_objects(values(model=model)).model
     assert collect_custom_objects(model) == {layer.__name__: layer}
     assert archive.inner() == {}
     x = np.array([[1.0, 2.0], [0.5, -1.0]])
@@ -327,7 +327,7 @@ def test_a_model_that_would_not_arrive_is_refused(layer: Any, sentence: str) -> 
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(InvalidInput, match=sentence):
-        keras_brought(values(model=model))
+        check_keras_objects(values(model=model))
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,9 @@ def test_horovods_names_are_refused_in_words_for_keras(name: str, says: str) -> 
 def test_a_run_is_bound_to_what_a_model_is_and_not_to_how_keras_counts_it() -> None:
     def bound(units: int = 1, **changes: Any) -> Any:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
-        return keras_brought(values(model=model, **{"optimizer": "sgd", "loss": "mse", **changes})).identity()
+        return check_keras_objects(
+            values(model=model, **{"optimizer": "sgd", "loss": "mse", **changes})
+        ).identity()
 
     first = bound()
     assert bound() == first  # "dense_1" by now

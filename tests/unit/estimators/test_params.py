@@ -18,7 +18,7 @@ from pyspark.ml.util import DefaultParamsWriter
 
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
-from spark_elastic.estimators.params import TorchParams, names
+from spark_elastic.estimators.params import TorchParams, to_names
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 FRAMEWORKS_OWN = {"model", "optimizer", "loss", "metrics", "callbacks"}  # objects of the framework
@@ -52,7 +52,7 @@ def test_one_column_may_be_given_by_its_name() -> None:
 
 
 def test_paths_of_files_may_be_paths() -> None:
-    assert names(Path("/a/b")) == names([Path("/a/b")]) == names("/a/b") == ["/a/b"]
+    assert to_names(Path("/a/b")) == to_names([Path("/a/b")]) == to_names("/a/b") == ["/a/b"]
 
 
 def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:

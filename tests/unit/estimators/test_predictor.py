@@ -15,17 +15,22 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.predictor import ROWS_AT_ONCE, Predictor, Transformed, stacked
+from spark_elastic.estimators.predictor import (
+    ROWS_AT_ONCE,
+    ModuleWithTransformation,
+    TorchPredictor,
+    stack_rows,
+)
 from spark_elastic.estimators.saving import pack
-from spark_elastic.estimators.torch_objects import brought
-from spark_elastic.estimators.validation import checked
+from spark_elastic.estimators.torch_objects import check_torch_objects
+from spark_elastic.estimators.validation import build_request
 from spark_elastic.torch.train.spec import BatchBuilder
 from tests.unit.estimators.requests import values
 
 
-def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, Predictor]:
+def linear(width: int, inputs: int = 3) -> tuple[torch.nn.Module, TorchPredictor]:
     model = torch.nn.Linear(inputs, width)
-    return model, Predictor(pack(model), (Column("x", "float32", (inputs,)),))
+    return model, TorchPredictor(pack(model), (Column("x", "float32", (inputs,)),))
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1])
@@ -45,7 +50,7 @@ def test_the_width_is_known_without_data() -> None:
 
 def test_dropout_is_off() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(0.9)).train()
-    predictor = Predictor(pack(model), (Column("x", "float32", (4,)),))
+    predictor = TorchPredictor(pack(model), (Column("x", "float32", (4,)),))
     assert predictor.predict([[np.ones(4)]])[0].tolist() == [[1.0] * 4]
 
 
@@ -59,7 +64,7 @@ def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
             return image.sum((1, 2, 3)) + number
 
     columns = (Column("image", "float32", (1, 2, 2)), Column("number", "int64", ()))
-    predictor = Predictor(pack(Seen()), columns)
+    predictor = TorchPredictor(pack(Seen()), columns)
     nested = np.array([np.array([1.0, 2.0]), np.array([3.0, 4.0])], dtype=object)
     assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]])[0].tolist() == [[15.0], [16.0]]
 
@@ -77,7 +82,7 @@ def test_columns_come_in_the_precision_of_what_is_trained() -> None:
             return self.head(x * self.backbone)
 
     model, x = Tuned(), np.array([[1000.3, 2.0, 3.0]], np.float32)
-    (found,) = Predictor(pack(model), (Column("x", "float32", (3,)),)).predict([list(x)])
+    (found,) = TorchPredictor(pack(model), (Column("x", "float32", (3,)),)).predict([list(x)])
     assert found.tolist() == model(torch.from_numpy(x)).tolist()
 
 
@@ -94,7 +99,7 @@ def test_rows_that_do_not_fit_are_named(rows: list[Any], sentence: str) -> None:
 
 
 def test_a_null_among_whole_numbers_is_named() -> None:
-    predictor = Predictor(pack(torch.nn.Identity()), (Column("n", "int64", ()),))
+    predictor = TorchPredictor(pack(torch.nn.Identity()), (Column("n", "int64", ()),))
     with pytest.raises(InvalidInput, match="'n' has nulls"):
         predictor.predict([np.array([1.0, np.nan])])
 
@@ -105,7 +110,7 @@ def test_several_outputs_are_several_arrays(structure: Any) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return structure((x.sum(1), x))
 
-    predictor = Predictor(pack(Pair()), (Column("x", "float32", (3,)),))
+    predictor = TorchPredictor(pack(Pair()), (Column("x", "float32", (3,)),))
     assert predictor.widths() == [1, 3]
     assert [part.tolist() for part in predictor.predict([[[1.0, 2.0, 3.0]]])] == [[[6.0]], [[1.0, 2.0, 3.0]]]
 
@@ -115,7 +120,7 @@ def test_what_a_dict_holds_besides_tensors_is_no_output() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return {"logits": x * 2, "cache": object()}
 
-    predictor = Predictor(pack(Cached()), (Column("x", "float32", (2,)),))
+    predictor = TorchPredictor(pack(Cached()), (Column("x", "float32", (2,)),))
     assert [part.tolist() for part in predictor.predict([[[1.0, 2.0]]])] == [[[2.0, 4.0]]]
 
 
@@ -125,14 +130,14 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
             return "x"
 
     with pytest.raises(InvalidInput, match="returns str"):
-        Predictor(pack(Words()), (Column("x", "float32", (3,)),)).widths()
+        TorchPredictor(pack(Words()), (Column("x", "float32", (3,)),)).widths()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_an_output_whose_rows_are_in_another_dimension_is_refused(layers: int) -> None:
     """A GRU's hidden state: of as many layers as rows it looks right."""
     model = torch.nn.GRU(2, 3, num_layers=layers, batch_first=True)
-    predictor = Predictor(pack(model), (Column("x", "float32", (5, 2)),))
+    predictor = TorchPredictor(pack(model), (Column("x", "float32", (5, 2)),))
     says = rf"this model returns \({layers}, (\d), 3\) for \1 rows"
     with pytest.raises(InvalidInput, match=says):
         predictor.widths()
@@ -159,7 +164,9 @@ def brightness(columns: dict[str, Any]) -> dict[str, Any]:
 def test_a_transformation_makes_the_inputs() -> None:
     module = torch.nn.Bilinear(1, 1, 1)
     columns = (Column("image", "object"), Column("day", "datetime64[D]"))
-    predictor = pickle.loads(pickle.dumps(Predictor(pack(Transformed(module, brightness), module), columns)))
+    predictor = pickle.loads(
+        pickle.dumps(TorchPredictor(pack(ModuleWithTransformation(module, brightness), module), columns))
+    )
     images, days = [b"ab", b"", b"z"], [3, 1, 2]
     made = brightness({"image": images, "day": np.array(days).astype("datetime64[D]")})
     expected = module(torch.from_numpy(made["image"]), torch.from_numpy(made["day"])).detach().numpy()
@@ -178,19 +185,21 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
         assert columns["x"].shape == (2, 4)
         return {**columns, "x": columns["x"] - columns["x"].mean(1, keepdims=True)}
 
-    wanted = checked(values(transformation_fn=centred, input_shapes=[(1, 2, 2)]), brought)
+    wanted = build_request(values(transformation_fn=centred, input_shapes=[(1, 2, 2)]), check_torch_objects)
     change, stored = wanted.brought.transformation, (Column("x", "float32", (4,)),)
     x, y = np.arange(8, dtype=np.float32).reshape(2, 4) ** 2, np.zeros(2, np.float32)
     rows = StepRows(0, 0, 2, np.arange(2), {"x": x, "y": y})
     seen = BatchBuilder(stored, ("y",), None, torch.float32, None, change).build(rows).features[0]
     assert seen.shape == (2, 1, 2, 2)
     module = torch.nn.Flatten()
-    (predicted,) = Predictor(pack(Transformed(module, change), module), stored).predict([list(x)])
+    (predicted,) = TorchPredictor(pack(ModuleWithTransformation(module, change), module), stored).predict(
+        [list(x)]
+    )
     assert predicted.tolist() == module(seen).tolist()
     with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) for column 'x', of which"):
-        checked(values(transformation_fn=centred, input_shapes=[(3, 1)]), brought).brought.transformation(
-            rows.columns
-        )
+        build_request(
+            values(transformation_fn=centred, input_shapes=[(3, 1)]), check_torch_objects
+        ).brought.transformation(rows.columns)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +222,7 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
 )
 def test_no_value_is_made_another(dtype: str, shape: tuple[int, ...], rows: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        stacked(rows, Column("x", dtype, shape))
+        stack_rows(rows, Column("x", dtype, shape))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +241,7 @@ def test_no_value_is_made_another(dtype: str, shape: tuple[int, ...], rows: Any,
     ],
 )
 def test_rows_are_what_training_had(dtype: str, shape: tuple[int, ...], rows: Any, found: Any) -> None:
-    array = stacked(rows, Column("x", dtype, shape))
+    array = stack_rows(rows, Column("x", dtype, shape))
     assert array.dtype == np.dtype(dtype)
     assert array.tolist() == found
 
@@ -241,7 +250,7 @@ def test_a_transformed_module_saved_from_a_former_place_loads(monkeypatch: Any) 
     now, former = "spark_elastic.estimators.predictor", "spark_elastic.estimators.predictor"
     with monkeypatch.context() as then:
         then.setitem(sys.modules, former, sys.modules[now])
-        then.setattr(Transformed, "__module__", former)
-        packed = pack(Transformed(torch.nn.Linear(1, 1), dict))
+        then.setattr(ModuleWithTransformation, "__module__", former)
+        packed = pack(ModuleWithTransformation(torch.nn.Linear(1, 1), dict))
     assert former.encode() in packed.architecture
-    assert Predictor(packed, ()).model()(torch.ones(1)).shape == (1,)
+    assert TorchPredictor(packed, ()).model()(torch.ones(1)).shape == (1,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +14,13 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup
 from spark_elastic.data.store import memory_store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fit_rows
-from spark_elastic.estimators.elastic_estimator import check_runs
-from spark_elastic.estimators.fit_rows import TableRows, recorded
+from spark_elastic.estimators.elastic_estimator import check_run_ids
+from spark_elastic.estimators.fit_rows import TableRows, build_record
 from spark_elastic.estimators.fitting import _so_far
 from spark_elastic.estimators.run_record import RunRecord, RunResult
-from spark_elastic.estimators.validation import Request
-from spark_elastic.spark.dataframes.materialize import told_apart
-from spark_elastic.spark.dataframes.scan import Missing
+from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.spark.dataframes.materialize import compare_digests
+from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.training.checkpointing import WEIGHTS
 from tests.unit.estimators.requests import request as file_request
 
@@ -29,13 +28,13 @@ ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f"
 IDENTITY = {"model": "m", "loss": "l", WEIGHTS: "w"}
 
 
-def request(identity: dict[str, str] | None = None, **values: Any) -> Request:
+def request(identity: dict[str, str] | None = None, **values: Any) -> FitRequest:
     brought = SimpleNamespace(transformation=None, identity=lambda: IDENTITY | (identity or {}))
     return file_request(**{"brought": brought, "learning_rate": 0.1, "epochs": 2, **values})
 
 
 def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
-    store, made = memory_store(), recorded(request(input_shapes=((2, 2),)), "rows", ROWS, None)
+    store, made = memory_store(), build_record(request(input_shapes=((2, 2),)), "rows", ROWS, None)
     made.save(store, "r")
     loaded = RunRecord.load(store, "r")
     assert loaded is not None
@@ -57,13 +56,13 @@ def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
     ],
 )
 def test_another_setting_is_named(name: str, value: Any) -> None:
-    record = recorded(request(), "rows", ROWS, None)
+    record = build_record(request(), "rows", ROWS, None)
     with pytest.raises(InvalidInput, match=f"run_id 'r' was begun with {name}=.*use another run_id"):
         record.check(request(**{name: value}), "r")
 
 
 def test_another_model_is_refused_and_another_draw_of_its_weights_is_told(caplog: Any) -> None:
-    record = recorded(request(), "rows", ROWS, None)
+    record = build_record(request(), "rows", ROWS, None)
     with pytest.raises(InvalidInput, match="run_id 'r' was begun with another model than this fit's"):
         record.check(request({"model": "n", WEIGHTS: "v"}), "r")
     assert caplog.messages == []
@@ -71,23 +70,11 @@ def test_another_model_is_refused_and_another_draw_of_its_weights_is_told(caplog
     assert caplog.messages == ["run r goes on with its own weights: this fit's model begins with others"]
 
 
-def test_a_record_of_the_first_format_loads_and_binds_what_it_knows() -> None:
-    store, fields = memory_store(), dataclasses.asdict(recorded(request(), "rows", ROWS, None))
-    for later in ("brought", "format"):
-        del fields[later]
-    del fields["settings"]["learning_rate"]
-    store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
-    record = RunRecord.load(store, "r")
-    assert record is not None
-    record.check(request({"model": "n"}, learning_rate=0.9), "r")
-    with pytest.raises(InvalidInput, match="begun with seed=1 and this fit has 2"):
-        record.check(request(seed=2), "r")
-
-
-def test_a_record_of_a_later_format_is_not_guessed_at() -> None:
+@pytest.mark.parametrize("fields", [{"format": 99, "new": 1}, {"format": 2}, {"data": ""}])
+def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> None:
     store = memory_store()
-    store.write_bytes("runs/r/run.json", json.dumps({"format": 99, "new": 1}).encode())
-    with pytest.raises(StoreError, match="has format 99, and this release reads 2"):
+    store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
+    with pytest.raises(StoreError, match=f"has format {fields.get('format', 1)}, and this release reads 3"):
         RunRecord.load(store, "r")
 
 
@@ -103,7 +90,7 @@ def test_a_record_of_a_later_format_is_not_guessed_at() -> None:
     ],
 )
 def test_what_tells_tables_apart(content: str, now: str, says: str | None) -> None:
-    assert told_apart(48, content, now) == says
+    assert compare_digests(48, content, now) == says
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -116,9 +103,9 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
         asked.append(df)
         return None if df == "mine" else "its rows have other values"
 
-    monkeypatch.setattr(fit_rows, "difference", difference)
-    wanted: Any = request(missing=Missing())
-    recorded(wanted, "rows", ROWS, None).save(store, "r")
+    monkeypatch.setattr(fit_rows, "find_difference", difference)
+    wanted: Any = request(missing=MissingValues())
+    build_record(wanted, "rows", ROWS, None).save(store, "r")
     if ended:
         RunResult("model.pt", "s", "d", 2, [], 48).save(store, "r")
     mine: Any = TableRows("mine")  # type: ignore[arg-type]
@@ -131,7 +118,7 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
 
 def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
     store = memory_store()
-    recorded(request(), "s3://bucket/files", ROWS, None).save(store, "r")
+    build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="was begun by fit_on_parquet on s3://bucket/files"):
         _so_far(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
 
@@ -149,7 +136,7 @@ def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_several_fits_do_not_share_a_run(own: str | None, given: list[str | None], refused: bool) -> None:
     if not refused:
-        check_runs(own, given)
+        check_run_ids(own, given)
         return
     with pytest.raises(InvalidInput, match="names one run, and a CrossValidator"):
-        check_runs(own, given)
+        check_run_ids(own, given)

@@ -13,7 +13,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import trained
-from spark_elastic.estimators.torch_objects import brought
+from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.torch.train.task import TorchTrainer
 from tests.unit.estimators.requests import values
 
@@ -40,7 +40,9 @@ def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
     left = Centred(np.array([1.0, 2.0], np.float32))
     learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)
-    request: Any = SimpleNamespace(brought=brought(values(model=Centred(np.zeros(2, np.float32)))))
+    request: Any = SimpleNamespace(
+        brought=check_torch_objects(values(model=Centred(np.zeros(2, np.float32))))
+    )
     found, x = trained(request, learner.weights()), torch.rand(3, 2)
     assert torch.equal(found(x), left(x))
 
@@ -49,4 +51,4 @@ def test_what_no_file_of_weights_can_hold_is_refused_before_any_job() -> None:
     with pytest.raises(
         InvalidInput, match="cannot hold the Linear of the model, at '_extra_state', at 'mean'"
     ):
-        brought(values(model=Centred(torch.nn.Linear(1, 1))))
+        check_torch_objects(values(model=Centred(torch.nn.Linear(1, 1))))

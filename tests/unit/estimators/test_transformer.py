@@ -11,7 +11,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
-from spark_elastic.estimators.transformer import ElasticModel, _check_new, widths_of
+from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_widths
 
 
 def table(columns: list[str], sensitive: str = "false") -> Any:
@@ -37,14 +37,14 @@ def test_a_column_that_is_there_already_is_named_before_any_job(wanted: dict[str
 
 
 def test_outputs_are_tried_on_a_row_of_the_training() -> None:
-    class Predictor:
+    class TorchPredictor:
         def widths(self, sample: Any = None) -> list[int]:
             return [len(sample[0][0])]
 
-    predictor: Any = Predictor()
-    assert widths_of(predictor, None) is None
-    assert widths_of(predictor, ["abc"]) == [3]
-    assert widths_of(predictor, [None]) is None  # what it raises, `transform` will
+    predictor: Any = TorchPredictor()
+    assert try_widths(predictor, None) is None
+    assert try_widths(predictor, ["abc"]) == [3]
+    assert try_widths(predictor, [None]) is None  # what it raises, `transform` will
 
 
 def test_names_are_compared_as_the_session_compares_them() -> None:

@@ -18,14 +18,14 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import torch_objects
-from spark_elastic.estimators.torch_objects import brought
-from spark_elastic.estimators.validation import Request, checked
+from spark_elastic.estimators.torch_objects import check_torch_objects
+from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from tests.unit.estimators.requests import net, values
 
 
-def ask(**changes: Any) -> Request:
-    return checked(values(**changes), brought)
+def ask(**changes: Any) -> FitRequest:
+    return build_request(values(**changes), check_torch_objects)
 
 
 def test_good_values_become_a_request() -> None:
@@ -185,7 +185,7 @@ def test_frozen_parameters_may_be_left_out() -> None:
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(InvalidInput, match="nothing to train"):
-        checked(values() | {"model": torch.nn.ReLU()}, brought)
+        build_request(values() | {"model": torch.nn.ReLU()}, check_torch_objects)
 
 
 def test_factories_of_fits_in_parallel_draw_the_same_weights() -> None:

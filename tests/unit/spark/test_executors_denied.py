@@ -13,7 +13,7 @@ from py4j.protocol import Py4JError
 
 from spark_elastic.data.store import memory_store
 from spark_elastic.spark.dataframes.materialize import _source
-from spark_elastic.spark.dataframes.store_access import probe_sides
+from spark_elastic.spark.dataframes.store_access import check_store_access
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.preflight import _live_executors
 from spark_elastic.testing.fakes import FakeClock
@@ -55,5 +55,5 @@ def test_the_first_write_tells_where_the_jvms_side_cannot_be_asked() -> None:
     hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
     session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
     store = memory_store()
-    probe_sides(session, store)
+    check_store_access(session, store)
     assert store.list("probes") == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.reading.decoded_groups import cgroup_limit
+from spark_elastic.data.reading.row_group_cache import cgroup_limit
 from spark_elastic.spark.settings import ExecutorMemory, explain_shortage, parse_size, read_executor_memory
 
 G = 1 << 30

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.data.reading.decoded_groups import DEFAULT_CACHE_BYTES, DecodedGroups, left
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache, available_memory
 
 MB = 1 << 20
 
@@ -51,13 +51,13 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_the_least_is_what_is_left(tmp_path: Path, files: dict[str, str], expected: Any) -> None:
-    assert left(machine(tmp_path, files)) == expected
+    assert available_memory(machine(tmp_path, files)) == expected
 
 
 def test_an_address_space_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * MB, 3 * MB))
     root = machine(tmp_path, {"proc/self/statm": f"{MB // resource.getpagesize()} 1 1"})
-    assert left(root) == (2 * MB, 3 * MB)
+    assert available_memory(root) == (2 * MB, 3 * MB)
 
 
 def group(number: int) -> Any:
@@ -73,7 +73,7 @@ def read_twice(total: int) -> tuple[int, int]:
         decoded.append(number)
         return group(number)
 
-    groups = DecodedGroups(sys.maxsize, lambda: (total - len(decoded) * 32 * MB, total))
+    groups = RowGroupCache(sys.maxsize, lambda: (total - len(decoded) * 32 * MB, total))
     for number in [*range(20), *range(20)]:
         groups.fetch(number, decode)
     kept = len(groups)
@@ -98,7 +98,7 @@ def test_the_default_asks_nobody() -> None:
     def room() -> Any:
         raise AssertionError("asked")
 
-    groups = DecodedGroups(DEFAULT_CACHE_BYTES, room)
+    groups = RowGroupCache(DEFAULT_CACHE_BYTES, room)
     for number in range(6):
         groups.fetch(number, group)
     assert len(groups) == DEFAULT_CACHE_BYTES // (32 * MB)

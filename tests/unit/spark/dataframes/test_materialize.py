@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from spark_elastic.spark.dataframes.materialize import advise
+from spark_elastic.spark.dataframes.materialize import warn_about_small_partitions
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_many_small_partitions_are_told(
     rows: int, partitions: int, says: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "spark_elastic"):
-        advise(rows, partitions)
+        warn_about_small_partitions(rows, partitions)
     assert [message.partition(", and Spark")[0] for message in caplog.messages] == says

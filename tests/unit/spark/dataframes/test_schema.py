@@ -20,9 +20,9 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.schema import (
     ColumnType,
     check_columns,
-    check_marks,
+    check_validation_column,
     column_type,
-    row_bytes,
+    fixed_row_bytes,
 )
 
 SCHEMA = (
@@ -43,7 +43,7 @@ SCHEMA = (
     ("names", "size"), [(["y", "price", "day"], 24), (["y", "v"], None), (["name"], None)]
 )
 def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], size: int | None) -> None:
-    assert row_bytes(column_type(SCHEMA, name, transformed=True) for name in names) == size
+    assert fixed_row_bytes(column_type(SCHEMA, name, transformed=True) for name in names) == size
 
 
 def test_good_columns_pass() -> None:
@@ -84,7 +84,7 @@ def test_bad_columns_are_one_sentence(
 
 @pytest.mark.parametrize("name", ["held_out", "y", "price"])
 def test_truth_values_and_numbers_say_which_rows_validate(name: str) -> None:
-    check_marks(SCHEMA, name)
+    check_validation_column(SCHEMA, name)
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_truth_values_and_numbers_say_which_rows_validate(name: str) -> None:
 )
 def test_other_columns_do_not(name: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        check_marks(SCHEMA, name)
+        check_validation_column(SCHEMA, name)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
 
 from spark_elastic.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.training.checkpointing import WEIGHTS
 
 
@@ -25,13 +25,13 @@ class Own(nn.Module):
         return nn.functional.leaky_relu(self.layer(x), self.slope)
 
 
-def made(seed: int = 1, **changes: Any) -> Brought:
+def made(seed: int = 1, **changes: Any) -> TorchUserObjects:
     torch.manual_seed(seed)
-    plain = Brought(Own(), lambda params: torch.optim.SGD(params, lr=0.1), (nn.MSELoss(),))
+    plain = TorchUserObjects(Own(), lambda params: torch.optim.SGD(params, lr=0.1), (nn.MSELoss(),))
     return replace(plain, **changes)
 
 
-def differing(one: Brought, other: Brought) -> list[str]:
+def differing(one: TorchUserObjects, other: TorchUserObjects) -> list[str]:
     before = one.identity()
     return [name for name, value in other.identity().items() if before[name] != value]
 

@@ -16,7 +16,7 @@ from spark_elastic.torch.callbacks import (
     LearningRateSchedule,
     get_monitored,
 )
-from spark_elastic.torch.train.spec import Brought
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import check_watched
 
 
@@ -39,12 +39,12 @@ class Adds(Callback):
         logs["gap"] = 1.0
 
 
-def bring(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) -> Brought:
+def bring(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) -> TorchUserObjects:
     model = torch.nn.Linear(1, 1)
     found = tuple(EarlyStopping(name) for name in names)
     mse: tuple[Callable[..., torch.Tensor], ...] = (torch.nn.MSELoss(),) * losses
     metrics = {"far": far, "curve": Curve()}
-    return Brought(model, None, mse, metrics=metrics, callbacks=(*found, *callbacks), watched=names)
+    return TorchUserObjects(model, None, mse, metrics=metrics, callbacks=(*found, *callbacks), watched=names)
 
 
 @pytest.mark.parametrize(

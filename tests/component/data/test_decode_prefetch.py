@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spark_elastic.data.loader import DecodeAhead
-from spark_elastic.data.reading.decoding import Decoded
+from spark_elastic.data.loader import DecodePrefetcher
+from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.errors import StoreError
 from tests.patience import until
 
@@ -29,7 +29,7 @@ class Reader:
     def answered(self) -> None:
         self.answers += 1
 
-    def fetch(self, group: int) -> Decoded:
+    def fetch(self, group: int) -> ColumnArrays:
         if self.broken:
             raise StoreError("the disk is gone")
         return {"x": np.array([group])}
@@ -57,13 +57,13 @@ def reader() -> Reader:
 
 
 @pytest.fixture
-def ahead(reader: Reader) -> Iterator[DecodeAhead]:
-    with DecodeAhead(reader, 3, reader.answered) as made:
+def ahead(reader: Reader) -> Iterator[DecodePrefetcher]:
+    with DecodePrefetcher(reader, 3, reader.answered) as made:
         yield made
         reader.gate.set()
 
 
-def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodeAhead, reader: Reader) -> None:
+def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodePrefetcher, reader: Reader) -> None:
     ahead.ask([3, 1])
     ahead.ask([2])
     until(lambda: len(reader.ahead) == 3)
@@ -71,7 +71,7 @@ def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodeAhead, reader:
     until(lambda: reader.answers == 3)
 
 
-def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodeAhead, reader: Reader) -> None:
+def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
     ahead.ask(range(6))
     until(lambda: len(reader.ahead) == 3)
     assert ahead.fetch(0)["x"][0] == 0
@@ -80,7 +80,7 @@ def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodeAhead, reader: Re
     assert reader.ahead == [0, 1, 2, 3]
 
 
-def test_what_was_fetched_meanwhile_is_left_out(ahead: DecodeAhead, reader: Reader) -> None:
+def test_what_was_fetched_meanwhile_is_left_out(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.gate.clear()
     ahead.ask([0])
     until(lambda: reader.tried)
@@ -91,7 +91,7 @@ def test_what_was_fetched_meanwhile_is_left_out(ahead: DecodeAhead, reader: Read
     assert reader.ahead == [0, 2]
 
 
-def test_what_there_is_no_room_for_waits_for_a_release(ahead: DecodeAhead, reader: Reader) -> None:
+def test_what_there_is_no_room_for_waits_for_a_release(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.room = 1
     ahead.ask([0, 1, 2])
     until(lambda: ahead._full)
@@ -102,7 +102,7 @@ def test_what_there_is_no_room_for_waits_for_a_release(ahead: DecodeAhead, reade
     assert reader.ahead == [0, 1]
 
 
-def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodeAhead, reader: Reader) -> None:
+def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.room = 0
     reader.gate.clear()
     ahead.ask([0])
@@ -117,7 +117,7 @@ def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodeAhead, read
 
 
 def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
-    ahead: DecodeAhead, reader: Reader
+    ahead: DecodePrefetcher, reader: Reader
 ) -> None:
     reader.room = 0
     reader.gate.clear()
@@ -129,7 +129,7 @@ def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
     assert reader.tried == [0, 1]
 
 
-def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodeAhead, reader: Reader) -> None:
+def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.broken = True
     ahead.ask([0, 1])
     until(lambda: not ahead._thread.is_alive())
@@ -142,7 +142,7 @@ def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodeAhead, 
 
 
 def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
-    with DecodeAhead(reader, 0, reader.answered) as ahead:
+    with DecodePrefetcher(reader, 0, reader.answered) as ahead:
         ahead.ask([0, 1])
         assert ahead.fetch(0)["x"][0] == 0
         assert ahead._thread.ident is None
@@ -156,7 +156,7 @@ def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with DecodeAhead(reader, 3, reader.answered) as ahead:
+    with DecodePrefetcher(reader, 3, reader.answered) as ahead:
         ahead.ask([0, 1])
         assert ahead.fetch(0)["x"][0] == 0
         ahead.release(0)
@@ -165,7 +165,7 @@ def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
 
 def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     reader.gate.clear()
-    with DecodeAhead(reader, 3, reader.answered) as made:
+    with DecodePrefetcher(reader, 3, reader.answered) as made:
         made.ask([0, 1, 2])
         until(lambda: reader.tried)
         opener = threading.Timer(0.05, reader.gate.set)
@@ -175,7 +175,7 @@ def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     assert not made._thread.is_alive()
 
 
-def test_once_it_is_stopped_nothing_more_is_begun(ahead: DecodeAhead, reader: Reader) -> None:
+def test_once_it_is_stopped_nothing_more_is_begun(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.gate.clear()
     ahead.ask([0, 1])
     until(lambda: reader.tried)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.foreign import describe, locate
+from spark_elastic.data.existing_parquet import describe_parquet, locate_files
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
@@ -71,7 +71,7 @@ def test_every_kind_of_column_from_folders_by_partition(
     (tmp_path / "_SUCCESS").write_text("")
     (tmp_path / "_delta" / "x.parquet").mkdir(parents=True)
     store, names = Store.open(str(tmp_path)), ["id", "x", "price", "odd", "image", "day", "year"]
-    manifest = describe(store, names, transformed=True, piece_bytes=piece_bytes)
+    manifest = describe_parquet(store, names, transformed=True, piece_bytes=piece_bytes)
     assert manifest.columns == (
         Column("id", "int64"),
         Column("x", "float32", (3,)),
@@ -97,7 +97,7 @@ def test_p1_a_step_takes_the_same_rows_by_any_reader(tmp_path: Path, reader: str
         tmp_path, "a.parquet", {name: columns_of(0, 90)[name] for name in ("id", "image")}, row_group_size=40
     )
     store = Store.open(str(tmp_path))
-    manifest = describe(store, ["id", "image"], transformed=True, piece_bytes=400)
+    manifest = describe_parquet(store, ["id", "image"], transformed=True, piece_bytes=400)
     assert len(manifest.row_groups) > 3
     plan = DataPlan(manifest.group_rows, 16, seed=2, lanes=3)
     opened, seen = open_reader(reader, store, manifest), []
@@ -124,7 +124,7 @@ def test_timestamps_of_all_years_as_spark_writes_them(
     write(tmp_path, "a.parquet", columns, use_deprecated_int96_timestamps=True)
     store = Store.open(str(tmp_path))
     found = everything(
-        store, describe(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes), reader
+        store, describe_parquet(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes), reader
     )
     np.testing.assert_array_equal(found["t"], np.array(when, "datetime64[us]"))
     assert [found[name].tolist() for name in beside] == [list(range(40)) for _ in beside]
@@ -136,7 +136,7 @@ def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
     empty = {"type": 0, "size": 4, "indices": [], "values": []}
     write(tmp_path, "a.parquet", {"v": pa.array([sparse, dense, empty, sparse], VECTOR)})
     store = Store.open(str(tmp_path))
-    manifest = describe(store, ["v"])
+    manifest = describe_parquet(store, ["v"])
     assert manifest.columns == (Column("v", "float32", (4,)),)
     assert everything(store, manifest)["v"].tolist() == [
         [0, 5, 0, 6],
@@ -164,23 +164,23 @@ def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, columns: dict[str, Any], says: str, statistics: bool) -> None:
     write(tmp_path, "a.parquet", columns, write_statistics=statistics)
     with pytest.raises(InvalidInput, match=says):
-        describe(Store.open(str(tmp_path)), ["x"])
+        describe_parquet(Store.open(str(tmp_path)), ["x"])
 
 
 def test_lengths_that_add_up_by_chance_are_found_by_the_reader(tmp_path: Path) -> None:
     write(tmp_path, "a.parquet", {"x": pa.array([[1.0, 1.0], [2.0], [3.0, 3.0, 3.0]])})
     store = Store.open(str(tmp_path))
     with pytest.raises(StoreError, match="arrays of a length other than 2"):
-        everything(store, describe(store, ["x"]))
+        everything(store, describe_parquet(store, ["x"]))
 
 
 def test_files_that_disagree_and_no_files(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no Parquet file under"):
-        describe(Store.open(str(tmp_path)), ["x"])
+        describe_parquet(Store.open(str(tmp_path)), ["x"])
     write(tmp_path, "a.parquet", {"x": [1]})
     write(tmp_path, "b.parquet", {"x": [1.0]})
     with pytest.raises(InvalidInput, match=r"'x' is int64 in 'a\.parquet' and double in 'b\.parquet'"):
-        describe(Store.open(str(tmp_path)), ["x"])
+        describe_parquet(Store.open(str(tmp_path)), ["x"])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_reader_that_is_not_there(name: str, says: str, monkeypatch: pytest.Mo
 def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size: int) -> None:
     """One row, ten rows for four workers, one row group, ten thousand row groups."""
     plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * (lanes + 2))
-    order = plan.order(0)
+    order = plan.permute_epoch(0)
     taken = [
         plan.row_ids(order.share(step, rank, size)) for step in range(plan.steps) for rank in range(size)
     ]
@@ -212,18 +212,18 @@ def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size
 def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
     for name in ("a/1.parquet", "a/_hidden/2.parquet", "b/3.parquet", "_c/4.parquet"):
         write(tmp_path, name, columns_of(0, 5))
-    store, names = locate([f"{tmp_path}/a", f"{tmp_path}/b/3.parquet", f"{tmp_path}/_c"], {})
+    store, names = locate_files([f"{tmp_path}/a", f"{tmp_path}/b/3.parquet", f"{tmp_path}/_c"], {})
     assert (store.root, names) == (str(tmp_path), ("a", "b/3.parquet", "_c"))
-    assert describe(store, ["x"], names=names).files == ("a/1.parquet", "b/3.parquet", "_c/4.parquet")
-    overlapping = describe(store, ["x"], names=["a", "a/1.parquet", "", "b"])
+    assert describe_parquet(store, ["x"], names=names).files == ("a/1.parquet", "b/3.parquet", "_c/4.parquet")
+    overlapping = describe_parquet(store, ["x"], names=["a", "a/1.parquet", "", "b"])
     assert overlapping.files == ("a/1.parquet", "b/3.parquet")
-    alone, names = locate([f"{tmp_path}/a/1.parquet"], {})
+    alone, names = locate_files([f"{tmp_path}/a/1.parquet"], {})
     assert (alone.url, names) == (f"file://{tmp_path}/a", ("1.parquet",))
-    assert describe(alone, ["x"], names=names).rows == 5
+    assert describe_parquet(alone, ["x"], names=names).rows == 5
     with pytest.raises(StoreError, match=r"There is no Parquet file under file://.*/d"):
-        describe(store, ["x"], names=["d"])
+        describe_parquet(store, ["x"], names=["d"])
     with pytest.raises(InvalidInput, match="lie in different file systems"):
-        locate([str(tmp_path), "memory://rows"], {})
+        locate_files([str(tmp_path), "memory://rows"], {})
 
 
 def test_rows_of_100_000_numbers_come_in_pieces(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_rows_of_100_000_numbers_come_in_pieces(tmp_path: Path) -> None:
     values = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), 100_000)
     write(tmp_path, "a.parquet", {"x": values})
     store = Store.open(str(tmp_path))
-    manifest = describe(store, ["x"], piece_bytes=1 << 20)
+    manifest = describe_parquet(store, ["x"], piece_bytes=1 << 20)
     assert manifest.group_rows == (2,) * 6
-    plan = DataPlan.for_run(manifest.group_rows, 5, 0, 4, manifest.decoded_bytes_per_group(), 4 << 20)
+    plan = DataPlan.for_run(manifest.group_rows, 5, 0, 4, manifest.max_decoded_group_bytes(), 4 << 20)
     opened = open_reader("arrow", store, manifest, cache_bytes=4 << 20)
     try:
         with StepLoader(plan, opened, manifest.columns).steps(0, 0, 0, 1) as steps:

@@ -21,11 +21,11 @@ from spark_elastic.data.reading.decoding import (
     dtype_of,
     is_list,
     is_vector,
-    opened,
+    open_parquet,
     partition_values,
     read_footer,
 )
-from spark_elastic.data.store import Found, Store
+from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput, StoreError
 
 PIECE_BYTES = 4 << 20
@@ -34,7 +34,7 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _PARQUET = (".parquet", ".parq", ".pq")
 
 
-def locate(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
+def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
     """One store that holds all the files or folders (one at least), paths or fsspec urls, and their names in it.
 
     Raises:
@@ -55,7 +55,7 @@ def locate(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[St
     return replace(first, url=url, root=common), names
 
 
-def describe(
+def describe_parquet(
     store: Store,
     columns: Sequence[str],
     transformed: bool = False,
@@ -95,7 +95,7 @@ def describe(
 class _File:
     """One file's footer, and what it says of columns."""
 
-    def __init__(self, store: Store, found: Found) -> None:
+    def __init__(self, store: Store, found: ObjectInfo) -> None:
         self.store, self.name = store, found.name
         self.footer: pq.FileMetaData = read_footer(store, found.name)
         self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
@@ -119,7 +119,7 @@ class _File:
     def first_row(self, name: str) -> pa.Array:
         """One row of a column, without reading a whole row group."""
         with self.store.open_read(self.name) as source:
-            file = opened(source, buffer_size=1 << 16)
+            file = open_parquet(source, buffer_size=1 << 16)
             batches = file.iter_batches(1, columns=[name], use_threads=False)
             return next(batch for batch in batches if batch.num_rows).column(0)
 
@@ -138,7 +138,7 @@ class _File:
     def _counted(self, name: str) -> int:
         total = 0
         with self.store.open_read(self.name) as source:
-            file = opened(source, buffer_size=1 << 20)
+            file = open_parquet(source, buffer_size=1 << 20)
             for batch in file.iter_batches(columns=[name], use_threads=False):
                 values = batch.column(0)
                 total += values.null_count
@@ -148,7 +148,7 @@ class _File:
         return total
 
 
-def _parquet(store: Store, name: str) -> list[Found]:
+def _parquet(store: Store, name: str) -> list[ObjectInfo]:
     """What Spark and others take for data: names that begin with _ or . are not."""
     listed = store.find(name)
     _refuse_table_formats(store, name, listed)
@@ -163,7 +163,7 @@ def _parquet(store: Store, name: str) -> list[Found]:
     return found
 
 
-def _refuse_table_formats(store: Store, name: str, listed: Sequence[Found]) -> None:
+def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo]) -> None:
     """Their folders also hold files whose rows were deleted or updated; only the format's own log knows which."""
     for each in listed:
         *folders, file = each.name[len(name) :].split("/")
@@ -265,14 +265,20 @@ def _refuse_ragged(column: Column, files: Sequence[_File]) -> None:
 
 
 def _pieces(group: RowGroup, manifest: Manifest, most: int) -> Iterator[RowGroup]:
-    decoded = replace(manifest, row_groups=(group,)).decoded_bytes_per_group()
+    decoded = replace(manifest, row_groups=(group,)).max_decoded_group_bytes()
     if decoded <= 2 * most or group.rows == 1:  # to cut costs a write and a read
         yield group
         return
     rows = max(1, group.rows * most // decoded)
     for first in range(0, group.rows, rows):
         count = min(rows, group.rows - first)
-        yield replace(group, rows=count, bytes=group.bytes * count // group.rows, first=first, of=group.rows)
+        yield replace(
+            group,
+            rows=count,
+            bytes=group.bytes * count // group.rows,
+            first_row=first,
+            parent_rows=group.rows,
+        )
 
 
 def _leaves(arrow: pa.DataType) -> int:

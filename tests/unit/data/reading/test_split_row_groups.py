@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.foreign import describe
+from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
@@ -28,7 +28,7 @@ def reader(tmp_path: Path) -> ArrowReader:
     x = np.arange(ROWS * GROUPS, dtype=np.float64)
     pq.write_table(pa.table({"x": x}), tmp_path / "a.parquet", row_group_size=ROWS)
     store = Store.open(str(tmp_path))
-    return ArrowReader(store, describe(store, ["x"], piece_bytes=2000), cache_bytes=1)
+    return ArrowReader(store, describe_parquet(store, ["x"], piece_bytes=2000), cache_bytes=1)
 
 
 @pytest.mark.parametrize(("free", "held"), [(1 << 40, GROUPS), (20_000, 3), (0, 1)])

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from spark_elastic.data.reading.decoding import Decoded, nbytes
+from spark_elastic.data.reading.decoding import ColumnArrays, nbytes
 from spark_elastic.errors import StoreError
 
 # How much memory this process may still take: of the machine, of its container, of its own address space.
@@ -33,7 +33,7 @@ _GROUPS = (  # limit, use, and what of it is only a cache of files
 )
 
 
-def left(root: Path = Path("/")) -> tuple[int, int] | None:
+def available_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     """(bytes left, limit in bytes) of the tightest limit; None if none is known. root: of /proc and /sys."""
     found = (_of_machine(root), _of_group(root / "sys/fs/cgroup"), _of_address_space(root))
     return min((room for room in found if room is not None), default=None)
@@ -98,7 +98,7 @@ KEPT_FREE = 4  # one part in so many of the memory: for activations, checkpoints
 log = logging.getLogger("spark_elastic")
 
 
-class DecodedGroups:
+class RowGroupCache:
     """A cache of decoded row groups by number. They are in use from when they are fetched until they are released.
 
     If there are too many bytes, the one released last goes first, and when all are in use the one fetched last before
@@ -106,15 +106,15 @@ class DecodedGroups:
     what was wanted last is wanted last again, and if the oldest went, nothing would stay until its turn comes.
     """
 
-    def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = left) -> None:
+    def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = available_memory) -> None:
         """room: (bytes of memory left, of how many), looked at before the cache grows above the default."""
         self._limit, self._room = limit, room
         self._allowed = DEFAULT_CACHE_BYTES  # and more where there was room for it
         self._changed = threading.Condition()
         self._decoding = False
         self._waiting = 0  # who fetches what is not there yet
-        self._in_use: dict[int, tuple[Decoded, int]] = {}
-        self._released: dict[int, tuple[Decoded, int]] = {}
+        self._in_use: dict[int, tuple[ColumnArrays, int]] = {}
+        self._released: dict[int, tuple[ColumnArrays, int]] = {}
         self._bytes = 0
         self._largest = 0
         self._closed = False
@@ -122,7 +122,7 @@ class DecodedGroups:
     def __len__(self) -> int:
         return len(self._in_use) + len(self._released)
 
-    def fetch(self, group: int, decode: Callable[[int], Decoded]) -> Decoded:
+    def fetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> ColumnArrays:
         """A row group from memory, or decoded now."""
         with self._changed:
             found = self._get(group)
@@ -135,7 +135,7 @@ class DecodedGroups:
             self._decoding = True
         return self._decoded(group, decode)
 
-    def prefetch(self, group: int, decode: Callable[[int], Decoded]) -> bool:
+    def prefetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> bool:
         """Decode a row group that will be fetched soon, once nobody waits for another. False if there is no room for it
         beside those in use."""
         with self._changed:
@@ -167,14 +167,14 @@ class DecodedGroups:
             self._bytes = 0
         let_go()
 
-    def _get(self, group: int) -> Decoded | None:
+    def _get(self, group: int) -> ColumnArrays | None:
         entry = self._in_use.pop(group, None) or self._released.pop(group, None)
         if entry is None:
             return None
         self._in_use[group] = entry
         return entry[0]
 
-    def _awaited(self, group: int) -> Decoded | None:
+    def _awaited(self, group: int) -> ColumnArrays | None:
         """Wait while others decode, until it is there or it is the caller's turn to decode it."""
         self._waiting += 1
         try:
@@ -188,7 +188,7 @@ class DecodedGroups:
             self._waiting -= 1
             self._changed.notify_all()
 
-    def _decoded(self, group: int, decode: Callable[[int], Decoded]) -> Decoded:
+    def _decoded(self, group: int, decode: Callable[[int], ColumnArrays]) -> ColumnArrays:
         """Of all threads, one is here at a time: that which set `_decoding`."""
         try:
             rows = decode(group)
@@ -203,7 +203,7 @@ class DecodedGroups:
     def _has_room(self) -> bool:
         return sum(size for _, size in self._in_use.values()) + self._largest <= self._limit
 
-    def _put(self, group: int, rows: Decoded) -> None:
+    def _put(self, group: int, rows: ColumnArrays) -> None:
         size = nbytes(rows)
         self._in_use[group] = rows, size
         self._bytes += size

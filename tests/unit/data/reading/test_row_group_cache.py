@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from spark_elastic.data.reading.decoded_groups import DecodedGroups
-from spark_elastic.data.reading.decoding import Decoded
+from spark_elastic.data.reading.decoding import ColumnArrays
+from spark_elastic.data.reading.row_group_cache import RowGroupCache
 from spark_elastic.errors import StoreError
 from tests.patience import until
 
@@ -17,10 +17,10 @@ class Cache:
     """With room for three row groups; `decoded` lists what had to be decoded."""
 
     def __init__(self) -> None:
-        self.groups = DecodedGroups(3 * 8)
+        self.groups = RowGroupCache(3 * 8)
         self.decoded: list[int] = []
 
-    def decode(self, group: int) -> Decoded:
+    def decode(self, group: int) -> ColumnArrays:
         self.decoded.append(group)
         return {"x": np.array([group])}
 
@@ -110,7 +110,7 @@ class Gated(Cache):
         super().__init__()
         self.gates = [threading.Event() for _ in range(4)]
 
-    def decode(self, group: int) -> Decoded:
+    def decode(self, group: int) -> ColumnArrays:
         decoded = super().decode(group)
         assert self.gates[group].wait(20)
         return decoded
@@ -135,7 +135,7 @@ def test_who_fetches_comes_before_what_is_wanted_soon(fetched: int) -> None:
 
 
 def test_a_decoding_that_fails_leaves_its_turn_to_the_next(cache: Cache) -> None:
-    def fail(group: int) -> Decoded:
+    def fail(group: int) -> ColumnArrays:
         raise StoreError("the disk is gone")
 
     with pytest.raises(StoreError, match="disk is gone"):
