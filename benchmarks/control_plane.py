@@ -36,9 +36,10 @@ from benchmarks.parts.report import Row, finish, parser  # noqa: E402
 from spark_elastic.clock import SystemClock  # noqa: E402
 from spark_elastic.driver.journal import Journal  # noqa: E402
 from spark_elastic.driver.loop import DriverLoop, Effects, Inbox  # noqa: E402
-from spark_elastic.driver.ports import Contact, Post  # noqa: E402
+from spark_elastic.driver.ports import Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
+from spark_elastic.protocol.slot_spec import SlotSpec  # noqa: E402
 from spark_elastic.protocol.types import Limits, World, heartbeat_interval  # noqa: E402
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer  # noqa: E402
 from spark_elastic.rendezvous.serving import make_room  # noqa: E402
@@ -59,7 +60,7 @@ CONTEXT = mp.get_context("spawn")
 class NoLauncher:
     """The clients come by themselves."""
 
-    def start(self, contact: Contact, post: Post) -> None:
+    def start(self, spec: SlotSpec, post: Post) -> None:
         """Nothing."""
 
     def launch(self, job: int) -> None:

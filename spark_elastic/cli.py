@@ -26,7 +26,6 @@ from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
 from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.local.launcher import FileListener, HostSlots, LocalLauncher, find_remote_hosts
-from spark_elastic.local.slot import SlotSettings
 from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_stream
 from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
 from spark_elastic.running.call import prepare
@@ -170,7 +169,7 @@ def _execute(wanted: RunOptions) -> None:
     )
     hosts, clock = HostSlots(), SystemClock()
     config = call.options.config
-    launcher = LocalLauncher(call.program, hosts, clock, call.preload, SlotSettings.of(config))
+    launcher = LocalLauncher(call.program, hosts, clock, call.preload)
     folder = _make_output_folder(wanted.output_filename)
     limits = call.make_limits(number)
     limit = LineRateLimiter() if sys.stdout.isatty() else None

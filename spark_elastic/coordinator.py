@@ -22,7 +22,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn
-from spark_elastic.driver.ports import Contact, Launcher
+from spark_elastic.driver.ports import Launcher
 from spark_elastic.driver.remote_launcher import RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
@@ -36,6 +36,7 @@ from spark_elastic.monitoring.log_forwarding import (
 )
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotsWanted
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.state.store_channel import (
@@ -186,7 +187,7 @@ class CoordinatorClient:
             CoordinatorLost: its task ended without a word. NotEnoughWorkers: no executor took that. As
             `launch.supervise`.
         """
-        self._attempt = attempt
+        self._attempt, self._config = attempt, config
         with isolate_log_handlers(), self._teller:
             self._follow(carry, config)
         if self._end is None:
@@ -229,7 +230,7 @@ class CoordinatorClient:
                         "ended": event.launch,
                         "reason": event.reason,
                         "cancelled": event.cancelled,
-                        "host_lost": event.executor_lost,
+                        "executor_lost": event.executor_lost,
                     }
                 )
             case SlotsWanted():
@@ -241,8 +242,15 @@ class CoordinatorClient:
             case {"contact": str(address), "certificate": certificate}:
                 self._begun = True
                 log.info("the coordinator of %s runs in a task, at %s", self._name, address)
-                contact = Contact(address, self._box.key, self._attempt, self._name, certificate)
-                self._launcher.start(contact, self._forward)
+                spec = SlotSpec.from_config(
+                    self._config,
+                    address=address,
+                    key=self._box.key,
+                    attempt=self._attempt,
+                    job_name=self._name,
+                    certificate=certificate,
+                )
+                self._launcher.start(spec, self._forward)
             case {"launch": int(job)}:
                 self._launcher.launch(job)
             case {"log": str(line), "rank": rank}:

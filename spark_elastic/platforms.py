@@ -9,7 +9,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import cloudpickle
@@ -23,6 +23,7 @@ from spark_elastic.driver.gathering import GatherTurn, application_of
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch.job import FIRST_ATTEMPT, DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, NullListener
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.serving import Bind
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_elastic.spark.connect import ConnectLauncher
+    from spark_elastic.spark.payload import Payload
+    from spark_elastic.spark.settings import ExecutorMemory
+    from spark_elastic.spark.slot_task import SlotTask
 
 T = TypeVar("T")
 
@@ -59,9 +63,10 @@ class JobSpec:
     def needs(self) -> tuple[str, ...]:
         return tuple(name for name in self.preload if "." not in name)
 
-    def imports(self, config: ElasticConfig) -> tuple[str, ...]:
-        """What may be imported before training processes are forked; none: they are spawned."""
-        return select_fork_imports(self.program, self.preload, config.fork_workers)
+    def complete(self, spec: SlotSpec) -> SlotSpec:
+        """The slots' description with what the program says."""
+        imports = select_fork_imports(self.program, self.preload, spec.fork_workers)
+        return replace(spec, preload=self.preload, imports=imports)
 
 
 class Platform(Protocol):
@@ -89,7 +94,7 @@ class Platform(Protocol):
 
 def make_platform(spark: SparkSession, config: ElasticConfig) -> Platform:
     """That of a session."""
-    from spark_elastic.spark.address import has_context
+    from spark_elastic.spark.session import has_context
 
     return Classic(spark, config) if has_context(spark) else Connect(spark, config)
 
@@ -111,9 +116,9 @@ class Classic:
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
-        from spark_elastic.spark.address import choose_bind
         from spark_elastic.spark.preflight import preflight
         from spark_elastic.spark.probe import ProbeSpec
+        from spark_elastic.spark.session import choose_bind
         from spark_elastic.spark.settings import is_ssl_enabled
         from spark_elastic.spark.shipping import ship
 
@@ -126,13 +131,12 @@ class Classic:
         preflight(sc, spec, self.config.start_timeout)
 
     def launch(self, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
-        from spark_elastic.spark.address import choose_bind
-        from spark_elastic.spark.executors import ExecutorWatch, profile_of
+        from spark_elastic.spark.executors import ExecutorWatch
         from spark_elastic.spark.launcher import SparkLauncher
         from spark_elastic.spark.payload import broadcast
-        from spark_elastic.spark.settings import read_executor_memory, warn_about_settings
+        from spark_elastic.spark.session import choose_bind
+        from spark_elastic.spark.settings import make_slot_profile, read_executor_memory, warn_about_settings
         from spark_elastic.spark.shipping import ship
-        from spark_elastic.spark.slot_task import tasks_of
 
         sc, config, clock = self.spark.sparkContext, self.config, SystemClock()
         settings = dict(sc.getConf().getAll())
@@ -142,8 +146,8 @@ class Classic:
             ship(sc)
         shipped = broadcast(sc, cloudpickle.dumps(order.program), "the program")
 
-        profile = profile_of(settings, sc.emptyRDD().withResources)
-        make_task = tasks_of(shipped, order.preload, order.imports(config), config, room)
+        profile = make_slot_profile(settings, sc.emptyRDD().withResources)
+        make_task = _make_tasks(order, shipped, room)
         launcher = SparkLauncher(sc, make_task, clock, profile)
         try:
             turn = GatherTurn(application_of(sc), order.name, order.limits, clock)
@@ -171,7 +175,7 @@ class Connect:
     def master(self) -> str:
         from spark_elastic.spark import connect
 
-        return connect.settings_of(self._spark).get("spark.master", "a server of Spark Connect")
+        return connect.read_settings(self._spark).get("spark.master", "a server of Spark Connect")
 
     def workers(self, asked: int | None) -> int:
         from spark_elastic.spark import connect
@@ -187,7 +191,7 @@ class Connect:
 
         connect.check_call(self._config, number)
         place = connect.choose_bind(self._spark, self._config)
-        encrypted = auth.wanted(self._config, is_ssl_enabled(connect.settings_of(self._spark)))
+        encrypted = auth.wanted(self._config, is_ssl_enabled(connect.read_settings(self._spark)))
         spec = ProbeSpec(payload, store, needs, place, what, encrypted)
         unreached = connect.preflight(self._spark, spec, number, self._config.start_timeout)
         if unreached is not None:
@@ -197,18 +201,16 @@ class Connect:
 
     def launch(self, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.executors import profile_of
         from spark_elastic.spark.payload import make_program_payload
-        from spark_elastic.spark.settings import read_executor_memory, warn_about_settings
-        from spark_elastic.spark.slot_task import tasks_of
+        from spark_elastic.spark.settings import make_slot_profile, read_executor_memory, warn_about_settings
 
         config, clock = self._config, SystemClock()
-        settings = connect.settings_of(self._spark)
-        warn_about_settings(settings, self._spark, connect.plain_server(self._spark))
+        settings = connect.read_settings(self._spark)
+        warn_about_settings(settings, self._spark, connect.find_plaintext_server(self._spark))
         program, room = make_program_payload(self._spark, order.program), read_executor_memory(settings)
 
-        make_task = tasks_of(program, order.preload, order.imports(config), config, room)
-        profile = profile_of(settings, lambda profile: profile.id)
+        make_task = _make_tasks(order, program, room)
+        profile = make_slot_profile(settings, lambda profile: profile.id)
         launcher = connect.ConnectLauncher(self._spark, make_task, clock, profile)
         turn = GatherTurn(application_of(self._spark), order.name, order.limits, clock)
         with turn.lives, turn:
@@ -226,8 +228,8 @@ class Connect:
         store: Store,
     ) -> LaunchResult:
         from spark_elastic.spark import connect
-        from spark_elastic.spark.address import collect_host_facts
-        from spark_elastic.spark.preflight import make_version_check
+        from spark_elastic.spark.probe import make_version_check
+        from spark_elastic.spark.session import collect_host_facts
         from spark_elastic.spark.settings import is_ssl_enabled
 
         folder, key, run = f"mail/{uuid.uuid4().hex}", secrets.token_bytes(32), order.run
@@ -237,7 +239,7 @@ class Connect:
             order.limits,
             coordinator.check_config(self._config),
             order.name,
-            is_ssl_enabled(connect.settings_of(self._spark)),
+            is_ssl_enabled(connect.read_settings(self._spark)),
             make_version_check(collect_host_facts(), order.needs),
             None if run is None else (run.run_id, run.attempt, run.checkpoints),
         )
@@ -253,8 +255,8 @@ class Connect:
 
 def _site(bind: Bind, order: JobSpec, settings: Mapping[str, str], turn: GatherTurn) -> DriverOptions:
     """The driver's side of a job over a session; its server listens at `bind`."""
-    from spark_elastic.spark.address import collect_host_facts
-    from spark_elastic.spark.preflight import make_version_check
+    from spark_elastic.spark.probe import make_version_check
+    from spark_elastic.spark.session import collect_host_facts
     from spark_elastic.spark.settings import is_ssl_enabled
 
     return DriverOptions(
@@ -266,6 +268,13 @@ def _site(bind: Bind, order: JobSpec, settings: Mapping[str, str], turn: GatherT
         gathered=turn.gathered,
         lacks=turn.lacks,
     )
+
+
+def _make_tasks(job: JobSpec, program: Payload, memory: ExecutorMemory) -> Callable[[SlotSpec], SlotTask]:
+    """What a launcher ships, once the driver listens."""
+    from spark_elastic.spark.slot_task import SlotTask
+
+    return lambda spec: SlotTask(job.complete(spec), program, memory)
 
 
 def _destroy_broadcast(shipped: Any) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 
 from spark_elastic.clock import Clock
-from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.state.store_channel import ChannelEnd, Message, StoreChannel
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
@@ -28,9 +29,9 @@ class RemoteLauncher:
         self._open: set[int] = set()  # slot jobs
         self._watch = threading.Thread(target=self._watch_client, name="spark-elastic-client", daemon=True)
 
-    def start(self, contact: Contact, post: Post) -> None:
+    def start(self, spec: SlotSpec, post: Post) -> None:
         self._post = post
-        self.channel.send({"contact": contact.address, "certificate": contact.certificate})
+        self.channel.send({"contact": spec.address, "certificate": spec.certificate})
         self.channel.start()
         self._watch.start()
 

@@ -19,8 +19,8 @@ from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
 from spark_elastic.estimators.predictor import Outputs, Predictor, as_column
-from spark_elastic.spark.address import has_context
 from spark_elastic.spark.payload import Payload, make_payload
+from spark_elastic.spark.session import has_context
 
 
 class ShippedPredictor(Protocol):

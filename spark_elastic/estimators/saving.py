@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.spark.address import has_context
+from spark_elastic.spark.session import has_context
 
 FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
 CHUNK = 16 << 20  # bytes

@@ -18,7 +18,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import steered
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, Effects, Inbox
-from spark_elastic.driver.ports import Contact, Discovery, Launcher
+from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.errors import (
     FailureBudgetExceeded,
@@ -38,6 +38,7 @@ from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
@@ -159,7 +160,15 @@ def supervise(
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
         closing.callback(server.end, "the job is over")
-        launcher.start(Contact(server.address, key, attempt, name, server.certificate), inbox.put)
+        spec = SlotSpec.from_config(
+            config,
+            address=server.address,
+            key=key,
+            attempt=attempt,
+            job_name=name,
+            certificate=server.certificate,
+        )
+        launcher.start(spec, inbox.put)
         discovery.start(inbox.put)
         loop.start()
         end = _await_end(loop)

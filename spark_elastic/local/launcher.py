@@ -1,6 +1,6 @@
 """Starts slots as processes of this machine: `driver.ports.Launcher` without a cluster.
 
-One thread per slot job: it waits for room, starts the slot's process and waits for its end, which it posts.
+The thread of a slot waits for room in a `SlotPool`, starts the slot's process and waits for its end.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import cloudpickle
 
 from spark_elastic.clock import Clock
-from spark_elastic.driver.ports import Contact, Post
-from spark_elastic.local.slot import SlotOrder, SlotSettings
+from spark_elastic.driver.ports import Post
+from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
+from spark_elastic.local.slot import LocalSlot
 from spark_elastic.monitoring.progress import OutputListener
-from spark_elastic.protocol.events import LaunchEnded
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.worker.forking import select_fork_imports
-
-# Where slot processes go: hosts of this machine by name, each with a number of slots, coming and going.
-#
-# Shared by the threads of a launcher, which wait here for room, and discovery's, which says what hosts there are.
 
 
 class SlotPool(Protocol):
-    """Room for slots. `take` blocks until there is some and names the host, or returns None once closed."""
+    """Room for slots on hosts. The threads of a launcher wait here."""
 
-    def acquire(self, job: int) -> str | None: ...
+    def acquire(self, launch: int) -> str | None:
+        """Wait for room. Returns the host that has it, or None once the pool is closed."""
+        ...
 
     def release(self, host: str) -> None: ...
 
@@ -41,24 +41,27 @@ class SlotPool(Protocol):
 
 
 class HostSlots:
-    """Named hosts with so many slots each, filled in the order in which they are listed; but where a slot has ended, it
-    may be that the driver lets none in, so other hosts come first, and the one where that is longest ago."""
+    """A pool of hosts by name, each with a number of slots, that come and go.
+
+    Hosts are filled in the order in which they are listed. Where a slot has ended, the driver may refuse new ones:
+    other hosts come first, then the host whose last slot ended longest ago. Discovery's thread calls `update`.
+    """
 
     def __init__(self, hosts: Mapping[str, int] | None = None) -> None:
-        self._room = dict(hosts or {})
-        self._taken: Counter[str] = Counter()
-        self._ends: dict[str, int] = {}  # the number of the last slot's end there
+        self._change = threading.Condition()  # owns all other fields
+        self._room = dict(hosts or {})  # host -> its slots
+        self._taken: Counter[str] = Counter()  # host -> its slots that are in use
+        self._ends: dict[str, int] = {}  # host -> the number of the last slot end there
         self._ended = 0
         self._closed = False
-        self._change = threading.Condition()
 
     def update(self, hosts: Mapping[str, int]) -> None:
-        """Discovery's newest answer; slots of hosts that are gone stay where they are until the driver ends them."""
+        """Use discovery's newest list. Slots on hosts that are gone stay until the driver ends them."""
         with self._change:
             self._room = dict(hosts)
             self._change.notify_all()
 
-    def acquire(self, job: int) -> str | None:
+    def acquire(self, launch: int) -> str | None:
         with self._change:
             while not self._closed:
                 free = [host for host, room in self._room.items() if self._taken[host] < room]
@@ -83,7 +86,7 @@ class HostSlots:
 
 
 def find_remote_hosts(hosts: Mapping[str, int]) -> list[str]:
-    """Those that are not this machine."""
+    """The hosts that are not this machine."""
     return [host for host in hosts if not _is_this_machine(host)]
 
 
@@ -93,7 +96,7 @@ def _is_this_machine(host: str) -> bool:
     try:
         answers = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # nobody knows it
+        return False  # the name is unknown
     for family, kind, protocol, _, address in answers:
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -104,95 +107,68 @@ def _is_this_machine(host: str) -> bool:
     return False
 
 
-class LocalLauncher:
+class LocalLauncher(ThreadPerSlotLauncher):
     """Killing a slot's process loses the slot and its worker, as losing an executor with one slot would."""
 
-    def __init__(
-        self,
-        program: object,
-        pool: SlotPool,
-        clock: Clock,
-        preload: tuple[str, ...] = (),
-        settings: SlotSettings | None = None,
-    ) -> None:
+    grace = 1 / 2
+
+    def __init__(self, program: object, pool: SlotPool, clock: Clock, preload: tuple[str, ...] = ()) -> None:
+        super().__init__(clock)
+        self._program = program
         self._payload = cloudpickle.dumps(program)
         self._pool = pool
-        self._clock = clock
         self._preload = preload
-        self._settings = settings or SlotSettings()
-        self._imports = select_fork_imports(program, preload, self._settings.fork_workers)
-        self._closing = threading.Event()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._threads: list[threading.Thread] = []
-        self._contact: Contact | None = None
-        self._post: Post | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
 
-    def start(self, contact: Contact, post: Post) -> None:
-        self._contact, self._post = contact, post
-
-    def launch(self, job: int) -> None:
-        thread = threading.Thread(target=self._carry, args=(job,), name=f"slot job {job}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        imports = select_fork_imports(self._program, self._preload, spec.fork_workers)
+        super().start(replace(spec, preload=self._preload, imports=imports), post)
 
     def slots(self) -> dict[int, int]:
-        """Living slot processes: job number -> process id."""
-        return {job: process.pid for job, process in list(self._processes.items()) if process.poll() is None}
+        """Living slot processes: number of the launch -> process id."""
+        living = [
+            (launch, process) for launch, process in list(self._processes.items()) if process.poll() is None
+        ]
+        return {launch: process.pid for launch, process in living}
 
-    def kill(self, job: int, sig: int = signal.SIGKILL) -> None:
+    def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
         """Signal a slot process; its training child dies with it."""
-        self._processes[job].send_signal(sig)
+        self._processes[launch].send_signal(sig)
 
     def close(self, timeout: float) -> list[str]:
-        deadline = self._clock.now() + timeout
         self._closing.set()
         self._pool.close()
-        # Slots were released by message before: half of the time is theirs to end by themselves.
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - timeout / 2 - self._clock.now()))
+        return super().close(timeout)
+
+    def cancel(self) -> None:
         for process in list(self._processes.values()):
             process.kill()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock.now()))
-        return [thread.name for thread in self._threads if thread.is_alive()]
 
-    def _carry(self, job: int) -> None:
-        host = self._pool.acquire(job)
+    def run_slot(self, launch: int) -> SlotEnd | None:
+        host = self._pool.acquire(launch)
         if host is None:
-            return
+            return None
         try:
-            reason = self._run(job, host)
+            return SlotEnd(self._run_process(launch, host))
         finally:
             self._pool.release(host)
-        if not self._closing.is_set():
-            assert self._post is not None
-            self._post(LaunchEnded(self._clock.now(), job, reason))
 
-    def _run(self, job: int, host: str) -> str:
-        contact = self._contact
-        assert contact is not None
-        order = SlotOrder(
-            address=contact.address,
-            key=contact.key.hex(),
-            attempt=contact.attempt,
-            certificate=contact.certificate,
-            job=job,
-            host=host,
-            preload=self._preload,
-            imports=self._imports,
-            parent=os.getpid(),
-            settings=self._settings,
-        )
+    def _run_process(self, launch: int, host: str) -> str:
+        """Returns why the slot ended."""
+        identity = WorkerIdentity(worker="", slot=f"{launch}-0", launch=launch, host=host)
+        slot = LocalSlot(self.spec, identity, parent=os.getpid())
         try:
-            process = _process()
-        except OSError as error:  # no memory, process or descriptor is left just now: the job asks again
+            process = _start_process()
+        except (
+            OSError
+        ) as error:  # memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
-        self._processes[job] = process
+        self._processes[launch] = process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             with process.stdin as pipe:
-                pipe.write(order.to_json().encode() + b"\n" + self._payload)
+                pipe.write(slot.to_line() + self._payload)
         except BrokenPipeError:
             pass  # it was killed meanwhile; its exit code says how
         with process.stdout as pipe:
@@ -201,23 +177,18 @@ class LocalLauncher:
         return reason if code == 0 else f"the slot process ended with {code}"
 
 
-def _process() -> subprocess.Popen[bytes]:
+def _start_process() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "spark_elastic.local.slot"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,  # why it ended
-        # As Spark does for its Python workers: several of them with a thread per core stand in each other's way.
+        # One thread, as Spark sets for its Python workers: several workers with a thread per core slow each other down.
         env={
             "OMP_NUM_THREADS": "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         },
     )
-
-
-# What workers of a local job print: as of any job, and in files, `rank.N/stdout`, whole.
-#
-# Called from the driver's threads; one lock owns the files.
 
 
 class FileListener:

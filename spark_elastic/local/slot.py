@@ -1,124 +1,55 @@
 """A slot as a process of its own: `python -m spark_elastic.local.slot`, started by `LocalLauncher`.
 
-The order and the program come on standard input; why the slot ended goes to standard output. Main thread: the slot's
-agent.
+Standard input brings a line with what the slot is, then the pickled program. The reason why the slot ended goes to
+standard output. The slot's agent runs in the main thread.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ElasticError
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.worker.entry import Header, die_with_parent
+from spark_elastic.worker.entry import die_with_parent
 from spark_elastic.worker.forking import fork_server_cache
-from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
-
-# What the launcher tells a slot's process, as one line of JSON. Values only.
-
-
-ADDRESS = "127.0.0.1"  # all hosts are this machine, whatever their names
+from spark_elastic.worker.slot_agent import SlotAgent
 
 
 @dataclass(frozen=True)
-class SlotSettings:
-    """What of `ElasticConfig` concerns a slot, under its names."""
+class LocalSlot:
+    """What the launcher tells a slot's process."""
 
-    collective_timeout: float = 20.0
-    driver_timeout: float = 20.0
-    spare_after: float = 0.0
-    fork_workers: bool = False
-    worker_port_range: tuple[int, int] | None = None
-    cpus_per_worker: int | None = None
-
-    @classmethod
-    def of(cls, config: ElasticConfig) -> Self:
-        return cls(**{named.name: getattr(config, named.name) for named in fields(cls)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotOrder:
-    """parent: process id of the launcher. key: hexadecimal. The others as in `Contact` and `Header`."""
-
-    address: str
-    key: str = field(repr=False)
-    attempt: int
-    certificate: str | None
-    job: int
-    host: str
-    preload: tuple[str, ...]
-    imports: tuple[str, ...]
+    spec: SlotSpec
+    identity: WorkerIdentity
+    # Process id of the launcher.
     parent: int
-    settings: SlotSettings
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def to_line(self) -> bytes:
+        return codec.dumps(self) + b"\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        given: dict[str, Any] = json.loads(text)
-        settings = _with_tuples(given.pop("settings"))
-        return cls(**_with_tuples(given), settings=SlotSettings(**settings))
-
-    @property
-    def slot(self) -> str:
-        return f"{self.job}-0"
-
-    def header(self, status_fd: int, payload_bytes: int) -> Header:
-        """For a training process, a child of this one."""
-        return Header(
-            parent=os.getpid(),
-            address=self.address,
-            key=self.key,
-            attempt=self.attempt,
-            slot=self.slot,
-            bind=ADDRESS,
-            port_range=self.settings.worker_port_range,
-            preload=self.preload,
-            collective_timeout=self.settings.collective_timeout,
-            driver_timeout=self.settings.driver_timeout,
-            payload_bytes=payload_bytes,
-            status_fd=status_fd,
-            threads=self.settings.cpus_per_worker,
-            certificate=self.certificate,
-            imports=self.imports,
-        )
-
-
-def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists only."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    def from_line(cls, line: bytes) -> LocalSlot:
+        return codec.read(cls, codec.loads(line))
 
 
 def main() -> None:
-    order = SlotOrder.from_json(sys.stdin.buffer.readline())
+    slot = LocalSlot.from_line(sys.stdin.buffer.readline())
     payload = sys.stdin.buffer.read()
-    # A death signal follows the spawning thread; the launcher's thread outlives its slot.
-    die_with_parent(order.parent)
-    # Ctrl-C reaches all processes of a terminal, and the driver ends the job; those that this one starts inherit it.
+    # The death signal follows the thread that started this process: the launcher's, which lives as long as its slot.
+    die_with_parent(slot.parent)
+    # Ctrl-C reaches all processes of a terminal, but the driver ends the job. Child processes inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    clock = SystemClock()
-    plan = SlotPlan(
-        order.slot,
-        order.job,
-        order.host,
-        {},
-        payload,
-        order.header,
-        order.settings.driver_timeout,
-        spare_after=order.settings.spare_after,
-    )
-    key = bytes.fromhex(order.key)
-    with RendezvousClient(order.address, key, order.attempt, clock, certificate=order.certificate) as client:
+    spec, clock = slot.spec, SystemClock()
+    with RendezvousClient(
+        spec.address, spec.key, spec.attempt, clock, certificate=spec.certificate
+    ) as client:
         try:
-            reason = SlotAgent(plan, client, clock).run()
+            reason = SlotAgent(spec, slot.identity, payload, client, clock).run()
         except ElasticError as error:
             reason = str(error)
         finally:

@@ -119,7 +119,7 @@ def run(
         JobFailed: and its subclasses. JobCancelled: the user or Spark ended the job.
     """
     call = prepare(fn, given, arguments, config)
-    from spark_elastic.spark.address import get_session
+    from spark_elastic.spark.session import get_session
 
     return call.run_on_spark(get_session(spark))
 

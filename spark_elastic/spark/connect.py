@@ -21,17 +21,23 @@ from pyspark.resource import ResourceProfile
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gathering import Patience, application_of
-from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.driver.ports import Post
+from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.protocol.events import LaunchEnded
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.spark.address import LOOPBACK, collect_host_facts, find_address_towards, find_own_address
-from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS
-from spark_elastic.spark.launcher import SlotEnd, classify, join_all
 from spark_elastic.spark.payload import make_payload
-from spark_elastic.spark.preflight import check_reports, make_version_check, require_report
-from spark_elastic.spark.probe import ProbeSpec, make_probe_task, open_probe
-from spark_elastic.spark.slot_task import SlotTask
+from spark_elastic.spark.probe import (
+    ProbeSpec,
+    check_reports,
+    make_probe_task,
+    make_version_check,
+    open_probe,
+    require_report,
+)
+from spark_elastic.spark.session import LOOPBACK, collect_host_facts, find_address_towards, find_own_address
+from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS
+from spark_elastic.spark.slot_task import SlotTask, classify_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -42,7 +48,6 @@ Body: TypeAlias = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 RETRIED = "Spark ran the coordinator's task again"
 END_WAIT = 5.0  # seconds for a job that was interrupted
-INTERRUPT_EVERY = 0.5  # seconds between two interrupts of what still runs at the end
 DRIVER_HOST = "spark.driver.host"
 SETTINGS = (
     "spark.master",
@@ -66,7 +71,7 @@ SETTINGS = (
 )
 
 
-def settings_of(spark: SparkSession) -> dict[str, str]:
+def read_settings(spark: SparkSession) -> dict[str, str]:
     """The server's settings that a job looks at."""
     found = {name: _setting(spark, name) for name in SETTINGS}
     return {name: value for name, value in found.items() if value is not None}
@@ -82,7 +87,7 @@ def _setting(spark: SparkSession, name: str) -> str | None:
 
 def driver_host(spark: SparkSession) -> str | None:
     """The host of Spark's own driver, which executors reach."""
-    return settings_of(spark).get(DRIVER_HOST)
+    return read_settings(spark).get(DRIVER_HOST)
 
 
 def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
@@ -96,7 +101,7 @@ def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
     return Bind(config.bind_address or own, config.driver_port, own)
 
 
-def plain_server(spark: SparkSession) -> str | None:
+def find_plaintext_server(spark: SparkSession) -> str | None:
     """The server's host where the client speaks to it without TLS; None where it does not, or cannot say."""
     client: Any = None if hasattr(spark, "_jsparkSession") else spark.client
     secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
@@ -136,8 +141,8 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
                 for answer in task(batch.column(0).to_pylist()):
                     yield pa.RecordBatch.from_pydict({"answer": [pickle.dumps(answer)]})
 
-        frame = _frame(spark, number).mapInArrow(body, "answer binary")
-        rows = _collected(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
+        frame = _make_frame(spark, number).mapInArrow(body, "answer binary")
+        rows = _collect_probes(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
         reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
         check_reports(
             reports, make_version_check(collect_host_facts(), spec.needs), spec.store, reached=False
@@ -162,87 +167,65 @@ class DriverTask(Protocol):
         ...
 
 
-class ConnectLauncher:
+class ConnectLauncher(ThreadPerSlotLauncher):
     """`driver.ports.Launcher` over a session of Spark Connect. make_task, profile: as for `SparkLauncher`."""
 
     def __init__(
         self,
         spark: SparkSession,
-        make_task: Callable[[Contact], SlotTask],
+        make_task: Callable[[SlotSpec], SlotTask],
         clock: Clock,
         profile: ResourceProfile | None = None,
     ) -> None:
+        super().__init__(clock)
         self._spark = spark
-        self._slots = {} if profile is None else {"profile": profile}  # an argument that Spark 3.5 has not
+        self._slot_arguments = (
+            {} if profile is None else {"profile": profile}
+        )  # Spark 3.5 has no such argument
         self._make_task = make_task
-        self._clock = clock
+        self._task: SlotTask | None = None
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"
-        self._closing = threading.Event()
-        self._carriers: list[threading.Thread] = []
-        self._carry: Callable[[int], None] | None = None
 
-    def start(self, contact: Contact, post: Post) -> None:
-        task = self._make_task(contact)
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        super().start(spec, post)
+        self._task = self._make_task(spec)
 
-        def carry(job: int) -> None:
-            if self._closing.is_set():
-                return
-            end = self._run(task, job)
-            if not self._closing.is_set():
-                post(LaunchEnded(self._clock.now(), job, *end))
+    def cancel(self) -> None:
+        _interrupt(self._spark, self._tag)
 
-        self._carry = carry
+    def run_slot(self, launch: int) -> SlotEnd:
+        task = self._task
 
-    def launch(self, job: int) -> None:
-        assert self._carry is not None
-        carrier = threading.Thread(target=self._carry, args=(job,), name=f"slot job {job}", daemon=True)
-        self._carriers.append(carrier)
-        carrier.start()
+        def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            assert task is not None
+            for batch in batches:
+                yield pa.RecordBatch.from_pydict({"ended": list(task([launch] * batch.num_rows))})
 
-    def close(self, timeout: float) -> list[str]:
-        """Slots were released by message before; what still runs is interrupted at Spark."""
-        deadline = self._clock.now() + timeout
-        self._closing.set()
-        join_all(self._carriers, self._clock, min(deadline, self._clock.now() + timeout / 3))
-        # More than once: a job that was just being submitted is not interrupted by the first.
-        while self._alive() and self._clock.now() < deadline:
-            _interrupt(self._spark, self._tag)
-            join_all(self._carriers, self._clock, min(deadline, self._clock.now() + INTERRUPT_EVERY))
-        return [carrier.name for carrier in self._alive()]
-
-    def _alive(self) -> list[threading.Thread]:
-        return [carrier for carrier in self._carriers if carrier.is_alive()]
+        return self._run_task(body, **self._slot_arguments)
 
     def run_coordinator(self, coordinator: DriverTask) -> str:
-        """Run a coordinator in a task, and see that to its end. Returns how it ended. Blocks."""
+        """Run a coordinator in a task, and wait for its end. Returns how it ended."""
         towards = driver_host(self._spark)
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                said = _conducted(coordinator, towards)
+                said = _run_coordinator_task(coordinator, towards)
                 yield pa.RecordBatch.from_pydict({"ended": [said] * batch.num_rows})
 
-        self._carriers.append(threading.current_thread())
-        return self._collect(body).reason
+        self._threads.append(threading.current_thread())  # `close` interrupts its job, too, and waits for it
+        return self._run_task(body).reason
 
-    def _run(self, task: SlotTask, job: int) -> SlotEnd:
-        def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for batch in batches:
-                yield pa.RecordBatch.from_pydict({"ended": list(task([job] * batch.num_rows))})
-
-        return self._collect(body, **self._slots)
-
-    def _collect(self, body: Body, **arguments: Any) -> SlotEnd:
+    def _run_task(self, body: Body, **arguments: Any) -> SlotEnd:
         """Run one task. Returns how it ended, in its own words or in Spark's."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
-            rows = _frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()
+            rows = _make_frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()
             return SlotEnd(str(rows[0]["ended"]) if rows else "the task returned nothing")
-        except Exception as error:  # Spark's many ways to fail a job; which one decides about a new launch
-            return classify(str(error))
+        except Exception as error:  # Spark has many ways to fail a job; the kind decides about a new launch
+            return classify_error(str(error))
 
 
-def _conducted(coordinator: DriverTask, towards: str | None) -> str:
+def _run_coordinator_task(coordinator: DriverTask, towards: str | None) -> str:
     """How the coordinator ended. Spark's retry returns without a new one, and so does its speculative copy: but only
     once the first is gone, since Spark kills that as soon as the copy has returned."""
     context = TaskContext.get()
@@ -253,7 +236,7 @@ def _conducted(coordinator: DriverTask, towards: str | None) -> str:
     return RETRIED
 
 
-def _collected(spark: SparkSession, frame: Any, tag: str, timeout: float) -> list[Any]:
+def _collect_probes(spark: SparkSession, frame: Any, tag: str, timeout: float) -> list[Any]:
     """A job's rows; interrupted when the time is over or the caller is."""
     rows: list[Any] = []
     errors: list[Exception] = []
@@ -291,6 +274,6 @@ def _interrupt(spark: SparkSession, tag: str) -> None:
         log.debug("nothing left to interrupt: %s", error)
 
 
-def _frame(spark: SparkSession, rows: int) -> Any:
+def _make_frame(spark: SparkSession, rows: int) -> Any:
     """One row in each partition."""
     return spark.range(0, rows, 1, rows)

@@ -9,19 +9,20 @@ import os
 import pickle
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import cloudpickle
 
+import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
-from spark_elastic.errors import ElasticError, StoreError
+from spark_elastic.errors import ElasticError, PreflightError, StoreError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.address import collect_host_facts, find_own_address
 from spark_elastic.spark.payload import Payload
+from spark_elastic.spark.session import collect_host_facts, find_own_address
 
 # Do executors reach one another? Probes of one job exchange addresses through the store and dial each other.
 #
@@ -255,3 +256,95 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
 
 def _kind(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+# What the answers of probes mean for a job: the first reason against it, as an error.
+
+
+def require_report(answer: Any) -> ProbeReport:
+    """Raises PreflightError where a probe found no spark_elastic to load."""
+    if isinstance(answer, ProbeReport):
+        return answer
+    host, reason = answer
+    version = spark_elastic.__version__
+    raise PreflightError(
+        f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
+        f"spark_elastic {version} there, or send it along with ship=True."
+    )
+
+
+def check_reports(
+    reports: list[ProbeReport],
+    judge: Callable[[Mapping[str, Any]], str | None],
+    store: Store | None,
+    reached: bool = True,
+) -> None:
+    """Raises PreflightError with what the first host lacks, or where the driver does not see what a host wrote.
+
+    reached: hosts must reach the driver.
+    """
+    # Versions first: they explain why a program does not load.
+    faults = [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]
+    for fault in [*faults, *(report.unreached for report in reports if reached)]:
+        if fault is not None:
+            raise PreflightError(fault)
+    for report in reports if store is not None else []:
+        assert store is not None
+        try:
+            store.read_bytes(report.written)
+        except (ElasticError, OSError) as error:
+            raise PreflightError(
+                f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: "
+                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
+            ) from error
+
+
+# Which hosts may take part in a job, from their versions alone. Pure.
+#
+# What must match: spark_elastic exactly (hosts speak its wire format), Python to the minor (cloudpickle carries
+# bytecode), numpy and the frameworks to the major (where pickles and kernels change; a driver and its executors may
+# well have different builds of one release line).
+
+
+# Package -> how many leading parts of its version must be equal; None: all of it.
+MUST_MATCH: dict[str, int | None] = {
+    "spark_elastic": None,
+    "python": 2,
+    "numpy": 1,
+    "torch": 1,
+    "tensorflow": 1,
+    "keras": 1,
+}
+ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
+
+
+def make_version_check(
+    driver: Mapping[str, Any], needs: tuple[str, ...] = ()
+) -> Callable[[Mapping[str, Any]], str | None]:
+    """A judge of hosts: given a host's facts, why it cannot take part in a job of this driver, or None.
+
+    needs: frameworks that the job uses. One that it does not use may be missing or of any version.
+    """
+    packages = [p for p in MUST_MATCH if p in ALWAYS_NEEDED or p in needs]
+
+    def judge(host: Mapping[str, Any]) -> str | None:
+        for package in packages:
+            here, there = driver.get(package), host.get(package)
+            if here is None or (there is not None and _agree(str(here), str(there), MUST_MATCH[package])):
+                continue
+            name = host.get("host", "unknown")
+            if there is None:
+                return f"host {name} has no {package}, and the driver has {here}: install {package} {here} there."
+            return (
+                f"host {name} has {package} {there}, and the driver has {here}: "
+                f"install {package} {here} on one of them to match."
+            )
+        return None
+
+    return judge
+
+
+def _agree(here: str, there: str, parts: int | None) -> bool:
+    if parts is None:
+        return here == there
+    return here.split(".")[:parts] == there.split(".")[:parts]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
 from spark_elastic.data.reading.row_group_cache import cgroup_limit
 
@@ -97,7 +99,7 @@ def _check_failure_count(settings: Mapping[str, str]) -> list[str]:
 
 # Whether what a slot starts fits beside the executor: measured on its processes, compared with Spark's settings.
 #
-# `room_of` reads the settings on the driver; `shortage` is called by the slot's main thread on the executor. Bytes
+# `room_of` reads the settings on the driver; `find_shortage` is called by the slot's main thread on the executor. Bytes
 # throughout. Must not know how workers are started.
 
 
@@ -117,7 +119,7 @@ class ExecutorMemory:
     beside: int | None
     slots: int
 
-    def shortage(
+    def find_shortage(
         self, worker: int, spare: int | None = None, server: int | None = None, proc: Path = Path("/proc")
     ) -> str | None:
         """Why the processes of the executor's slots will not fit, all slots being like this one; None where they do.
@@ -200,3 +202,38 @@ def parse_size(text: str) -> int:
 
 def _mib(amount: int) -> str:
     return f"{amount // MEBIBYTE}m"
+
+
+# ---- a whole GPU for each slot, by a stage-level resource profile, where Spark's own tasks do not get one
+
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
+
+def needs_whole_gpu(settings: Mapping[str, str]) -> bool:
+    """Whether executors have GPUs of which a task gets none, or a part."""
+    return int(settings.get(EXECUTOR_GPUS, "0")) > 0 and float(settings.get(TASK_GPUS, "0")) < 1
+
+
+def make_slot_profile(
+    settings: Mapping[str, str], take: Callable[[ResourceProfile], object]
+) -> ResourceProfile | None:
+    """The profile of slots; None: the application's own. take: makes Spark accept it, or raises."""
+    if not needs_whole_gpu(settings):
+        return None
+    cpus = int(settings.get("spark.task.cpus", "1"))
+    requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
+    try:
+        profile: ResourceProfile = ResourceProfileBuilder().require(requests).build
+        take(profile)
+    except Exception as error:  # py4j's or Spark Connect's, with Spark's reason
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = next((line for line in lines if "upported" in line), lines[0] if lines else repr(error))
+        log.warning(
+            "slots take no whole GPU each, since this cluster has no stage-level resources (%s): set %s=1",
+            said[:200],
+            TASK_GPUS,
+        )
+        return None
+    log.info("slots take a whole GPU each, by a stage-level resource profile")
+    return profile

@@ -1,127 +1,71 @@
-"""The body of a slot job: runs the slot's agent inside Spark's Python worker.
+"""The body of a slot launch, which runs the slot's agent inside Spark's Python worker, and how its Spark job ended.
 
-Executed in the main thread of the task. It catches everything and returns a sentence: a raised error would count as
-a task failure at Spark, and the driver alone decides what is launched again.
+The body runs in the main thread of the task. It catches every error and returns a sentence: Spark would count a raised
+error as a task failure, and the driver alone decides what is launched again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.ports import Contact
+from spark_elastic.driver.thread_launcher import SlotEnd
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.spark.address import collect_host_facts, find_address_towards
 from spark_elastic.spark.payload import Payload
+from spark_elastic.spark.session import collect_host_facts, find_address_towards
 from spark_elastic.spark.settings import ExecutorMemory
-from spark_elastic.worker.entry import Header
-from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
+from spark_elastic.worker.slot_agent import SlotAgent
 
 
 @dataclass(frozen=True)
 class SlotTask:
-    """Shipped to the executor; `program` is the pickled program, sent once per executor."""
+    """What is shipped to an executor for a slot."""
 
-    contact: Contact
+    spec: SlotSpec
+    # The pickled program, fetched once by each executor.
     program: Payload
-    port_range: tuple[int, int] | None
-    preload: tuple[str, ...]
-    collective_timeout: float
-    driver_timeout: float
-    cpus_per_worker: int | None
-    room: ExecutorMemory
-    spare_after: float
-    imports: tuple[str, ...]  # before a training process is forked; see `Header`
+    # What Spark's settings leave for the processes of an executor's slots.
+    memory: ExecutorMemory
 
-    def __call__(self, jobs: Iterable[int]) -> Iterator[str]:
-        numbers = list(jobs)  # consumed, so that Spark uses the Python worker again
-        for job in numbers:
+    def __call__(self, launches: Iterable[int]) -> Iterator[str]:
+        """Serve the slot launch of each number in turn; yields why each ended."""
+        numbers = list(launches)  # consumed, so that Spark uses the Python worker again
+        for launch in numbers:
             try:
-                yield self._serve(job)
-            except Exception as error:  # told to the driver as the job's result, which decides what follows
-                yield f"slot job {job} ended: {error}"
+                yield self._serve(launch)
+            except Exception as error:  # the driver reads it as the job's result, and decides what follows
+                yield f"slot launch {launch} ended: {error}"
 
-    def _serve(self, job: int) -> str:
+    def _serve(self, launch: int) -> str:
         context = TaskContext.get()
         assert context is not None
-        slot = f"{job}-{context.attemptNumber()}"
-        clock = SystemClock()
-        host, port = _split(self.contact.address)
-        local = find_address_towards(host, port)
-
-        def header(status_fd: int, payload_bytes: int) -> Header:
-            return Header(
-                parent=os.getpid(),
-                address=self.contact.address,
-                key=self.contact.key.hex(),
-                attempt=self.contact.attempt,
-                slot=slot,
-                bind=local,
-                port_range=self.port_range,
-                preload=self.preload,
-                collective_timeout=self.collective_timeout,
-                driver_timeout=self.driver_timeout,
-                payload_bytes=payload_bytes,
-                status_fd=status_fd,
-                threads=self.cpus_per_worker,
-                certificate=self.contact.certificate,
-                imports=self.imports,
-                resources={name: tuple(held.addresses) for name, held in context.resources().items()},
-            )
-
-        executor, payload = executor_id(), self.program.value
-        plan = SlotPlan(
-            slot,
-            job,
-            executor,
-            collect_host_facts(),
-            payload,
-            header,
-            self.driver_timeout,
-            self.room.shortage,
-            self.spare_after,
+        host, port = _split(self.spec.address)
+        identity = WorkerIdentity(
+            worker="",
+            slot=f"{launch}-{context.attemptNumber()}",
+            launch=launch,
+            host=find_executor_id(),
+            address=find_address_towards(host, port),
+            resources={name: tuple(held.addresses) for name, held in context.resources().items()},
         )
-        to = self.contact
-        with RendezvousClient(to.address, to.key, to.attempt, clock, certificate=to.certificate) as client:
-            return SlotAgent(plan, client, clock).run()
+        payload, clock, spec = self.program.value, SystemClock(), self.spec
+        with RendezvousClient(
+            spec.address, spec.key, spec.attempt, clock, certificate=spec.certificate
+        ) as client:
+            facts, shortage = collect_host_facts(), self.memory.find_shortage
+            return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
 
 
-def tasks_of(
-    program: Payload,
-    preload: tuple[str, ...],
-    imports: tuple[str, ...],
-    config: ElasticConfig,
-    room: ExecutorMemory,
-) -> Callable[[Contact], SlotTask]:
-    """What a launch ships, once the contact is known. imports: see `Header`."""
-
-    def make(contact: Contact) -> SlotTask:
-        return SlotTask(
-            contact,
-            program,
-            config.worker_port_range,
-            preload,
-            config.collective_timeout,
-            config.driver_timeout,
-            config.cpus_per_worker,
-            room,
-            config.spare_after,
-            imports,
-        )
-
-    return make
-
-
-def executor_id(proc: Path = Path("/proc")) -> str:
+def find_executor_id(proc: Path = Path("/proc")) -> str:
     """Spark's id of the executor that this task runs in; "driver" in local mode.
 
-    Spark does not tell Python workers; the executor's command line, an ancestor of this process, does.
+    Spark does not tell Python workers. The id stands in the command line of the executor, an ancestor of this process.
     """
     pid = os.getpid()
     try:
@@ -131,10 +75,41 @@ def executor_id(proc: Path = Path("/proc")) -> str:
                 return words[words.index(b"--executor-id") + 1].decode()
             pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except OSError:
-        pass  # other users' processes are hidden here; an executor would be of this user
+        pass  # processes of other users are hidden here; an executor belongs to this user
     return "driver"
 
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+# ---- how Spark says that a job ended
+
+CANCELLED = (
+    "SPARK_JOB_CANCELLED",
+    "cancelled job",
+    "cancelled part of",
+    "was cancelled",
+    "JOB_GROUP_CANCELLED",
+    "OPERATION_CANCELED",  # Spark Connect's word
+)
+EXECUTOR_LOST = "ExecutorLostFailure"
+STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
+CONTEXT_STOPPED = SlotEnd("the SparkContext was stopped", cancelled=True)
+
+
+def classify_error(text: str) -> SlotEnd:
+    """How a Spark job ended that failed with an error of this text."""
+    if any(word in text for word in STOPPED):
+        return CONTEXT_STOPPED
+    if any(word in text for word in CANCELLED):
+        return SlotEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
+    return SlotEnd(_first_line(text), executor_lost=EXECUTOR_LOST in text)
+
+
+def _first_line(text: str) -> str:
+    """The line of a py4j error that says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
+    return said[:300]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.driver.ports import Post
 from spark_elastic.local.launcher import LocalLauncher
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Phase, Position, World
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
@@ -24,12 +27,12 @@ class NumberedHosts:
         self._per_host = slots_per_host
         self._closed = threading.Event()
 
-    def acquire(self, job: int) -> str | None:
+    def acquire(self, launch: int) -> str | None:
         self._room.acquire()
         if self._closed.is_set():
             self._room.release()  # wakes the next waiting thread
             return None
-        return f"host-{job // self._per_host}"
+        return f"host-{launch // self._per_host}"
 
     def release(self, host: str) -> None:
         self._room.release()
@@ -43,7 +46,10 @@ class NumberedHosts:
 
 
 class ProcessLauncher(LocalLauncher):
-    """`LocalLauncher` on numbered hosts, by default one per slot. room: how many slots this cluster has."""
+    """`LocalLauncher` on numbered hosts, by default one per slot.
+
+    Workers are spawned and have short timeouts; spares start at once.
+    """
 
     def __init__(
         self,
@@ -52,9 +58,26 @@ class ProcessLauncher(LocalLauncher):
         preload: tuple[str, ...] = (),
         slots_per_host: int = 1,
         room: int = 1000,
+        collective_timeout: float = 20.0,
     ) -> None:
+        """
+        Args:
+            room: how many slots this cluster has.
+            collective_timeout: of its workers, in seconds.
+        """
         self._hosts = NumberedHosts(room, slots_per_host)
+        self._collective_timeout = collective_timeout
         super().__init__(program, self._hosts, clock, preload)
+
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        quick = replace(
+            spec,
+            collective_timeout=self._collective_timeout,
+            driver_timeout=20.0,
+            spare_after=0.0,
+            fork_workers=False,
+        )
+        super().start(quick, post)
 
     def add_room(self, slots: int) -> None:
         """Add hosts, on which pending slot jobs start."""

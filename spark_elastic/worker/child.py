@@ -17,13 +17,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.protocol.types import KILLED_EXIT_CODES
 from spark_elastic.worker.entry import ChildFds, Header
 from spark_elastic.worker.forking import ForkedProcess, InheritedSettings, fork_server_cache
@@ -139,20 +139,21 @@ class Child:
     @classmethod
     def spawn(
         cls,
-        header: Callable[[int], Header],
+        spec: SlotSpec,
+        identity: WorkerIdentity,
         payload: bytes,
         on_line: Callable[[Child, str], None],
         on_warm: Callable[[Child], None],
         on_exit: Callable[[Child, int], None],
     ) -> Child:
-        """header: makes the child's header from the descriptor of its status pipe."""
+        """Start a child of a slot. identity: the slot's, without a worker."""
         status_read, status_write = os.pipe()
         window = StackReader()
         watch = window.activity, window.stacks
-        told = replace(header(status_write), watch_fds=watch)
-        process = _process((status_write, *watch), told)
+        header = Header(spec, identity, os.getpid(), len(payload), status_write, watch)
+        process = _process((status_write, *watch), spec)
         child = cls(process, window, status_read, on_line, on_warm, on_exit)
-        child._input.put(told.to_json().encode() + b"\n")
+        child._input.put(header.to_line())
         child._input.put(payload)
         for thread in child._threads:
             thread.start()
@@ -240,9 +241,9 @@ class Child:
         self._crash.close()
 
 
-def _process(handed: ChildFds, told: Header) -> subprocess.Popen[bytes] | ForkedProcess:
+def _process(handed: ChildFds, spec: SlotSpec) -> subprocess.Popen[bytes] | ForkedProcess:
     """handed: the first of these is closed here once the process has it."""
-    environment = _build_environment(told.threads)
+    environment = _build_environment(spec.cpus_per_worker)
 
     def spawn(stdin: int, stdout: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -255,7 +256,7 @@ def _process(handed: ChildFds, told: Header) -> subprocess.Popen[bytes] | Forked
         )
 
     server = (
-        fork_server_cache.get(InheritedSettings.capture(told.imports, environment)) if told.imports else None
+        fork_server_cache.get(InheritedSettings.capture(spec.imports, environment)) if spec.imports else None
     )
     if server is not None:
         return ForkedProcess(server, handed, spawn)

@@ -20,17 +20,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import cloudpickle
 
 from elastic_collectives import Endpoint
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import WorkerCalls
-from spark_elastic.worker.loop import DriverWatch, GroupConnector, Identity, MetricsReporter, WorkerLoop
+from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingAsks
 
@@ -89,79 +91,59 @@ ChildFds = tuple[int, int, int]  # descriptors of the status pipe and of what is
 
 @dataclass(frozen=True)
 class Header:
-    """What a slot tells its child.
+    """What a slot tells its child process on the first line of its standard input."""
 
-    status_fd: pipe on which the child says that it is warm. watch_fds: see `stack_dump`; filled in by the `Child`.
-    resources: addresses of what Spark gave to the slot, by name.
-    certificate: of the driver's server, PEM; None: plain HTTP.
-    threads: of the arithmetic of numpy and frameworks, for the child's environment; None: as that says already.
-    imports: modules of the fork server that the child may come from; none: it is spawned.
-    """
-
+    spec: SlotSpec
+    identity: WorkerIdentity
+    # Process id of the slot.
     parent: int
-    address: str
-    key: str = field(repr=False)
-    attempt: int
-    slot: str
-    bind: str
-    port_range: tuple[int, int] | None
-    preload: tuple[str, ...]
-    collective_timeout: float
-    driver_timeout: float
+    # Length of the pickled program, which follows the header.
     payload_bytes: int
+    # The pipe on which the child reports that it is warm.
     status_fd: int
-    watch_fds: tuple[int, int] | None = None
-    threads: int | None = None
-    resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    certificate: str | None = None
-    imports: tuple[str, ...] = ()
+    # The files through which the slot watches the child: see `stack_sampler`.
+    watch_fds: tuple[int, int]
 
-    def to_json(self) -> str:
-        return json.dumps(self.__dict__)
+    def to_line(self) -> bytes:
+        return codec.dumps(self) + b"\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Header:
-        fields: dict[str, Any] = json.loads(text)
-        fields["resources"] = {name: tuple(addresses) for name, addresses in fields["resources"].items()}
-        for name, value in fields.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value  # JSON has lists only
-        return cls(**fields)
+    def from_line(cls, line: bytes) -> Header:
+        return codec.read(cls, codec.loads(line))
 
 
 def main(handed: ChildFds | None = None) -> int:
     """Returns the process's exit code."""
     channel = sys.stdin.buffer
-    header = Header.from_json(channel.readline())
+    header = Header.from_line(channel.readline())
     if handed is not None:
         header = replace(header, status_fd=handed[0], watch_fds=handed[1:])
     die_with_parent(header.parent)
     stop_ignoring_interrupts()
     clock = SystemClock()
-    assert header.watch_fds is not None
     faulthandler.enable()  # a crash in native code says in which line of Python
     sampler = StackSampler(*header.watch_fds, clock)
     sampler.start()
     payload = channel.read(header.payload_bytes)
-    program, failure = _load_program(payload, header.preload)
+    program, failure = _load_program(payload, header.spec.preload)
     os.write(header.status_fd, b"warm\n")
     os.close(header.status_fd)
     activation = channel.readline()
     if not activation:
         return 0
-    worker = json.loads(activation)["worker"]
-    me = Identity(worker, header.slot, header.bind, header.port_range, header.resources)
+    spec, worker = header.spec, json.loads(activation)["worker"]
+    me = replace(header.identity, worker=worker, ports=spec.worker_port_range)
     threading.Thread(
         target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
     ).start()
-    key = bytes.fromhex(header.key)
     with RendezvousClient(
-        header.address, key, header.attempt, clock, header.driver_timeout, header.certificate
+        spec.address, spec.key, spec.attempt, clock, spec.driver_timeout, spec.certificate
     ) as client:
         driver = WorkerCalls(WaitRecordingAsks(client, sampler), me.worker, me.slot)
         if program is None:
             driver.failed(None, None, *failure)
             return 1
-        return _work(me, program, driver, header, sampler)
+        return _work(me, program, driver, spec, sampler)
 
 
 def die_with_parent(parent: int) -> None:
@@ -206,14 +188,15 @@ def _print_log(level: str | None) -> None:
         log.addHandler(logging.StreamHandler())
 
 
-def _work(me: Identity, program: Program, driver: WorkerCalls, header: Header, sampler: StackSampler) -> int:
+def _work(
+    me: WorkerIdentity, program: Program, driver: WorkerCalls, spec: SlotSpec, sampler: StackSampler
+) -> int:
     clock = SystemClock()
-    encrypted = header.certificate is not None
-    key = bytes.fromhex(header.key)
-    with Endpoint(key, host=header.bind, port_range=me.ports, encrypted=encrypted) as endpoint:
-        watch = DriverWatch(me.worker, driver, clock, header.driver_timeout)
+    encrypted = spec.certificate is not None
+    with Endpoint(spec.key, host=me.address, port_range=me.ports, encrypted=encrypted) as endpoint:
+        watch = DriverWatch(me.worker, driver, clock, spec.driver_timeout)
         reporter = MetricsReporter(driver)
-        groups = GroupConnector(endpoint, header.collective_timeout, sampler)
+        groups = GroupConnector(endpoint, spec.collective_timeout, sampler)
         loop = WorkerLoop(me, program, driver, clock, watch, reporter, groups)
         watch.start(loop.handle_event)
         reporter.start()

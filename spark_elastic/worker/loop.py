@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
@@ -23,7 +23,8 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
-from spark_elastic.protocol.types import Fence, Member, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.slot_spec import WorkerIdentity
+from spark_elastic.protocol.types import Fence, Member, Position, WorkerId, World
 from spark_elastic.rendezvous.messages import NextWorld, WorkerCalls
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
 from spark_elastic.worker.program import (
@@ -41,20 +42,6 @@ EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself after an 
 RETRY_EVERY = 0.2  # seconds between attempts to reach a silent driver; the last attempts come closer together
 RETRY_AT_LEAST = 0.01  # seconds
 REPORT_EVERY = 0.25  # seconds between two messages with metrics
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who a worker is."""
-
-    worker: WorkerId
-    slot: SlotId
-    # Where its peers find it.
-    address: str = "127.0.0.1"
-    # First and last port that it may listen on; None: any.
-    ports: tuple[int, int] | None = None
-    # Addresses of the resources that Spark gave to the slot, by name.
-    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class GroupConnector:
@@ -88,7 +75,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: WorkerIdentity,
         program: Program,
         driver: WorkerCalls,
         clock: Clock,

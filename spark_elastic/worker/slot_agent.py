@@ -9,16 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.protocol.types import NOT_RUNNING
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
-from spark_elastic.worker.entry import Header
 from spark_elastic.worker.forking import fork_server_cache
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two looks at the memory of a slot's processes
@@ -32,29 +31,33 @@ LAST_LINES_WAIT = 2.0  # seconds for the last log lines on their way to the driv
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cut off
 
 
-@dataclass(frozen=True)
-class SlotPlan:
-    """Who this slot is and what it carries. host: the executor. facts: versions and identity, for admission."""
-
-    slot: str
-    job: int
-    host: str
-    facts: Mapping[str, Any]
-    payload: bytes
-    header: Callable[[int, int], Header]  # (status descriptor, bytes of payload) -> header
-    driver_timeout: float
-    # pids of worker, spare and fork server -> what they show about the memory that the executor will lack
-    shortage: Callable[[int, int | None, int | None], str | None] = lambda worker, spare, server: None
-    spare_after: float = 0.0  # seconds for which a worker has been warm when its spare is started
-
-
 class SlotAgent:
     """One slot, from registration to release."""
 
-    def __init__(self, plan: SlotPlan, client: RendezvousClient, clock: Clock) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        spec: SlotSpec,
+        identity: WorkerIdentity,
+        payload: bytes,
+        client: RendezvousClient,
+        clock: Clock,
+        facts: Mapping[str, Any] | None = None,
+        find_shortage: Callable[[int, int | None, int | None], str | None] = lambda *pids: None,
+    ) -> None:
+        """
+        Args:
+            payload: the pickled program.
+            facts: the host's name and the versions of its packages; the driver decides from them about admission.
+            find_shortage: called with the process ids of worker, spare and fork server; returns what these show about
+                the memory that the executor will lack, or None.
+        """
+        self._spec = spec
+        self._identity = identity
+        self._payload = payload
+        self._facts = dict(facts or {})
+        self._find_shortage = find_shortage
         self._client = client
-        self._driver = client.slot(plan.slot)
+        self._driver = client.slot(identity.slot)
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -78,7 +81,7 @@ class SlotAgent:
         Raises:
             DriverUnreachable: the driver did not answer the registration.
         """
-        answer = self._driver.register(self._plan.host, self._plan.job, dict(self._plan.facts))
+        answer = self._driver.register(self._identity.host, self._identity.launch, self._facts)
         self._heartbeat_every = answer.beat_every
         for thread in (self._shipper, *self._threads):
             thread.start()
@@ -95,15 +98,14 @@ class SlotAgent:
     # ---- main thread
 
     def _spawn(self) -> Child:
-        def header(status: int) -> Header:
-            return self._plan.header(status, len(self._plan.payload))
-
-        return Child.spawn(header, self._plan.payload, self._on_line, self._on_warm, self._on_exit)
+        return Child.spawn(
+            self._spec, self._identity, self._payload, self._on_line, self._on_warm, self._on_exit
+        )
 
     def _promote(self) -> None:
         """The spare becomes the worker."""
         self._started += 1
-        worker = f"{self._plan.slot}.{self._started}"
+        worker = f"{self._identity.slot}.{self._started}"
         child = self._spare if self._spare is not None else self._spawn()
         self._active, self._spare = child, None
         child.worker = worker  # its lines are the worker's from here on, whatever the driver's answer takes
@@ -141,7 +143,7 @@ class SlotAgent:
             return self._prepare_spare(child)
         if child is self._active:
             self._check_memory(child)
-            self._later(self._plan.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child)))
+            self._later(self._spec.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child)))
         return None
 
     def _check_memory(self, child: Child) -> str | None:
@@ -149,7 +151,7 @@ class SlotAgent:
         if child is not self._active:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
-        if said := self._plan.shortage(child.pid, spare, fork_server_cache.pid):
+        if said := self._find_shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{OWN_WORDS}{said}")
         else:
             self._later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
@@ -209,14 +211,14 @@ class SlotAgent:
         began = self._clock.now()
         while not self._closing.is_set():
             heard = max(began, self._client.heard_at())  # by beats, too: this poll may be held for long
-            left = heard + self._plan.driver_timeout - self._clock.now()
+            left = heard + self._spec.driver_timeout - self._clock.now()
             try:
                 orders = self._driver.watch(seen, within=max(0.0, left))
             except ElasticError as error:
                 if self._closing.is_set():
                     return
                 silence = self._clock.now() - max(heard, self._client.heard_at())
-                if silence > self._plan.driver_timeout or not isinstance(error, DriverUnreachable):
+                if silence > self._spec.driver_timeout or not isinstance(error, DriverUnreachable):
                     self._events.put(lambda text=str(error): text)  # type: ignore[misc]
                     return
                 self._closing.wait(0.2)

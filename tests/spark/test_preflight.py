@@ -16,9 +16,9 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
-from spark_elastic.spark.address import collect_host_facts
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import ProbeSpec
+from spark_elastic.spark.session import collect_host_facts
 from tests.spark.cluster import await_true, cluster_environment
 from tests.spark.conftest import HOSTS
 

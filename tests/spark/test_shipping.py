@@ -19,9 +19,9 @@ import torch
 import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
-from spark_elastic.spark.address import collect_host_facts
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import ProbeSpec
+from spark_elastic.spark.session import collect_host_facts
 from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table

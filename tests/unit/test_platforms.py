@@ -66,7 +66,7 @@ def test_what_a_coordinator_in_a_task_cannot_have_is_said_before_it_starts(
 
 def test_without_a_store_a_client_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = SimpleNamespace(unreached=UNREACHED)
-    monkeypatch.setattr(connect, "_collected", lambda *arguments: [{"answer": b""}])
+    monkeypatch.setattr(connect, "_collect_probes", lambda *arguments: [{"answer": b""}])
     monkeypatch.setattr(connect, "require_report", lambda answer: report)
     monkeypatch.setattr(connect.pickle, "loads", lambda content: None)
     monkeypatch.setattr(connect, "check_reports", lambda *arguments, **named: None)

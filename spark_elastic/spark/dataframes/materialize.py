@@ -38,7 +38,7 @@ from spark_elastic.spark.dataframes.schema import (
     fixed_row_bytes,
 )
 from spark_elastic.spark.dataframes.store_access import check_store_access, spark_url
-from spark_elastic.spark.launcher import describe_jobs
+from spark_elastic.spark.session import describe_jobs
 
 # What a materialised data set was made from, so that the same DataFrame is not written twice.
 #

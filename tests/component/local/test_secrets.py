@@ -19,8 +19,9 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.driver.ports import Post
 from spark_elastic.errors import WorkerFailed
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.auth import only
 from spark_elastic.running.call import prepare
 from spark_elastic.testing.fakes import ProcessLauncher
@@ -90,9 +91,9 @@ class Watched(ProcessLauncher):
     key = b""
     traces: Traces
 
-    def start(self, contact: Contact, post: Post) -> None:
-        self.key, self.traces.certificate = contact.key, contact.certificate or ""
-        super().start(contact, post)
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        self.key, self.traces.certificate = spec.key, spec.certificate or ""
+        super().start(spec, post)
 
 
 class NoDiscovery:

@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.ports import Contact
 from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotRegistered
+from spark_elastic.protocol.slot_spec import SlotSpec
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 
 
@@ -19,7 +19,7 @@ def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
     launcher = LocalLauncher(None, HostSlots({"localhost": 1}), SystemClock())
     try:
-        launcher.start(Contact(driver.server.address, key, ATTEMPT, "job", None), posted.put)
+        launcher.start(SlotSpec(address=driver.server.address, key=key, attempt=ATTEMPT), posted.put)
         launcher.launch(1)
         if key == KEY:
             slot = driver.heard(SlotRegistered).slot
@@ -38,7 +38,7 @@ def test_ctrl_c_is_the_drivers_to_answer() -> None:
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
     launcher = LocalLauncher(None, HostSlots({"localhost": 1}), SystemClock())
     try:
-        launcher.start(Contact(driver.server.address, KEY, ATTEMPT, "job", None), posted.put)
+        launcher.start(SlotSpec(address=driver.server.address, key=KEY, attempt=ATTEMPT), posted.put)
         launcher.launch(1)
         slot = driver.heard(SlotRegistered).slot
         launcher.kill(1, signal.SIGINT)

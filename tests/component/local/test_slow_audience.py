@@ -14,12 +14,12 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
-from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.driver.ports import Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.local.slot import SlotSettings
 from spark_elastic.monitoring.progress import OutputListener
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import NumberedHosts
 from tests.component.worker.moments import Held
@@ -42,7 +42,7 @@ L = TypeVar("L", bound=LocalLauncher)
 
 
 def local(program: Held, kind: type[L]) -> L:
-    return kind(program, NumberedHosts(2, 1), SystemClock(), settings=SlotSettings.of(CONFIG))
+    return kind(program, NumberedHosts(2, 1), SystemClock())
 
 
 def train(cluster: LocalLauncher, narrator: JobListener) -> LaunchResult:
@@ -131,9 +131,9 @@ def test_a_terminal_that_nobody_reads_costs_no_world() -> None:
 class Reached(LocalLauncher):
     """Says where the driver listens."""
 
-    def start(self, contact: Contact, post: Post) -> None:
-        self.address = contact.address
-        super().start(contact, post)
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        self.address = spec.address
+        super().start(spec, post)
 
 
 class Collector(logging.Handler):

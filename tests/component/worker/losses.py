@@ -16,8 +16,9 @@ import psutil
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.driver.ports import Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import Held
@@ -36,17 +37,13 @@ Act = tuple[Callable[[Moment], bool], Callable[[], object]]
 
 
 class Cluster(ProcessLauncher):
-    """Also remembers how its slots reach the driver. collective_timeout: of its workers, seconds."""
+    """Also remembers how its slots reach the driver."""
 
-    contact: Contact
+    contact: SlotSpec
 
-    def __init__(self, *arguments: Any, collective_timeout: float, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._settings = replace(self._settings, collective_timeout=collective_timeout)
-
-    def start(self, contact: Contact, post: Post) -> None:
-        self.contact = contact
-        super().start(contact, post)
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        self.contact = spec
+        super().start(spec, post)
 
 
 @dataclass

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import queue
 import sys
 import threading
 
 import cloudpickle
 
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.worker.child import Child
-from spark_elastic.worker.entry import Header
 
 
 def life(payload: bytes) -> tuple[list[str], int]:
@@ -20,14 +19,9 @@ def life(payload: bytes) -> tuple[list[str], int]:
     lines: list[str] = []
     ends: queue.Queue[int] = queue.Queue()
 
-    def header(status: int) -> Header:
-        nobody = "127.0.0.1:1"
-        return Header(
-            os.getpid(), nobody, "00", 1, "1-0", "127.0.0.1", None, (), 5.0, 0.5, len(payload), status
-        )
-
     child = Child.spawn(
-        header,
+        SlotSpec(address="127.0.0.1:1", key=b"\0", attempt=1, collective_timeout=5.0, driver_timeout=0.5),
+        WorkerIdentity("", "1-0"),
         payload,
         lambda child, line: lines.append(line),
         lambda child: child.activate("1-0.1"),

@@ -19,9 +19,9 @@ import cloudpickle
 import psutil
 import pytest
 
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child
-from spark_elastic.worker.entry import Header
 from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
 
 FORKED, SPAWNED = ("json",), ()
@@ -64,14 +64,18 @@ class Life:
         self._warm: queue.Queue[None] = queue.Queue()
         self._ends: queue.Queue[int] = queue.Queue()
 
-        def header(status: int) -> Header:
-            return Header(
-                os.getpid(), "127.0.0.1:1", "00", 1, "1-0", "127.0.0.1", None, (), 5.0, 0.5, len(payload), status,
-                threads=threads, imports=imports,
-            )  # fmt: skip
-
+        spec = SlotSpec(
+            address="127.0.0.1:1",
+            key=b"\0",
+            attempt=1,
+            collective_timeout=5.0,
+            driver_timeout=0.5,
+            cpus_per_worker=threads,
+            imports=imports,
+        )
         self.child = Child.spawn(
-            header,
+            spec,
+            WorkerIdentity("", "1-0"),
             payload,
             lambda child, line: self.lines.put(line),
             lambda child: self._warm.put(None),

@@ -18,13 +18,13 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.protocol.events import SlotBeat, SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous.messages import BODY_AT_MOST
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
-from spark_elastic.worker.entry import Header
 from spark_elastic.worker.forking import fork_server_cache
-from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
+from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 
 pytestmark = pytest.mark.native
@@ -61,17 +61,19 @@ def serve(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     payload = cloudpickle.dumps(program)
 
-    def header(status_fd: int, payload_bytes: int) -> Header:
-        address, me = driver.server.address, psutil.Process().pid
-        return Header(
-            me, address, KEY.hex(), ATTEMPT, SLOT, "127.0.0.1", None, (), 20.0, 20.0, payload_bytes, status_fd,
-            imports=imports,
-        )  # fmt: skip
-
+    spec = SlotSpec(
+        address=driver.server.address,
+        key=KEY,
+        attempt=ATTEMPT,
+        collective_timeout=20.0,
+        driver_timeout=driver_timeout,
+        spare_after=spare_after,
+        imports=imports,
+    )
+    identity = WorkerIdentity("", SLOT, launch=4, host="host-4")
     played = driver.aside(play)
-    plan = SlotPlan(SLOT, 4, "host-4", {}, payload, header, driver_timeout, shortage, spare_after)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
-        ended = SlotAgent(plan, client, CLOCK).run()
+        ended = SlotAgent(spec, identity, payload, client, CLOCK, find_shortage=shortage).run()
     played.result(20.0)
     return ended
 

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 from spark_elastic.data.store import memory_store
-from spark_elastic.driver.ports import Contact
 from spark_elastic.driver.remote_launcher import RemoteLauncher
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 
@@ -19,7 +19,7 @@ def test_orders_go_out_and_ends_come_back() -> None:
     events: list[Any] = []
     client = StoreChannel(ChannelEnd(store, "m", b"key", "client", "task"), orders.append, clock)
     launcher = RemoteLauncher(ChannelEnd(store, "m", b"key", "task", "client"), clock, 60.0)
-    launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), events.append)
+    launcher.start(SlotSpec(address="10.0.0.1:7", key=b"key", attempt=1), events.append)
     launcher.launch(3)
     for letter in (
         {"ended": 3, "reason": "lost", "cancelled": False, "executor_lost": True},
@@ -49,7 +49,7 @@ def test_a_client_that_is_gone_ends_the_job() -> None:
         cancelled.set()
 
     launcher = RemoteLauncher(ChannelEnd(memory_store(), "m", b"key", "task", "client"), clock, 60.0)
-    launcher.start(Contact("10.0.0.1:7", b"key", 1, "job"), post)
+    launcher.start(SlotSpec(address="10.0.0.1:7", key=b"key", attempt=1), post)
     clock.advance(61)
     assert cancelled.wait(20)
     launcher.close(5.0)

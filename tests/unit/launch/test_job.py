@@ -12,10 +12,11 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import FixedHosts
-from spark_elastic.driver.ports import Contact, Post
+from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.local.launcher import HostSlots, LocalLauncher
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.state.run_lease import RunLease
@@ -49,7 +50,7 @@ def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch:
 class NoRoom:
     """A cluster that starts nothing."""
 
-    def start(self, contact: Contact, post: Post) -> None: ...
+    def start(self, spec: SlotSpec, post: Post) -> None: ...
 
     def launch(self, job: int) -> None: ...
 

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.ports import Contact
 from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
+from spark_elastic.protocol.slot_spec import SlotSpec
 
 
 def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
     hosts = HostSlots({"localhost": 1})
     launcher = LocalLauncher(None, hosts, SystemClock())
-    launcher.start(Contact("127.0.0.1:1", b"k" * 32, 1, "job", None), posted.put)
+    launcher.start(SlotSpec(address="127.0.0.1:1", key=b"k" * 32, attempt=1), posted.put)
     for job in (1, 2):
         launcher.launch(job)
         ended = posted.get(timeout=10.0)

@@ -16,8 +16,8 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.spark import connect
-from spark_elastic.spark.address import has_context
 from spark_elastic.spark.probe import ProbeSpec
+from spark_elastic.spark.session import has_context
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -95,7 +95,7 @@ def test_a_setting_that_is_not_told_is_left_out() -> None:
 
     session: Any = Session()
     session.conf = Conf()
-    assert connect.settings_of(session) == {"spark.driver.host": "h"}
+    assert connect.read_settings(session) == {"spark.driver.host": "h"}
 
 
 def test_probes_that_nobody_takes_are_interrupted() -> None:

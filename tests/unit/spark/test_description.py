@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.launcher import DESCRIPTION, describe_jobs, set_description
+from spark_elastic.spark.session import DESCRIPTION, describe_jobs, set_description
 
 
 class Properties(dict[str, Any]):

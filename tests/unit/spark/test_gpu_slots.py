@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.spark import executors
-from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS, needs_whole_gpu, profile_of
+from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS, make_slot_profile, needs_whole_gpu
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from spark_elastic.spark.executors import EXECUTOR_GPUS, TASK_GPUS, needs_whole_
 def test_a_slot_asks_where_spark_gives_it_none_or_a_part(
     executor: str | None, task: str | None, asked: bool
 ) -> None:
-    settings = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
-    assert needs_whole_gpu({name: value for name, value in settings.items() if value is not None}) is asked
+    conf = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
+    assert needs_whole_gpu({name: value for name, value in conf.items() if value is not None}) is asked
 
 
 def test_a_cluster_that_refuses_is_told_of_with_its_reason(
@@ -53,8 +53,8 @@ def test_a_cluster_that_refuses_is_told_of_with_its_reason(
             "An error occurred\nSparkException: TaskResourceProfiles are only supported for X."
         )
 
-    settings = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
-    assert profile_of(settings, refuse) is None
+    conf = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
+    assert make_slot_profile(conf, refuse) is None
     assert "no stage-level resources (SparkException: TaskResourceProfiles are only supported" in caplog.text
-    assert profile_of(settings, lambda profile: None) == "profile"  # type: ignore[comparison-overlap]
-    assert profile_of({}, refuse) is None
+    assert make_slot_profile(conf, lambda profile: None) == "profile"  # type: ignore[comparison-overlap]
+    assert make_slot_profile({}, refuse) is None

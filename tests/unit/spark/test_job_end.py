@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.launcher import SlotEnd, classify
+from spark_elastic.driver.thread_launcher import SlotEnd
+from spark_elastic.spark.slot_task import classify_error
 
 LOST = (
     "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
@@ -25,19 +26,19 @@ LOST = (
     ],
 )
 def test_a_cancelled_job_is_told_from_a_lost_one(text: str) -> None:
-    end = classify(text)
+    end = classify_error(text)
     assert (end.cancelled, end.host_lost) == (True, False)
     assert text.splitlines()[0] in end.reason
 
 
 def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
-    end = classify(LOST)
+    end = classify_error(LOST)
     assert (end.cancelled, end.host_lost) == (False, True)
     assert "\n" not in end.reason
 
 
 def test_a_task_that_raised_lost_no_executor() -> None:
-    assert classify("org.apache.spark.SparkException: Job aborted: ValueError: no") == SlotEnd(
+    assert classify_error("org.apache.spark.SparkException: Job aborted: ValueError: no") == SlotEnd(
         "org.apache.spark.SparkException: Job aborted: ValueError: no"
     )
 
@@ -50,4 +51,4 @@ def test_a_task_that_raised_lost_no_executor() -> None:
     ],
 )
 def test_a_stopped_context_cancels(text: str) -> None:
-    assert classify(text) == SlotEnd("the SparkContext was stopped", cancelled=True)
+    assert classify_error(text) == SlotEnd("the SparkContext was stopped", cancelled=True)

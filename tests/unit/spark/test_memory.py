@@ -60,9 +60,9 @@ def test_an_address_space_that_is_nearly_full_is_told() -> None:
 
 
 def test_a_real_process_is_measured_and_one_that_ended_is_not() -> None:
-    assert ExecutorMemory(0, 1, 1).shortage(os.getpid()) is not None
-    assert ExecutorMemory(0, 1 << 50, 1).shortage(os.getpid()) is None or cgroup_limit() is not None
-    assert ExecutorMemory(0, 1, 1).shortage(2**22 + 1) is None
+    assert ExecutorMemory(0, 1, 1).find_shortage(os.getpid()) is not None
+    assert ExecutorMemory(0, 1 << 50, 1).find_shortage(os.getpid()) is None or cgroup_limit() is not None
+    assert ExecutorMemory(0, 1, 1).find_shortage(2**22 + 1) is None
 
 
 def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Pa
             f"10-20 ---p 00000000 00:00 0 [rollup]\nRss: 2000000 kB\nPss: {share * 1024} kB\nPss_Dirty: 7 kB\n"
         )
     without, beside, forked = (
-        ExecutorMemory(0, 100 * M, 2).shortage(7, proc=tmp_path),
-        ExecutorMemory(0, 100 * M, 2).shortage(7, 8, proc=tmp_path),
-        ExecutorMemory(0, 100 * M, 2).shortage(7, 8, 9, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).find_shortage(7, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).find_shortage(7, 8, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).find_shortage(7, 8, 9, proc=tmp_path),
     )
     assert without is not None
     assert "2 workers of an executor and their spares take 3600m" in without

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 import spark_elastic
-from spark_elastic.spark.address import collect_host_facts
+from spark_elastic.spark.session import collect_host_facts
 
 
 def test_facts_are_of_this_process() -> None:

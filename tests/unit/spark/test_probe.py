@@ -11,9 +11,8 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import PreflightError
 from spark_elastic.rendezvous.serving import Bind, dialled, listen
-from spark_elastic.spark.address import collect_host_facts
-from spark_elastic.spark.preflight import check_reports, make_version_check
-from spark_elastic.spark.probe import Probe
+from spark_elastic.spark.probe import Probe, check_reports, make_version_check
+from spark_elastic.spark.session import collect_host_facts
 
 
 def test_a_probe_knocks_at_the_driver_s_door() -> None:

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.spark.address import find_address_towards
-from spark_elastic.spark.slot_task import executor_id
+from spark_elastic.spark.session import find_address_towards
+from spark_elastic.spark.slot_task import find_executor_id
 
 
 def process(proc: Path, pid: int, parent: int, *words: str) -> None:
@@ -22,18 +22,18 @@ def test_the_executor_is_the_ancestor_that_says_so(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
     process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
-    assert executor_id(tmp_path) == "12"
+    assert find_executor_id(tmp_path) == "12"
 
 
 def test_in_local_mode_it_is_the_driver(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
-    assert executor_id(tmp_path) == "driver"
+    assert find_executor_id(tmp_path) == "driver"
 
 
 def test_ancestors_that_cannot_be_seen_do_no_harm(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
-    assert executor_id(tmp_path) == "driver"
+    assert find_executor_id(tmp_path) == "driver"
 
 
 def test_thefind_address_towards_a_driver_on_this_machine() -> None:

@@ -8,11 +8,12 @@ import pytest
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import News, SlotOrders
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker.loop import DriverWatch
-from spark_elastic.worker.slot_agent import SlotAgent, SlotPlan
+from spark_elastic.worker.slot_agent import SlotAgent
 
 TIMEOUT = 8.0
 SHORT = 0.4  # seconds before its end, a refused request has no time for another try
@@ -82,7 +83,8 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
 def test_r12_a_slot_ends_after_one_timeout() -> None:
     clock = FakeClock()
     driver = Refused(SlotOrders(0), clock)
-    plan = SlotPlan("1-0", 1, "h", {}, b"", cast("Any", None), TIMEOUT)
-    agent = SlotAgent(plan, cast("RendezvousClient", driver), clock)
+    spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT)
+    identity = WorkerIdentity("", "1-0")
+    agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT

@@ -6,13 +6,18 @@ import sys
 
 import pytest
 
+from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.worker.entry import Header
 
 
 @pytest.mark.parametrize("span", [None, (7000, 7010)])
 def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
-    header = Header(1, "127.0.0.1:1", "00", 1, "1-0", "127.0.0.1", span, ("torch",), 60.0, 60.0, 10, 5)
-    assert Header.from_json(header.to_json()) == header
+    resources = {"gpu": ("0", "3"), "fpga": ("x",)}
+    spec = SlotSpec(
+        address="127.0.0.1:1", key=bytes(range(256)), attempt=1, worker_port_range=span, preload=("torch",)
+    )
+    header = Header(spec, WorkerIdentity("", "1-0", resources=resources), 1, 10, 5, (6, 7))
+    assert Header.from_line(header.to_line()) == header
 
 
 def test_where_ctrl_c_is_ignored_the_programs_own_processes_can_be_interrupted() -> None:

@@ -8,21 +8,12 @@ import pytest
 
 import spark_elastic
 from spark_elastic.worker.context import WorkerContext, set_context
-from spark_elastic.worker.entry import Header
 
 
 @pytest.fixture
 def worker() -> Iterator[None]:
     yield
     set_context(None)
-
-
-def test_addresses_travel_in_the_header() -> None:
-    resources = {"gpu": ("0", "3"), "fpga": ("x",)}
-    header = Header(
-        1, "127.0.0.1:1", "00", 1, "1-0", "127.0.0.1", None, (), 60.0, 60.0, 10, 5, resources=resources
-    )
-    assert Header.from_json(header.to_json()).resources == resources
 
 
 def test_a_worker_sees_those_of_its_slot_and_others_see_none(worker: None) -> None:

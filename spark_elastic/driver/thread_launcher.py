@@ -1,0 +1,92 @@
+"""`ThreadPerSlotLauncher`: the part of a `driver.ports.Launcher` that does not depend on the cluster.
+
+Each slot has a thread, which runs it to its end and posts `LaunchEnded`. `start`, `launch` and `close` are called by
+the driver's threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+from spark_elastic.clock import Clock
+from spark_elastic.driver.ports import Post
+from spark_elastic.protocol.events import LaunchEnded
+from spark_elastic.protocol.slot_spec import SlotSpec
+
+CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
+
+
+class SlotEnd(NamedTuple):
+    """How a slot ended, as `LaunchEnded` has it."""
+
+    reason: str
+    # By the user or by Spark: the driver does not launch the slot again.
+    cancelled: bool = False
+    # The slot did not end by itself: the cluster reports that the executor is lost.
+    executor_lost: bool = False
+
+
+class ThreadPerSlotLauncher(ABC):
+    """Subclasses say how a slot runs and how all slots are cancelled."""
+
+    # The class of the slots' threads.
+    thread_class: ClassVar[type[threading.Thread]] = threading.Thread
+    # The part of the time of `close` in which slots may end by themselves before they are cancelled.
+    grace: ClassVar[float] = 1 / 3
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._spec: SlotSpec | None = None
+        self._post: Post | None = None
+
+    @abstractmethod
+    def run_slot(self, launch: int) -> SlotEnd | None:
+        """Run the slot to its end, in its thread. Returns None if it never began, because the launcher was closed."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End all slots that still run. Called repeatedly: a slot that is just being submitted escapes the first."""
+
+    @property
+    def spec(self) -> SlotSpec:
+        """What `start` was given."""
+        assert self._spec is not None
+        return self._spec
+
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        self._spec, self._post = spec, post
+
+    def launch(self, launch: int) -> None:
+        name = f"slot launch {launch}"
+        thread = self.thread_class(target=self._run_and_post, args=(launch,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self, timeout: float) -> list[str]:
+        """Wait for the slots, which the driver has released by message; after a while cancel those that still run."""
+        deadline = self._clock.now() + timeout
+        self._closing.set()
+        self._join(self._clock.now() + timeout * self.grace)
+        while self._alive() and self._clock.now() < deadline:
+            self.cancel()
+            self._join(min(deadline, self._clock.now() + CANCEL_EVERY))
+        return [thread.name for thread in self._alive()]
+
+    def _run_and_post(self, launch: int) -> None:
+        if self._closing.is_set():
+            return
+        end = self.run_slot(launch)
+        if end is not None and not self._closing.is_set():
+            assert self._post is not None
+            self._post(LaunchEnded(self._clock.now(), launch, *end))
+
+    def _alive(self) -> list[threading.Thread]:
+        return [thread for thread in self._threads if thread.is_alive()]
+
+    def _join(self, deadline: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock.now()))

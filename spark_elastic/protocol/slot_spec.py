@@ -1,0 +1,70 @@
+"""What is known of a slot: `SlotSpec` by the driver at the launch, `WorkerIdentity` by the slot where it runs.
+
+Both travel unchanged from the slot to its training processes. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.protocol.types import HostId, SlotId, WorkerId
+
+_SETTINGS = ElasticConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotSpec:
+    """What the driver knows of a slot when it launches it; the same for all slots of a job.
+
+    A field with the name of an `ElasticConfig` setting takes its value: a new slot setting is one more line here.
+    """
+
+    # host:port of the driver's rendezvous server.
+    address: str
+    # The job's secret. It travels inside the cluster's own task channel, never in a command line or an environment.
+    key: bytes = field(repr=False)
+    # Number of the driver that holds the run: the first half of every fence.
+    attempt: int
+    # The job's name, for logs and Spark's UI.
+    job_name: str = ""
+    # Certificate of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either.
+    certificate: str | None = None
+    # Modules that a spare imports before it reports that it is warm.
+    preload: tuple[str, ...] = ()
+    # Modules of the fork server from which training processes are forked. Empty: each process is spawned.
+    imports: tuple[str, ...] = ()
+
+    # Settings of `ElasticConfig` under their names; times in seconds.
+    collective_timeout: float = _SETTINGS.collective_timeout
+    driver_timeout: float = _SETTINGS.driver_timeout
+    spare_after: float = _SETTINGS.spare_after
+    fork_workers: bool = _SETTINGS.fork_workers
+    worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
+    cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
+
+    @classmethod
+    def from_config(cls, config: ElasticConfig, **known: Any) -> Self:
+        """With the settings of a job's configuration, and `known` for the other fields."""
+        settings = {f.name for f in fields(cls)} & {f.name for f in fields(config)}
+        return cls(**{name: getattr(config, name) for name in settings}, **known)
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Who a training process is. Its slot fills this in; `worker` follows when the process becomes a worker."""
+
+    # "" as long as the process is a spare.
+    worker: WorkerId
+    slot: SlotId
+    # Number of the slot launch; the first part of the slot's id.
+    launch: int = 0
+    # The host that carries the slot: a Spark executor.
+    host: HostId = ""
+    # The address of this machine at which peers reach the worker.
+    address: str = "127.0.0.1"
+    # First and last port at which the worker may listen. None: any.
+    ports: tuple[int, int] | None = None
+    # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
+    resources: dict[str, tuple[str, ...]] = field(default_factory=dict)

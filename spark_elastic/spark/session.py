@@ -1,0 +1,135 @@
+"""What a job asks of the caller's SparkSession and of this machine: the session, words for Spark's UI, and addresses.
+
+Any thread; no state. Imports neither py4j nor the SparkContext, which a client of Spark Connect does not have.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pyspark.sql import SparkSession
+
+import spark_elastic
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import DriverUnreachable, InvalidInput
+from spark_elastic.rendezvous.serving import Bind
+
+if TYPE_CHECKING:
+    from pyspark import SparkConf, SparkContext
+
+log = logging.getLogger("spark_elastic.spark")
+
+LOOPBACK = "127.0.0.1"
+DESCRIPTION = (
+    "spark.job.description"  # a local property of the calling thread, which Spark Connect does not have
+)
+
+
+# ---- the session
+
+
+def get_session(given: SparkSession | None) -> SparkSession:
+    """The given session, or the active one.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    chosen = given or SparkSession.getActiveSession()
+    if chosen is None:
+        raise InvalidInput("there is no active SparkSession: create one, or pass it as spark=.")
+    return chosen
+
+
+def has_context(session: SparkSession) -> bool:
+    """Whether a session has a SparkContext: one of Spark Connect has none, and some clusters deny it to users."""
+    try:
+        return session.sparkContext is not None
+    except Exception as error:  # of Spark, py4j or the cluster: in each case the context cannot be used
+        log.debug("no SparkContext: %s", error)
+        return False
+
+
+# ---- what Spark's UI says of our jobs: the run and the slot, never a key or a value of `env`
+
+
+def set_description(sc: SparkContext, what: str) -> None:
+    """Describe the next jobs of this thread, with the caller's own description in brackets."""
+    before = sc.getLocalProperty(DESCRIPTION)
+    sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({before})' if before else ''}")
+
+
+@contextmanager
+def describe_jobs(session: SparkSession, what: str) -> Iterator[None]:
+    """Describe the jobs of this thread inside the block; then restore the former description."""
+    if not has_context(session):
+        yield
+        return
+    sc = session.sparkContext
+    before = sc.getLocalProperty(DESCRIPTION)
+    set_description(sc, what)
+    try:
+        yield
+    finally:
+        sc.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]
+
+
+# ---- addresses
+
+
+def choose_bind(conf: SparkConf, config: ElasticConfig) -> Bind:
+    """Where the driver listens: as the job's configuration says, else at the address of Spark's own driver."""
+    name = config.advertise_address or conf.get("spark.driver.host", LOOPBACK) or LOOPBACK
+    host = config.bind_address or conf.get("spark.driver.bindAddress", name) or name
+    return Bind(host, config.driver_port, name)
+
+
+def find_address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to the driver: peers of the same cluster reach it there, too.
+
+    Raises:
+        DriverUnreachable: there is no way to that host.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise DriverUnreachable(
+            f"There is no way to the driver's rendezvous server at {host}:{port} ({error}): set advertise_address to "
+            "a name or address that executors know."
+        ) from error
+
+
+def find_own_address(towards: str | None) -> str:
+    """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name."""
+    if towards is not None:
+        try:
+            return find_address_towards(towards, 1)
+        except DriverUnreachable:
+            pass  # on some clusters executors do not know the name of Spark's driver
+    return socket.gethostbyname(socket.gethostname())
+
+
+# ---- what a host reports about itself, for `probe.make_version_check`
+
+
+def collect_host_facts() -> dict[str, str]:
+    """This process's host name and the versions of the installed packages; imports none of them."""
+    found = {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "spark_elastic": spark_elastic.__version__,
+    }
+    for package in ("numpy", "torch", "tensorflow", "keras"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
