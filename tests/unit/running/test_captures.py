@@ -156,6 +156,6 @@ def test_neither_function_nor_script(fn: Any, word: str) -> None:
 
 
 def test_on_a_worker_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["spark_elastic.running.call"], "current", object)
+    monkeypatch.setattr(sys.modules["spark_elastic.running.call"], "get_context", object)
     with pytest.raises(InvalidInput, match="on a worker"):
         prepare(print, (), {})

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark import executors
+from spark_elastic.spark import settings
 from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS, make_slot_profile, needs_whole_gpu
 
 
@@ -45,8 +45,8 @@ def test_a_cluster_that_refuses_is_told_of_with_its_reason(
             self.requests[name] = type("Request", (), {"amount": amount})
             return self
 
-    monkeypatch.setattr(executors, "ResourceProfileBuilder", Builder)
-    monkeypatch.setattr(executors, "TaskResourceRequests", Requests)
+    monkeypatch.setattr(settings, "ResourceProfileBuilder", Builder)
+    monkeypatch.setattr(settings, "TaskResourceRequests", Requests)
 
     def refuse(profile: Any) -> None:
         raise RuntimeError(

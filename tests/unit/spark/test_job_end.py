@@ -27,13 +27,13 @@ LOST = (
 )
 def test_a_cancelled_job_is_told_from_a_lost_one(text: str) -> None:
     end = classify_error(text)
-    assert (end.cancelled, end.host_lost) == (True, False)
+    assert (end.cancelled, end.executor_lost) == (True, False)
     assert text.splitlines()[0] in end.reason
 
 
 def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
     end = classify_error(LOST)
-    assert (end.cancelled, end.host_lost) == (False, True)
+    assert (end.cancelled, end.executor_lost) == (False, True)
     assert "\n" not in end.reason
 
 
