@@ -15,6 +15,11 @@ namespace {
 
 constexpr uint8_t kOwnSlotPrefix = 0x40;  // beyond those that Gloo's algorithms use
 
+// Up to this many bytes bcube sums at least as fast as the ring, measured over sockets on one machine: with two or three
+// processes the ring wins from 1 MB on; with four or more bcube wins up to 4 MB, by 1.0 to 2.2 times. Trying both in
+// each world and keeping the faster one gained less than 5 %, and made two runs differ by rounding.
+size_t bcubeLimit(int processes) { return processes < 4 ? size_t{512} << 10 : size_t{4} << 20; }
+
 // As even as can be; the first parts are the longer ones.
 std::vector<size_t> evenParts(size_t count, int size) {
   const auto parts = static_cast<size_t>(size);
@@ -67,10 +72,8 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
       fence_(fence),
       key_(endpoint->key()),
       local_(options.local),
-      warn_(options.warn),
-      inform_(options.inform),
-      crossover_(options.bcubeLimit) {
-  mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.nobodyHears,
+      warn_(options.warn) {
+  mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.closeTimeout,
                                  options.onWait);
   world_ = std::make_shared<AllRanks>(rank, size_, mesh_);
 }
@@ -78,7 +81,7 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
 Group::~Group() { close(); }
 
 uint32_t Group::start(Call call) {
-  if (!settled_ && !local_.empty()) settle();
+  if (!negotiated_ && !local_.empty()) negotiateHosts();
   call.number = tag_++;
   mesh_->enter(call);
   if (!local_.empty()) call_ = call;
@@ -86,13 +89,13 @@ uint32_t Group::start(Call call) {
 }
 
 // Who shares memory; the same on all ranks, as it takes collectives to find out.
-void Group::settle() {
-  settled_ = true;
+void Group::negotiateHosts() {
+  negotiated_ = true;
   if (size_ == 1) return;
   const auto gather = [this](const std::vector<char>& own) {
-    const uint32_t tag = start(callOf(CallKind::kSettle, own.size(), 0u));
+    const uint32_t tag = start(callOf(CallKind::kNegotiate, own.size(), 0u));
     std::vector<char> all(own.size() * static_cast<size_t>(size_));
-    gatherByGloo(world_, own.data(), all.data(), std::vector<size_t>(static_cast<size_t>(size_), own.size()), tag);
+    allgatherByGloo(world_, own.data(), all.data(), std::vector<size_t>(static_cast<size_t>(size_), own.size()), tag);
     std::vector<std::vector<char>> parts;
     for (auto at = all.begin(); at != all.end(); at += static_cast<ptrdiff_t>(own.size())) {
       parts.emplace_back(at, at + static_cast<ptrdiff_t>(own.size()));
@@ -100,7 +103,7 @@ void Group::settle() {
     return parts;
   };
   std::string why;
-  std::shared_ptr<Hosts> hosts = Hosts::settle(mesh_, key_, fence_, local_, gather, why);
+  std::shared_ptr<Hosts> hosts = Hosts::negotiate(mesh_, key_, fence_, local_, gather, why);
   if (!why.empty()) {
     std::string ranks;
     for (int rank : local_) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
@@ -118,7 +121,7 @@ std::shared_ptr<Hosts> Group::hosts() {
 
 std::shared_ptr<Memory> Group::memory(size_t bytes) {
   mesh_->check();
-  if (!settled_ && !local_.empty()) settle();
+  if (!negotiated_ && !local_.empty()) negotiateHosts();
   const auto hosts = this->hosts();
   const size_t some = std::max<size_t>(bytes, 1);
   auto taken = hosts ? hosts->memory(some) : nullptr;
@@ -133,7 +136,7 @@ Route Group::route(uint32_t tag) {
 
 void Group::allreduce(void* data, size_t count, const Reduction& reduction) {
   const uint32_t tag = start(callOf(CallKind::kAllreduce, count * widthOf(reduction.type), reduction));
-  if (count == 0) return meet(tag);
+  if (count == 0) return waitForAll(tag);
   scale(data, count, reduction.type, reduction.before, 1);
   if (reduction.wire != Wire::kPlain) return reducePacked(static_cast<float*>(data), count, reduction, tag);
   reduce(data, count, reduction, tag);
@@ -143,7 +146,7 @@ void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_
   if (size_ == 1) return finish(reduction, data, count, reduction.type, 1);
   if (reduction.op == ReduceOp::kAdasum) return reduceByAdasum(data, count, reduction, tag);
   const auto hosts = this->hosts();
-  if (hosts && (hosts->alone() || !isHalf(reduction.type))) {
+  if (hosts && (hosts->isSingleHost() || !isHalf(reduction.type))) {
     const auto across = [&](const World& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
     return hosts->allreduce(data, count, reduction, call_, across);
   }
@@ -156,20 +159,7 @@ void Group::reduceBySockets(const World& world, void* data, size_t count, const 
   if (reduction.algorithm != Algorithm::kAuto) {
     return reduceByGloo(world, data, count, reduction, reduction.algorithm == Algorithm::kBcube, tag);
   }
-  const size_t bytes = count * widthOf(reduction.type);
-  if (crossover_.isDue(bytes)) agreeOnCrossover(world, bytes, tag);
-  const auto begin = Mesh::Clock::now();
-  reduceByGloo(world, data, count, reduction, crossover_.byBcube(bytes), tag);
-  crossover_.took(bytes, std::chrono::duration<double>(Mesh::Clock::now() - begin).count());
-}
-
-// Part of the call `tag`, of all ranks that have tried: a gathering, whose frames are no reduction's.
-void Group::agreeOnCrossover(const World& world, size_t bytes, uint32_t tag) {
-  const Crossover::Speeds own = crossover_.measured(bytes);
-  std::vector<Crossover::Speeds> all(static_cast<size_t>(world->size));
-  gatherByGloo(world, own.data(), all.data(), std::vector<size_t>(all.size(), sizeof own), tag);
-  const std::string agreed = crossover_.agree(bytes, all);
-  if (world->rank == 0) inform_(agreed);
+  reduceByGloo(world, data, count, reduction, count * widthOf(reduction.type) <= bcubeLimit(world->size), tag);
 }
 
 // 16-bit floats: an algorithm that passes sums on would round them once at every rank.
@@ -192,7 +182,7 @@ Reduction Group::pack(const float* data, size_t count, const Reduction& reductio
 
 void Group::reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag) {
   const auto hosts = this->hosts();
-  if (hosts && !hosts->alone()) return reducePackedAcross(*hosts, data, count, reduction, tag);
+  if (hosts && !hosts->isSingleHost()) return reducePackedAcross(*hosts, data, count, reduction, tag);
   const Reduction packed = pack(data, count, reduction);
   reduce(packed_.get(), count, packed, tag);
   widen(packed.type, packed_.get(), data, count);
@@ -235,7 +225,7 @@ void Group::reduceByAdasum(void* data, size_t count, const Reduction& reduction,
 void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction) {
   const size_t count = std::accumulate(counts.begin(), counts.end(), size_t{0});
   const uint32_t tag = start(callOf(CallKind::kReducescatter, count * widthOf(reduction.type), reduction));
-  if (count == 0) return meet(tag);
+  if (count == 0) return waitForAll(tag);
   scale(data, count, reduction.type, reduction.before, 1);
   if (reduction.wire == Wire::kPlain) return reduceParts(route(tag), reduction, data, counts, out);
   const Reduction packed = pack(static_cast<float*>(data), count, reduction);
@@ -247,7 +237,7 @@ void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* o
 
 void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
   const uint32_t tag = start(callOf(CallKind::kBroadcast, bytes, signature));
-  if (bytes == 0) return meet(tag);
+  if (bytes == 0) return waitForAll(tag);
   const auto across = [&](const World& world, int from) { broadcastByGloo(world, data, bytes, from, tag); };
   if (const auto hosts = this->hosts()) return hosts->broadcast(data, bytes, root, call_, across);
   across(world_, root);
@@ -256,9 +246,9 @@ void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
 void Group::allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature) {
   const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
   const uint32_t tag = start(callOf(CallKind::kAllgather, bytes, signature));
-  if (bytes == 0) return meet(tag);
+  if (bytes == 0) return waitForAll(tag);
   const auto across = [&](const World& world, const void* from, void* to, const std::vector<size_t>& parts) {
-    gatherByGloo(world, from, to, parts, tag);
+    allgatherByGloo(world, from, to, parts, tag);
   };
   if (const auto hosts = this->hosts()) return hosts->gather(in, out, sizes, call_, across);
   across(world_, in, out, sizes);
@@ -271,13 +261,13 @@ void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* o
   elastic::alltoall(route(tag), in, inSizes, out, outSizes);
 }
 
-void Group::barrier() { meet(start(callOf(CallKind::kBarrier, 0, 0u))); }
+void Group::barrier() { waitForAll(start(callOf(CallKind::kBarrier, 0, 0u))); }
 
 // Returns once all ranks have come to the call `tag`.
-void Group::meet(uint32_t tag) {
+void Group::waitForAll(uint32_t tag) {
   if (size_ == 1) return;
-  const auto across = [&](const World& world) { meetByGloo(world, tag); };
-  if (const auto hosts = this->hosts()) return hosts->meet(call_, across);
+  const auto across = [&](const World& world) { barrierByGloo(world, tag); };
+  if (const auto hosts = this->hosts()) return hosts->barrier(call_, across);
   across(world_);
 }
 

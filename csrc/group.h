@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "calls/crossover.h"
 #include "calls/direct.h"
 #include "calls/gloo_calls.h"
 #include "calls/hosts.h"
@@ -24,14 +23,12 @@ namespace elastic {
 struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
   // Peers that take nothing of the last words for so long are stopped.
-  std::chrono::milliseconds nobodyHears{250};
-  size_t bcubeLimit = size_t{1} << 20;  // bytes up to which allreduce takes bcube, above it the ring; see Crossover
+  std::chrono::milliseconds closeTimeout{250};
   Mesh::OnWait onWait = [](std::chrono::milliseconds, const std::vector<int>&) {};
   // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks
   // alike): none does.
   std::vector<int> local;
   std::function<void(const std::string&)> warn = [](const std::string&) {};  // what the user should know, one sentence
-  std::function<void(const std::string&)> inform = [](const std::string&) {};  // what may be of interest
 };
 
 // All collectives also take nothing at all: ranks that bring nothing while others do are told of the mismatch.
@@ -71,12 +68,11 @@ class Group {
   struct AllRanks;
 
   uint32_t start(Call call);
-  void meet(uint32_t tag);
-  void settle();
+  void waitForAll(uint32_t tag);
+  void negotiateHosts();
   std::shared_ptr<Hosts> hosts();  // null: everything goes through the mesh
   Route route(uint32_t tag);
   void reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag);
-  void agreeOnCrossover(const World& world, size_t bytes, uint32_t tag);
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   Reduction pack(const float* data, size_t count, const Reduction& reduction);
@@ -88,11 +84,10 @@ class Group {
   const Fence fence_;
   const std::string key_;
   const std::vector<int> local_;
-  const std::function<void(const std::string&)> warn_, inform_;
+  const std::function<void(const std::string&)> warn_;
   std::shared_ptr<Mesh> mesh_;
   World world_;
-  bool settled_ = false;
-  Crossover crossover_;
+  bool negotiated_ = false;
   Call call_;  // the collective that this rank is in; kept for hosts_ alone
   std::mutex mutex_;
   std::shared_ptr<Hosts> hosts_;  // guarded by the mutex: the group may be closed at any time

@@ -16,48 +16,48 @@ using namespace elastic;
 namespace {
 
 // Set once by the Python half: called as (cause, ranks, reason), it raises the matching class of the error tree.
-py::object& raiser() {
-  static py::object* held = new py::object();  // never destroyed: the interpreter may be gone by then
-  return *held;
+py::object& errorRaiser() {
+  static py::object* instance = new py::object();  // never destroyed: the interpreter may be gone by then
+  return *instance;
 }
 
-// Set once by the Python half: called with a sentence for the user, and whether it is a warning.
-py::object& teller() {
-  static py::object* held = new py::object();
-  return *held;
+// Set once by the Python half: called with a warning for the user, one sentence.
+py::object& warningHandler() {
+  static py::object* instance = new py::object();
+  return *instance;
 }
 
-void tell(const std::string& text, bool warns) {
+void warn(const std::string& text) {
   py::gil_scoped_acquire gil;
-  teller()(text, warns);
+  warningHandler()(text);
 }
 
 // A callable of Python's that may be set, called and let go of by any thread.
-class Watcher {
+class WaitObserver {
  public:
-  ~Watcher() {
+  ~WaitObserver() {
     py::gil_scoped_acquire gil;
-    called_ = py::object();
+    callback_ = py::object();
   }
-  void set(py::object called) { called_ = std::move(called); }
+  void set(py::object callback) { callback_ = std::move(callback); }
   void onWait(std::chrono::milliseconds waited, const std::vector<int>& ranks) const {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    const py::object called = called_;  // it may be replaced meanwhile
-    if (!called.is_none() && !ranks.empty()) called(std::chrono::duration<double>(waited).count(), ranks);
+    const py::object callback = callback_;  // it may be replaced meanwhile
+    if (!callback.is_none() && !ranks.empty()) callback(std::chrono::duration<double>(waited).count(), ranks);
   }
 
  private:
-  py::object called_ = py::none();  // guarded by the interpreter's lock
+  py::object callback_ = py::none();  // guarded by the interpreter's lock
 };
 
 // The group that Python has, and who watches its waits.
-struct WatchedGroup : Group {
-  WatchedGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-               const GroupOptions& options, std::shared_ptr<Watcher> watcher)
-      : Group(std::move(endpoint), rank, peers, fence, options), watcher(std::move(watcher)) {}
+struct ObservedGroup : Group {
+  ObservedGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
+               const GroupOptions& options, std::shared_ptr<WaitObserver> observer)
+      : Group(std::move(endpoint), rank, peers, fence, options), observer(std::move(observer)) {}
 
-  const std::shared_ptr<Watcher> watcher;
+  const std::shared_ptr<WaitObserver> observer;
 };
 
 std::chrono::milliseconds millisecondsOf(double seconds) {
@@ -69,7 +69,7 @@ void translate(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const Failure& failure) {
     try {
-      raiser()(static_cast<int>(failure.cause), failure.ranks, failure.what());
+      errorRaiser()(static_cast<int>(failure.cause), failure.ranks, failure.what());
     } catch (py::error_already_set& raised) {
       raised.restore();
     }
@@ -100,28 +100,26 @@ void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, b
   (portably ? narrowPortably : narrow)(half, from, to, count);
 }
 
-std::unique_ptr<WatchedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank,
+std::unique_ptr<ObservedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank,
                                         const std::vector<std::string>& peers, std::array<uint64_t, 3> fence,
-                                        double timeout, size_t bcubeLimit, const std::vector<int>& local) {
-  auto watcher = std::make_shared<Watcher>();
+                                        double timeout, const std::vector<int>& local) {
+  auto observer = std::make_shared<WaitObserver>();
   GroupOptions options;
   options.timeout = millisecondsOf(timeout);
-  options.bcubeLimit = bcubeLimit;
-  options.onWait = [watcher](auto waited, const auto& ranks) { watcher->onWait(waited, ranks); };
-  options.warn = [](const std::string& text) { tell(text, true); };
-  options.inform = [](const std::string& text) { tell(text, false); };
+  options.onWait = [observer](auto waited, const auto& ranks) { observer->onWait(waited, ranks); };
+  options.warn = warn;
   options.local = local;
   py::gil_scoped_release released;
-  return std::make_unique<WatchedGroup>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options,
-                                        std::move(watcher));
+  return std::make_unique<ObservedGroup>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options,
+                                        std::move(observer));
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_engine, module) {
   py::register_exception_translator(&translate);
-  module.def("set_raiser", [](py::object function) { raiser() = std::move(function); });
-  module.def("set_teller", [](py::object function) { teller() = std::move(function); });
+  module.def("set_error_raiser", [](py::object function) { errorRaiser() = std::move(function); });
+  module.def("set_warning_handler", [](py::object function) { warningHandler() = std::move(function); });
   module.def("sha256_hmac", [](const std::string& key, const std::string& message) {
     const Digest digest = hmacSha256(key, message);
     return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
@@ -162,16 +160,16 @@ PYBIND11_MODULE(_engine, module) {
     return py::buffer_info(memory.data(), static_cast<ssize_t>(memory.bytes()));
   });
 
-  py::class_<WatchedGroup>(module, "Group")
+  py::class_<ObservedGroup>(module, "Group")
       .def(py::init(&makeGroup))
       .def("allreduce",
-           [](WatchedGroup& group, const py::buffer& data, const Reduction& reduction) {
+           [](ObservedGroup& group, const py::buffer& data, const Reduction& reduction) {
              const py::buffer_info info = data.request(true);
              py::gil_scoped_release released;
              group.allreduce(info.ptr, bytesOf(info) / widthOf(reduction.type), reduction);
            })
       .def("reducescatter",
-           [](WatchedGroup& group, const py::buffer& data, const std::vector<size_t>& counts, const py::buffer& out,
+           [](ObservedGroup& group, const py::buffer& data, const std::vector<size_t>& counts, const py::buffer& out,
               const Reduction& reduction) {
              const size_t width = widthOf(reduction.type);
              void* from = sized(data, total(counts) * width, reduction.before != 1.0);
@@ -180,13 +178,13 @@ PYBIND11_MODULE(_engine, module) {
              group.reducescatter(from, counts, to, reduction);
            })
       .def("broadcast",
-           [](WatchedGroup& group, const py::buffer& data, int root, uint32_t signature) {
+           [](ObservedGroup& group, const py::buffer& data, int root, uint32_t signature) {
              const py::buffer_info info = data.request(true);
              py::gil_scoped_release released;
              group.broadcast(info.ptr, bytesOf(info), root, signature);
            })
       .def("allgather",
-           [](WatchedGroup& group, const py::buffer& in, const py::buffer& out, const std::vector<size_t>& sizes,
+           [](ObservedGroup& group, const py::buffer& in, const py::buffer& out, const std::vector<size_t>& sizes,
               uint32_t signature) {
              const void* from = sized(in, sizes.at(static_cast<size_t>(group.rank())), false);
              void* to = sized(out, total(sizes), true);
@@ -194,7 +192,7 @@ PYBIND11_MODULE(_engine, module) {
              group.allgather(from, to, sizes, signature);
            })
       .def("alltoall",
-           [](WatchedGroup& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
+           [](ObservedGroup& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
               const std::vector<size_t>& outSizes, uint32_t signature) {
              const void* from = sized(in, total(inSizes), false);
              void* to = sized(out, total(outSizes), true);
@@ -203,8 +201,8 @@ PYBIND11_MODULE(_engine, module) {
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("memory", &Group::memory, py::call_guard<py::gil_scoped_release>())
-      .def("limit", [](WatchedGroup& group, double seconds) { group.limit(millisecondsOf(seconds)); })
-      .def("watch", [](WatchedGroup& group, py::object called) { group.watcher->set(std::move(called)); })
+      .def("limit", [](ObservedGroup& group, double seconds) { group.limit(millisecondsOf(seconds)); })
+      .def("watch", [](ObservedGroup& group, py::object callback) { group.observer->set(std::move(callback)); })
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def("check", &Group::check, py::call_guard<py::gil_scoped_release>());

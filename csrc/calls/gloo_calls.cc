@@ -37,7 +37,7 @@ void broadcastByGloo(const World& world, void* data, size_t bytes, int root, uin
   gloo::broadcast(options);
 }
 
-void gatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag) {
+void allgatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag) {
   gloo::AllgathervOptions options(world);
   options.setInput(static_cast<char*>(const_cast<void*>(in)), sizes[static_cast<size_t>(world->rank)]);
   options.setOutput(static_cast<char*>(out), sizes);
@@ -45,7 +45,7 @@ void gatherByGloo(const World& world, const void* in, void* out, const std::vect
   gloo::allgatherv(options);
 }
 
-void meetByGloo(const World& world, uint32_t tag) {
+void barrierByGloo(const World& world, uint32_t tag) {
   gloo::BarrierOptions options(world);
   options.setTag(tag);
   gloo::barrier(options);

@@ -18,7 +18,7 @@ using World = std::shared_ptr<gloo::Context>;
 void reduceByGloo(const World& world, void* data, size_t count, const Reduction& reduction, bool bcube, uint32_t tag);
 void broadcastByGloo(const World& world, void* data, size_t bytes, int root, uint32_t tag);
 // out holds everyone's part in rank order; sizes[r] bytes each.
-void gatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag);
-void meetByGloo(const World& world, uint32_t tag);
+void allgatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag);
+void barrierByGloo(const World& world, uint32_t tag);
 
 }  // namespace elastic

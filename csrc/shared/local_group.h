@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "numbers/reduction.h"
-#include "shared/shm_gate.h"
-#include "shared/shm_handover.h"
+#include "shared/shm_barrier.h"
+#include "shared/shm_fd_passing.h"
 #include "shared/shm_memory.h"
 #include "transport/mesh.h"
 
@@ -18,48 +18,48 @@ namespace elastic {
 
 class LocalGroup {
  public:
-  LocalGroup(std::shared_ptr<Segment> segment, Lifelines lifelines, std::vector<int> ranks, int self, Mesh& mesh);
+  LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets liveness, std::vector<int> ranks, int self, Mesh& mesh);
   ~LocalGroup();
 
-  // `call` is what all members must have called. toAll: every member has the result, else the first one alone; the
+  // `call` is what all members must have called. toAllMembers: every member has the result, else the first one alone; the
   // others' operands are void then.
-  void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, bool toAll);
+  void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, bool toAllMembers);
   void broadcast(void* data, size_t bytes, int root, const Call& call);
   // out: where each member's part goes; own: this member's, which is copied too unless it is there already.
   void gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
-  void meet(const Call& call);
+  void barrier(const Call& call);
 
   // Null where there is no room.
-  std::shared_ptr<Memory> memory(size_t bytes) { return memories_.take(bytes); }
-  void setAway(Away away) { gate_.setAway(away); }
+  std::shared_ptr<Memory> memory(size_t bytes) { return pool_.allocate(bytes); }
+  void setCrossHost(CrossHost crossHost) { barrier_.setCrossHost(crossHost); }
   // Gives up what tells the others that this member lives. From any thread.
   void close();
 
  private:
-  struct Chunked;
+  struct StagedReduction;
   void post(const Call& call, const void* data, size_t bytes);
   void check(uint32_t bank, const Call& call);
-  int extents(uint32_t bank);
+  int countSharedOperands(uint32_t bank);
   char* operandOf(int member, uint32_t bank, size_t bytes);
-  std::unique_ptr<Failure> onLifeline(int member);
+  std::unique_ptr<Failure> onLivenessEvent(int member);
   void reduceSmall(void* data, size_t count, const Reduction& reduction, const Call& call);
-  void reduceChunks(Chunked& work, bool mayRestart);
-  void copyIn(const Chunked& work, size_t c, uint32_t bank);
-  void reducePart(const Chunked& work, size_t c, uint32_t from, uint32_t to);
-  void copyOut(const Chunked& work, size_t c, uint32_t bank);
-  void reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAll);
+  void reduceChunks(StagedReduction& work, bool mayRestart);
+  void copyIn(const StagedReduction& work, size_t c, uint32_t bank);
+  void reducePart(const StagedReduction& work, size_t c, uint32_t from, uint32_t to);
+  void copyOut(const StagedReduction& work, size_t c, uint32_t bank);
+  void reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAllMembers);
 
   void broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank);
 
-  static constexpr size_t kBlock = size_t{32} << 10;  // bytes that stay in the first-level cache while they are reduced
+  static constexpr size_t kScratchBytes = size_t{32} << 10;  // bytes that stay in the first-level cache while they are reduced
 
   const std::shared_ptr<Segment> segment_;
   const std::vector<int> ranks_;
   const int self_, members_;
   Mesh& mesh_;
-  Gate gate_;
-  Memories memories_;
-  Lifelines lifelines_;  // guarded by the mesh's mutex
+  SharedBarrier barrier_;
+  MemoryPool pool_;
+  LivenessSockets liveness_;  // guarded by the mesh's mutex
   std::unique_ptr<char[]> scratch_;
 };
 

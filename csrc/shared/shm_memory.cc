@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr uint64_t kRegion = uint64_t{1} << 40;  // offsets of one member: the file is sparse, and they are used once
-constexpr size_t kMostViews = 256;
+constexpr size_t kMaxViews = 256;
 
 size_t roundUp(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -25,16 +25,16 @@ struct Memory::Registry {
 
   std::shared_ptr<Segment> segment;
   std::mutex mutex;                       // guards what follows
-  std::map<const char*, Extent> extents;  // by address
+  std::map<const char*, Extent> countSharedOperands;  // by address
   uint64_t next = 0;
 
   void drop(const char* data) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = extents.find(data);
+    const auto found = countSharedOperands.find(data);
     // Others may still map it; they find it empty, and nobody looks.
     fallocate(segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(found->second.offset),
               static_cast<off_t>(found->second.bytes));
-    extents.erase(found);
+    countSharedOperands.erase(found);
   }
 };
 
@@ -52,15 +52,15 @@ Memory::~Memory() {
   munmap(data_, bytes_);
 }
 
-Memories::Memories(std::shared_ptr<Segment> segment, int member)
+MemoryPool::MemoryPool(std::shared_ptr<Segment> segment, int member)
     : segment_(std::move(segment)), registry_(std::make_shared<Memory::Registry>()) {
   registry_->segment = segment_;
   registry_->next = kRegion * (static_cast<uint64_t>(member) + 1);
 }
 
-Memories::~Memories() { dropViews(); }
+MemoryPool::~MemoryPool() { dropViews(); }
 
-std::shared_ptr<Memory> Memories::take(size_t bytes) {
+std::shared_ptr<Memory> MemoryPool::allocate(size_t bytes) {
   const size_t room = roundUp(bytes);
   std::lock_guard<std::mutex> lock(registry_->mutex);
   const auto offset = static_cast<off_t>(registry_->next);
@@ -73,41 +73,41 @@ std::shared_ptr<Memory> Memories::take(size_t bytes) {
   }
   const auto data = static_cast<char*>(memory);
   std::shared_ptr<Memory> taken(new Memory(data, room, registry_));
-  registry_->extents[data] = {static_cast<uint64_t>(offset), room};
+  registry_->countSharedOperands[data] = {static_cast<uint64_t>(offset), room};
   return taken;
 }
 
-void Memories::locate(const void* data, size_t bytes, Notice& notice) const {
+void MemoryPool::describeOperand(const void* data, size_t bytes, CallDescriptor& descriptor) const {
   const auto begin = static_cast<const char*>(data);
-  notice.extent = notice.room = notice.at = 0;
+  descriptor.extent = descriptor.room = descriptor.at = 0;
   std::lock_guard<std::mutex> lock(registry_->mutex);
-  auto found = registry_->extents.upper_bound(begin);
-  if (found == registry_->extents.begin()) return;
+  auto found = registry_->countSharedOperands.upper_bound(begin);
+  if (found == registry_->countSharedOperands.begin()) return;
   --found;
   const auto at = static_cast<size_t>(begin - found->first);
   if (at > found->second.bytes || bytes > found->second.bytes - at) return;
-  notice.extent = found->second.offset;
-  notice.room = found->second.bytes;
-  notice.at = at;
+  descriptor.extent = found->second.offset;
+  descriptor.room = found->second.bytes;
+  descriptor.at = at;
 }
 
-char* Memories::view(const Notice& notice, size_t bytes) {
-  if (notice.extent == 0 || notice.at > notice.room || bytes > notice.room - notice.at) return nullptr;
-  auto found = views_.find(notice.extent);
+char* MemoryPool::view(const CallDescriptor& descriptor, size_t bytes) {
+  if (descriptor.extent == 0 || descriptor.at > descriptor.room || bytes > descriptor.room - descriptor.at) return nullptr;
+  auto found = views_.find(descriptor.extent);
   if (found == views_.end()) {
-    void* memory = mmap(nullptr, notice.room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(),
-                        static_cast<off_t>(notice.extent));
+    void* memory = mmap(nullptr, descriptor.room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(),
+                        static_cast<off_t>(descriptor.extent));
     if (memory == MAP_FAILED) return nullptr;
-    found = views_.emplace(notice.extent, View{static_cast<char*>(memory), notice.room}).first;
+    found = views_.emplace(descriptor.extent, View{static_cast<char*>(memory), descriptor.room}).first;
   }
-  return found->second.data + notice.at;
+  return found->second.data + descriptor.at;
 }
 
-void Memories::forget() {
-  if (views_.size() > kMostViews) dropViews();
+void MemoryPool::releaseViews() {
+  if (views_.size() > kMaxViews) dropViews();
 }
 
-void Memories::dropViews() {
+void MemoryPool::dropViews() {
   for (const auto& [offset, view] : views_) munmap(view.data, view.bytes);
   views_.clear();
 }

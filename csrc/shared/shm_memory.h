@@ -27,7 +27,7 @@ class Memory {
   size_t bytes() const { return bytes_; }
 
  private:
-  friend class Memories;
+  friend class MemoryPool;
   struct Registry;
   Memory(char* data, size_t bytes, const std::shared_ptr<Registry>& registry);
 
@@ -36,20 +36,20 @@ class Memory {
   std::weak_ptr<Registry> registry_;
 };
 
-// What one member has handed out, and its view of what others have.
-class Memories {
+// What one member has segment out, and its view of what others have.
+class MemoryPool {
  public:
-  Memories(std::shared_ptr<Segment> segment, int member);
-  ~Memories();
+  MemoryPool(std::shared_ptr<Segment> segment, int member);
+  ~MemoryPool();
 
   // Null where the host has no room. From any thread.
-  std::shared_ptr<Memory> take(size_t bytes);
-  // Says in the notice where an operand of this member lies.
-  void locate(const void* data, size_t bytes, Notice& notice) const;
-  // The operand of another member (or one's own) in this process; null where it cannot be mapped. Until forget().
-  char* view(const Notice& notice, size_t bytes);
+  std::shared_ptr<Memory> allocate(size_t bytes);
+  // Says in the descriptor where an operand of this member lies.
+  void describeOperand(const void* data, size_t bytes, CallDescriptor& descriptor) const;
+  // The operand of another member (or one's own) in this process; null where it cannot be mapped. Until releaseViews().
+  char* view(const CallDescriptor& descriptor, size_t bytes);
   // Between collectives: gives up views when there are many.
-  void forget();
+  void releaseViews();
 
  private:
   struct View {

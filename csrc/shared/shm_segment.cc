@@ -33,19 +33,19 @@ size_t chunkFor(int members) {
 
 Segment::Segment(int fd, int members) : fd_(fd), members_(members), chunk_(chunkFor(members)) {
   const auto count = static_cast<size_t>(members);
-  linesAt_ = roundUp(sizeof(SegmentHeader), alignof(Line));
-  noticesAt_ = linesAt_ + count * sizeof(Line);
-  slotsAt_ = roundUp(noticesAt_ + kBanks * count * sizeof(Notice), kPage);
-  bytes_ = slotsAt_ + kBanks * count * chunk_;
+  membersAt_ = roundUp(sizeof(SegmentHeader), alignof(MemberState));
+  descriptorsAt_ = membersAt_ + count * sizeof(MemberState);
+  stagingAt_ = roundUp(descriptorsAt_ + kBanks * count * sizeof(CallDescriptor), kPage);
+  bytes_ = stagingAt_ + kBanks * count * chunk_;
 }
 
 Segment::~Segment() {
   if (memory_ != nullptr) munmap(memory_, bytes_);
-  disown(fd_);
+  closeFd(fd_);
 }
 
 std::shared_ptr<Segment> Segment::create(const SegmentPlan& plan) {
-  const int fd = openOwned([] { return memfd_create("elastic-segment", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
+  const int fd = openRegistered([] { return memfd_create("elastic-segment", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
   if (fd < 0) fail("no shared memory");
   std::shared_ptr<Segment> segment(new Segment(fd, plan.members));
   segment->allocate();

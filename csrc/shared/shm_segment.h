@@ -1,6 +1,6 @@
 // The memory that the ranks of one host share for one generation, and how it is laid out.
 //
-// It is a file without a name (memfd), handed from process to process: nothing can stay behind, whoever dies when. All
+// It is a file without a name (memfd), segment from process to process: nothing can stay behind, whoever dies when. All
 // of it is allocated before it is used, and it never shrinks, so that a host without memory is an error and no SIGBUS.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace elastic {
 
-constexpr size_t kMostBody = 8192;  // bytes of a failure
+constexpr size_t kMaxFailureBytes = 8192;  // bytes of a failure
 
 struct SegmentPlan {
   Fence fence;
@@ -23,17 +23,17 @@ struct SegmentPlan {
 };
 
 // A member that is busy with other hosts: the rest of its own may wait for it, or have done their part and leave.
-enum class Away : uint32_t { kNot, kNotAwaited, kAwaited };
+enum class CrossHost : uint32_t { kNot, kNotAwaited, kAwaited };
 
 // What one member tells of itself; a cache line of its own.
-struct alignas(64) Line {
+struct alignas(64) MemberState {
   std::atomic<uint32_t> arrived;  // how often it has come to a meeting
-  std::atomic<Away> away;
-  std::atomic<uint32_t> pulse;  // grows while it waits for other hosts
+  std::atomic<CrossHost> crossHost;
+  std::atomic<uint32_t> heartbeat;  // grows while it waits for other hosts
 };
 
 // Which collective a member is in, and where its operand lies.
-struct alignas(64) Notice {
+struct alignas(64) CallDescriptor {
   Call call;
   uint64_t extent = 0;  // offset of the shared memory that the operand lies in; 0: in private memory
   uint64_t room = 0;    // bytes of that
@@ -45,12 +45,12 @@ struct SegmentHeader {
   Fence fence;
   Nonce nonce;
   // Words of the meeting, each on a line of its own.
-  alignas(64) std::atomic<uint32_t> gathered;  // members that have come
+  alignas(64) std::atomic<uint32_t> arrivals;  // members that have come
   alignas(64) std::atomic<uint32_t> phase;     // twice the meetings held; the lowest bit: the group has failed
   std::atomic<uint32_t> sleepers;              // members that have to be woken
-  alignas(64) std::atomic<uint32_t> verdict;   // 0: none, 1: being written, 2: body and bodySize hold the failure
+  alignas(64) std::atomic<uint32_t> failureState;   // 0: none, 1: being written, 2: body and bodySize hold the failure
   uint32_t bodySize;
-  char body[kMostBody];
+  char body[kMaxFailureBytes];
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared between processes");
@@ -67,13 +67,13 @@ class Segment {
 
   int fd() const { return fd_; }
   int members() const { return members_; }
-  size_t chunk() const { return chunk_; }  // bytes of a slot
+  size_t chunk() const { return chunk_; }  // bytes of a staging
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
-  Line& line(int member) { return reinterpret_cast<Line*>(memory_ + linesAt_)[member]; }
-  Notice& notice(uint32_t bank, int member) {
-    return reinterpret_cast<Notice*>(memory_ + noticesAt_)[at(bank, member)];
+  MemberState& line(int member) { return reinterpret_cast<MemberState*>(memory_ + membersAt_)[member]; }
+  CallDescriptor& descriptor(uint32_t bank, int member) {
+    return reinterpret_cast<CallDescriptor*>(memory_ + descriptorsAt_)[at(bank, member)];
   }
-  char* slot(uint32_t bank, int member) { return memory_ + slotsAt_ + at(bank, member) * chunk_; }
+  char* staging(uint32_t bank, int member) { return memory_ + stagingAt_ + at(bank, member) * chunk_; }
 
  private:
   Segment(int fd, int members);
@@ -85,7 +85,7 @@ class Segment {
 
   const int fd_, members_;
   const size_t chunk_;
-  size_t linesAt_, noticesAt_, slotsAt_, bytes_;
+  size_t membersAt_, descriptorsAt_, stagingAt_, bytes_;
   char* memory_ = nullptr;
 };
 

@@ -10,9 +10,9 @@ Buffer::~Buffer() {
   Mesh::Lock lock(mesh_.mu_);
   if (pending_ == 0) return;
   // Happens when an algorithm throws: from here on nobody may touch this memory, so the group cannot go on.
-  mesh_.abortLocked(Cause::kAborted, {}, mesh_.me() + ": an operation was given up half way");
+  mesh_.abortLocked(Cause::kAborted, {}, mesh_.name() + ": an operation was given up half way");
   for (int r = 0; r < mesh_.size; r++) {
-    if (r != mesh_.rank) mesh_.pair(r).drop();
+    if (r != mesh_.rank) mesh_.pair(r).discardOperations();
   }
 }
 

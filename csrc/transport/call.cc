@@ -16,7 +16,7 @@ std::string Call::text() const {
                                       "barrier", "reducescatter", "alltoall",  "set-up"};
   static const char* const wires[] = {"", " as float16", " as bfloat16"};
   static const char* const algorithms[] = {"", " by ring", " by bcube"};
-  std::string text = kind <= CallKind::kSettle ? kinds[static_cast<uint32_t>(kind)] : "something unknown";
+  std::string text = kind <= CallKind::kNegotiate ? kinds[static_cast<uint32_t>(kind)] : "something unknown";
   if (kind == CallKind::kBarrier) return text;
   const bool reduces = kind == CallKind::kAllreduce || kind == CallKind::kReducescatter;
   if (reduces) text += std::string(" (") + nameOf(op) + ", " + nameOf(type);

@@ -16,7 +16,7 @@ enum class CallKind : uint32_t {
   kBarrier,
   kReducescatter,
   kAlltoall,
-  kSettle
+  kNegotiate
 };
 
 struct Call {

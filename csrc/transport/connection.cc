@@ -11,7 +11,7 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostAtOnce = size_t{1} << 17;  // plain bytes that are encrypted before the kernel is asked
+constexpr size_t kMaxPlaintext = size_t{1} << 17;  // plain bytes that are encrypted before the kernel is asked
 constexpr size_t kChunk = size_t{1} << 16;
 
 }  // namespace
@@ -20,8 +20,8 @@ Connection& Connection::operator=(Connection&& other) noexcept {
   std::swap(fd_, other.fd_);
   std::swap(tls_, other.tls_);
   std::swap(out_, other.out_);
-  std::swap(made_, other.made_);
-  std::swap(sent_, other.sent_);
+  std::swap(outEnd_, other.outEnd_);
+  std::swap(outBegin_, other.outBegin_);
   return *this;
 }
 
@@ -44,8 +44,8 @@ ssize_t Connection::send(const iovec* parts, size_t count) {
   }
   if (!flush()) return -1;
   size_t taken = 0;
-  for (size_t i = 0; i < count && taken < kMostAtOnce; i++) {
-    const size_t some = std::min(parts[i].iov_len, kMostAtOnce - taken);
+  for (size_t i = 0; i < count && taken < kMaxPlaintext; i++) {
+    const size_t some = std::min(parts[i].iov_len, kMaxPlaintext - taken);
     if (!tls_->write(parts[i].iov_base, some)) {
       errno = EPROTO;
       return -1;
@@ -57,15 +57,15 @@ ssize_t Connection::send(const iovec* parts, size_t count) {
 }
 
 bool Connection::flush() {
-  while (tls_ && (sent_ < made_ || tls_->outgoing())) {
-    if (sent_ == made_) {
-      made_ = tls_->take(out_.get(), kChunk);
-      sent_ = 0;
+  while (tls_ && (outBegin_ < outEnd_ || tls_->hasOutput())) {
+    if (outBegin_ == outEnd_) {
+      outEnd_ = tls_->takeEncrypted(out_.get(), kChunk);
+      outBegin_ = 0;
     }
-    const ssize_t sent = ::send(fd_, out_.get() + sent_, made_ - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = ::send(fd_, out_.get() + outBegin_, outEnd_ - outBegin_, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0) return false;
-    sent_ += static_cast<size_t>(sent);
+    outBegin_ += static_cast<size_t>(sent);
   }
   return true;
 }
@@ -89,17 +89,17 @@ ssize_t Connection::recv(void* data, size_t size) {
   }
 }
 
-bool Connection::say(const void* data, size_t size) {
+bool Connection::sendAll(const void* data, size_t size) {
   const iovec all{const_cast<void*>(data), size};
   return send(&all, 1) == static_cast<ssize_t>(size) && flush();
 }
 
 void Connection::close() {
-  if (fd_ >= 0) disown(fd_);
+  if (fd_ >= 0) closeFd(fd_);
   fd_ = -1;
   tls_.reset();
   out_.reset();
-  made_ = sent_ = 0;
+  outEnd_ = outBegin_ = 0;
 }
 
 }  // namespace elastic

@@ -28,16 +28,16 @@ class Connection {
   // True once the kernel has everything that was taken; else errno, EAGAIN where it takes no more for now.
   bool flush();
   // All of a few bytes at once, or nothing good: for handshakes.
-  bool say(const void* data, size_t size);
+  bool sendAll(const void* data, size_t size);
   // Whether bytes wait here that no poll of the socket tells of.
-  bool holds() const { return tls_ && tls_->incoming(); }
+  bool hasBufferedInput() const { return tls_ && tls_->hasInput(); }
   void close();
 
  private:
   int fd_ = -1;
   std::unique_ptr<Tls> tls_;
-  std::unique_ptr<char[]> out_;  // encrypted; from sent_ to made_ not taken by the kernel yet
-  size_t made_ = 0, sent_ = 0;
+  std::unique_ptr<char[]> out_;  // encrypted; from outBegin_ to outEnd_ not taken by the kernel yet
+  size_t outEnd_ = 0, outBegin_ = 0;
 };
 
 }  // namespace elastic

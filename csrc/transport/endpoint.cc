@@ -17,9 +17,9 @@ namespace elastic {
 namespace {
 
 // How many connections wait at most, or twice as many as there are ranks: of proven peers, and of whoever dialled.
-constexpr size_t kMostParked = 256;
-constexpr size_t kMostUnproven = 64;
-constexpr std::chrono::hours kParkedFor{1};  // a rank may compute for long before it makes the group
+constexpr size_t kMaxParked = 256;
+constexpr size_t kMaxPending = 64;
+constexpr std::chrono::hours kParkTimeout{1};  // a rank may compute for long before it makes the group
 constexpr int kBacklog = 1024;
 
 int portOf(int fd) {
@@ -32,13 +32,13 @@ int portOf(int fd) {
 
 int listenOn(const std::string& host, int port) {
   const SocketAddress address = resolve(host, port);
-  const int fd = openOwned([&] { return socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  const int fd = openRegistered([&] { return socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (fd < 0) return -1;
   const int one = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
   if (bind(fd, address.get(), address.length) != 0 || listen(fd, kBacklog) != 0) {
     const int error = errno;
-    disown(fd);
+    closeFd(fd);
     errno = error;
     return -1;
   }
@@ -62,13 +62,13 @@ Endpoint::Endpoint(std::string key, const std::string& host, int first, int last
 
 Endpoint::~Endpoint() { close(); }
 
-void Endpoint::enroll(int event, size_t ranks) {
+void Endpoint::registerMesh(int event, size_t ranks) {
   std::lock_guard<std::mutex> lock(mutex_);
   events_.push_back(event);
   ranks_ = std::max(ranks_, ranks);
 }
 
-void Endpoint::dismiss(int event) {
+void Endpoint::unregisterMesh(int event) {
   std::lock_guard<std::mutex> lock(mutex_);
   events_.erase(std::remove(events_.begin(), events_.end(), event), events_.end());
 }
@@ -76,12 +76,12 @@ void Endpoint::dismiss(int event) {
 void Endpoint::park(Connection connection, const Hello& hello) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
-  if (closed_ || parked_.size() >= atMost(kMostParked)) return;
+  if (closed_ || parked_.size() >= capacity(kMaxParked)) return;
   parked_.push_back({std::move(connection), hello, std::chrono::steady_clock::now()});
-  ring();
+  wakeMeshes();
 }
 
-void Endpoint::ring() {
+void Endpoint::wakeMeshes() {
   const uint64_t one = 1;
   for (const int event : events_) {
     if (write(event, &one, sizeof one) < 0) continue;  // full: it is awake already
@@ -104,29 +104,29 @@ std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fenc
   return taken;
 }
 
-size_t Endpoint::mostUnproven() {
+size_t Endpoint::maxPending() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return atMost(kMostUnproven);
+  return capacity(kMaxPending);
 }
 
-void Endpoint::leave(Incoming incoming) {
+void Endpoint::returnPending(PendingConnection incoming) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || unproven_.size() >= atMost(kMostUnproven)) return;
-  unproven_.push_back(std::move(incoming));
-  ring();
+  if (closed_ || pending_.size() >= capacity(kMaxPending)) return;
+  pending_.push_back(std::move(incoming));
+  wakeMeshes();
 }
 
-std::vector<Incoming> Endpoint::takeUnproven() {
+std::vector<PendingConnection> Endpoint::takePending() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(unproven_, {});
+  return std::exchange(pending_, {});
 }
 
 void Endpoint::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   closed_ = true;
   parked_.clear();
-  unproven_.clear();
-  if (fd_ >= 0) disown(fd_);
+  pending_.clear();
+  if (fd_ >= 0) closeFd(fd_);
   fd_ = -1;
 }
 
@@ -134,7 +134,7 @@ void Endpoint::dropExpired() {
   const auto now = std::chrono::steady_clock::now();
   std::vector<Parked> kept;
   for (auto& parked : parked_) {
-    if (now - parked.since <= kParkedFor) kept.push_back(std::move(parked));
+    if (now - parked.since <= kParkTimeout) kept.push_back(std::move(parked));
   }
   parked_ = std::move(kept);
 }

@@ -15,13 +15,14 @@
 
 namespace elastic {
 
-struct Incoming {  // accepted, not yet proven
+struct PendingConnection {  // accepted, not yet proven
   Connection connection;
   Hello hello;
   Nonce nonce{};
-  bool challenged = false, late = false;  // late: its time was up, and it got some more
-  std::vector<char> got;
-  std::chrono::steady_clock::time_point until;
+  bool challengeSent = false;
+  bool extended = false;  // its deadline has passed once and was extended
+  std::vector<char> received;
+  std::chrono::steady_clock::time_point deadline;
 };
 
 class Endpoint {
@@ -40,17 +41,17 @@ class Endpoint {
   int fd() const { return fd_; }
 
   // The eventfds of meshes that are to look for parked connections when one comes. ranks: that the mesh has.
-  void enroll(int event, size_t ranks);
-  void dismiss(int event);
+  void registerMesh(int event, size_t ranks);
+  void unregisterMesh(int event);
   // A proven connection of a newer world, or of another channel, waits for its group; bounded in number and time.
   void park(Connection connection, const Hello& hello);
   // Those that wait for `fence`; older ones are closed.
   std::vector<std::pair<Connection, Hello>> takeParked(const Fence& fence);
   // A handshake that a mesh which nobody waits in, or which closes, could not end; the next one that is turned goes on
   // with it.
-  void leave(Incoming incoming);
-  std::vector<Incoming> takeUnproven();
-  size_t mostUnproven();  // handshakes under way at a time; more than all ranks of the largest mesh so far
+  void returnPending(PendingConnection incoming);
+  std::vector<PendingConnection> takePending();
+  size_t maxPending();  // handshakes under way at a time; more than all ranks of the largest mesh so far
   void close();
 
  private:
@@ -59,9 +60,9 @@ class Endpoint {
     Hello hello;
     std::chrono::steady_clock::time_point since;
   };
-  size_t atMost(size_t few) const { return std::max(few, 2 * ranks_); }
+  size_t capacity(size_t few) const { return std::max(few, 2 * ranks_); }
   void dropExpired();
-  void ring();
+  void wakeMeshes();
 
   const std::string key_;
   const std::shared_ptr<const TlsKey> tls_;
@@ -72,7 +73,7 @@ class Endpoint {
   std::vector<int> events_;
   size_t ranks_ = 0;  // of the largest mesh so far
   std::vector<Parked> parked_;
-  std::vector<Incoming> unproven_;
+  std::vector<PendingConnection> pending_;
 };
 
 }  // namespace elastic

@@ -19,4 +19,9 @@ class Failure : public std::runtime_error {
   const std::vector<int> ranks;  // at fault, as far as known
 };
 
+std::vector<char> encodeFailure(const Failure& failure);
+
+// Whatever the bytes are: those without sense become an abort that names the peer who sent them.
+Failure decodeFailure(const std::vector<char>& body, int peer);
+
 }  // namespace elastic

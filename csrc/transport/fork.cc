@@ -10,44 +10,44 @@
 namespace elastic {
 namespace {
 
-std::mutex& gate() {
-  static std::mutex* held = new std::mutex();  // never destroyed: groups may outlive what is static
-  return *held;
+std::mutex& forkMutex() {
+  static std::mutex* instance = new std::mutex();  // never destroyed: groups may outlive what is static
+  return *instance;
 }
 
-std::vector<bool>& owned() {  // by descriptor; guarded by the gate
-  static std::vector<bool>* held = new std::vector<bool>();
-  return *held;
+std::vector<bool>& registeredFds() {  // by descriptor; guarded by the forkMutex
+  static std::vector<bool>* instance = new std::vector<bool>();
+  return *instance;
 }
 
 // In the child, which has this one thread. Allocates nothing.
-void forsake() {
+void closeInChild() {
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
-  for (size_t fd = 0; fd < owned().size(); fd++) {
-    if (!owned()[fd]) continue;
+  for (size_t fd = 0; fd < registeredFds().size(); fd++) {
+    if (!registeredFds()[fd]) continue;
     if (nothing < 0 || dup3(nothing, static_cast<int>(fd), O_CLOEXEC) < 0) close(static_cast<int>(fd));
   }
   if (nothing >= 0) close(nothing);
-  gate().unlock();
+  forkMutex().unlock();
 }
 
-const int kRegistered = pthread_atfork([] { gate().lock(); }, [] { gate().unlock(); }, forsake);
+const int kAtFork = pthread_atfork([] { forkMutex().lock(); }, [] { forkMutex().unlock(); }, closeInChild);
 
 }  // namespace
 
-NoFork::NoFork() : lock_(gate()) {}
+ForkLock::ForkLock() : lock_(forkMutex()) {}
 
-int own(int fd) {
+int registerFd(int fd) {
   if (fd < 0) return fd;
-  const auto place = static_cast<size_t>(fd);
-  if (place >= owned().size()) owned().resize(std::max(place + 1, 2 * owned().size()));
-  owned()[place] = true;
+  const auto index = static_cast<size_t>(fd);
+  if (index >= registeredFds().size()) registeredFds().resize(std::max(index + 1, 2 * registeredFds().size()));
+  registeredFds()[index] = true;
   return fd;
 }
 
-void disown(int fd) {
-  const NoFork whole;
-  if (static_cast<size_t>(fd) < owned().size()) owned()[static_cast<size_t>(fd)] = false;
+void closeFd(int fd) {
+  const ForkLock whole;
+  if (static_cast<size_t>(fd) < registeredFds().size()) registeredFds()[static_cast<size_t>(fd)] = false;
   close(fd);
 }
 

@@ -9,24 +9,24 @@
 namespace elastic {
 
 // While one lives no thread of this process forks: around what opens a descriptor and owns it. It must not wait.
-class NoFork {
+class ForkLock {
  public:
-  NoFork();
+  ForkLock();
 
  private:
   std::lock_guard<std::mutex> lock_;
 };
 
 // Returns what it is given; a negative one is none.
-int own(int fd);
-// What `open` returns, owned at once.
+int registerFd(int fd);
+// What `open` returns, registeredFds at once.
 template <class Open>
-int openOwned(Open open) {
-  const NoFork whole;
-  return own(open());
+int openRegistered(Open open) {
+  const ForkLock whole;
+  return registerFd(open());
 }
 
 // Closes it.
-void disown(int fd);
+void closeFd(int fd);
 
 }  // namespace elastic

@@ -7,7 +7,7 @@
 
 namespace elastic {
 
-Nonce freshNonce() {
+Nonce makeNonce() {
   Nonce nonce;
   size_t have = 0;
   while (have < nonce.size()) {
@@ -18,7 +18,7 @@ Nonce freshNonce() {
   return nonce;
 }
 
-Digest macOf(const std::string& key, const char* side, const Hello& hello, const Nonce& nonce) {
+Digest computeMac(const std::string& key, const char* side, const Hello& hello, const Nonce& nonce) {
   std::string message(side);
   message.append(reinterpret_cast<const char*>(&hello), sizeof hello);
   message.append(reinterpret_cast<const char*>(nonce.data()), nonce.size());

@@ -52,7 +52,7 @@ struct Proof {
 
 static_assert(sizeof(Hello) == 56 && sizeof(Challenge) == 48 && sizeof(Proof) == 32, "wire layout");
 
-Nonce freshNonce();
-Digest macOf(const std::string& key, const char* side, const Hello& hello, const Nonce& nonce);
+Nonce makeNonce();
+Digest computeMac(const std::string& key, const char* side, const Hello& hello, const Nonce& nonce);
 
 }  // namespace elastic

@@ -12,35 +12,38 @@
 
 #include "transport/buffer.h"
 #include "transport/fork.h"
-#include "transport/goodbye.h"
+#include "transport/failure.h"
 #include "transport/pair.h"
 
 namespace elastic {
 namespace {
 
-constexpr std::chrono::seconds kHelloWithin{10};
-constexpr std::chrono::minutes kProofWithin{10};  // who is computing does not answer a challenge
+constexpr std::chrono::seconds kHelloTimeout{10};
+constexpr std::chrono::minutes kProofTimeout{10};  // who is computing does not answer a challenge
 constexpr std::chrono::milliseconds kSlice{200};  // how often one who closes looks whether the last waiter has gone
-constexpr std::chrono::milliseconds kAcceptRest{100};
+constexpr std::chrono::milliseconds kAcceptPause{100};
+constexpr std::chrono::seconds kLate{1};          // after which peers ought to know that we wait ourselves
+constexpr std::chrono::seconds kSilenceLimit{1};        // a peer that is late says so far more often than this
+constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
 
 }  // namespace
 
 Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-           std::chrono::milliseconds timeout, std::chrono::milliseconds nobodyHears, OnWait onWait)
+           std::chrono::milliseconds timeout, std::chrono::milliseconds closeTimeout, OnWait onWait)
     : gloo::transport::Context(rank, static_cast<int>(peers.size())),
       endpoint_(std::move(endpoint)),
       fence_(fence),
       onWait_(std::move(onWait)),
       limit_(timeout.count()),
-      farewell_(nobodyHears) {
+      closing_(closeTimeout) {
   timeout_ = timeout;
   for (const auto& peer : peers) addresses_.push_back(parseAddress(peer));
   for (int r = 0; r < size; r++) {
     if (r != rank) pairs_[r] = std::make_unique<Pair>(*this, r);
   }
   if (endpoint_->fd() < 0) throw std::runtime_error("the endpoint is closed; a new group needs an open one");
-  epoll_ = openOwned([] { return epoll_create1(EPOLL_CLOEXEC); });
-  event_ = openOwned([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
+  epoll_ = openRegistered([] { return epoll_create1(EPOLL_CLOEXEC); });
+  event_ = openRegistered([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
   if (epoll_ < 0 || event_ < 0) {
     const std::string why = strerror(errno);
     close();
@@ -48,35 +51,35 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
   }
   watch(event_, EPOLLIN, true);
   watch(endpoint_->fd(), EPOLLIN, true);
-  endpoint_->enroll(event_, static_cast<size_t>(size));
-  wake();  // the first turn looks for what others left: until then nobody would hear what is taken from them
+  endpoint_->registerMesh(event_, static_cast<size_t>(size));
+  wake();  // the first pollEvents looks for what others left: until then nobody would advanceHandshake what is taken from them
 }
 
 Mesh::~Mesh() { close(); }
 
 void Mesh::close() {
   closeSockets();
-  farewell_.end();  // without the mutex
+  closing_.join();  // without the mutex
 }
 
 void Mesh::closeSockets() {
   Lock lock(mu_);
   // An orderly end is no failure of the peers: they may still be busy with one another, so nobody is told.
   if (!failure_) {
-    failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, me() + ": the group is closed");
+    failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, name() + ": the group is closed");
   }
   wake();
-  while (polling_) news_.wait_for(lock, kSlice);
+  while (hasLeader_) wakeup_.wait_for(lock, kSlice);
   for (auto& pair : pairs_) {
-    if (pair) static_cast<Pair*>(pair.get())->shut();
+    if (pair) static_cast<Pair*>(pair.get())->closeSocket();
   }
   // Those in the midst of a handshake may be of the next generation already.
-  for (auto& entry : incoming_) endpoint_->leave(std::move(entry.second));
-  incoming_.clear();
-  guests_.clear();
-  if (event_ >= 0) endpoint_->dismiss(event_);
-  if (epoll_ >= 0) disown(epoll_);
-  if (event_ >= 0) disown(event_);
+  for (auto& entry : pending_) endpoint_->returnPending(std::move(entry.second));
+  pending_.clear();
+  externalFds_.clear();
+  if (event_ >= 0) endpoint_->unregisterMesh(event_);
+  if (epoll_ >= 0) closeFd(epoll_);
+  if (event_ >= 0) closeFd(event_);
   epoll_ = event_ = -1;
 }
 
@@ -111,42 +114,42 @@ void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& r
   failure_ = std::make_unique<Failure>(cause, std::move(ranks), reason);
   wake();
   if (onFailure_) onFailure_(*failure_);
-  sayGoodbye();
+  sendCloseFrames();
 }
 
 // What peers do not take at once goes on without us: the caller, and whoever waits for the mutex, have their own work.
-void Mesh::sayGoodbye() {
-  const std::vector<char> body = encodeGoodbye(*failure_);
+void Mesh::sendCloseFrames() {
+  const std::vector<char> body = encodeFailure(*failure_);
   std::vector<Pair*> all, late;
   for (auto& pair : pairs_) {
     if (pair) all.push_back(static_cast<Pair*>(pair.get()));
   }
   for (Pair* pair : all) {
-    if (pair->beginGoodbye(body)) late.push_back(pair);
+    if (pair->beginClose(body)) late.push_back(pair);
   }
-  std::vector<LastWords> words;
-  for (Pair* pair : late) words.push_back(pair->takeGoodbye());
-  for (Pair* pair : all) pair->endGoodbye(*failure_);
-  if (!words.empty()) farewell_.begin(std::move(words));
+  std::vector<PendingClose> words;
+  for (Pair* pair : late) words.push_back(pair->takePendingClose());
+  for (Pair* pair : all) pair->finishClose(*failure_);
+  if (!words.empty()) closing_.start(std::move(words));
 }
 
 void Mesh::wake() {
-  news_.notify_all();
+  wakeup_.notify_all();
   const uint64_t one = 1;
   if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // full: the leader wakes all the same
 }
 
 // Waits for events and deals with them; returns how many there were.
-int Mesh::turn(Lock& lock, std::chrono::milliseconds timeout) {
+int Mesh::pollEvents(Lock& lock, std::chrono::milliseconds timeout) {
   epoll_event events[64];
-  polling_ = true;
-  if (pulse_ != nullptr) pulse_->fetch_add(1, std::memory_order_relaxed);
+  hasLeader_ = true;
+  if (heartbeat_ != nullptr) heartbeat_->fetch_add(1, std::memory_order_relaxed);
   lock.unlock();
   const int ready = epoll_wait(epoll_, events, 64, static_cast<int>(timeout.count()));
   lock.lock();
-  polling_ = false;
-  news_.notify_all();
-  if (!failure_) acceptAgain();
+  hasLeader_ = false;
+  wakeup_.notify_all();
+  if (!failure_) resumeAccepting();
   for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
   return ready;
 }
@@ -155,148 +158,148 @@ void Mesh::dispatch(int fd, uint32_t events) {
   if (fd == event_) {
     uint64_t count;
     if (read(event_, &count, sizeof count) < 0) return;  // somebody else has taken it
-    adoptLeftOver();
+    takeFromEndpoint();
   } else if (fd == endpoint_->fd()) {
-    acceptAll();
-  } else if (auto found = incoming_.find(fd); found != incoming_.end()) {
-    proceed(found->second);
+    acceptConnections();
+  } else if (auto found = pending_.find(fd); found != pending_.end()) {
+    continueHandshake(found->second);
   } else if (auto known = byFd_.find(fd); known != byFd_.end()) {
     known->second->onEvents(events);
-  } else if (auto guest = guests_.find(fd); guest != guests_.end()) {
-    const OnEvents onEvents = guest->second;  // it may detach itself
+  } else if (auto guest = externalFds_.find(fd); guest != externalFds_.end()) {
+    const OnEvents onEvents = guest->second;  // it may removeFd itself
     if (const auto failure = onEvents(events)) abortLocked(failure->cause, failure->ranks, failure->what());
   }
 }
 
-void Mesh::acceptAll() {
+void Mesh::acceptConnections() {
   dropExpired();
   for (;;) {
-    const int fd = openOwned([&] { return accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
-    if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return restFromAccepting();
+    const int fd = openRegistered([&] { return accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return pauseAccepting();
     if (fd < 0) return;
     Connection connection(fd);
     connection.secure(endpoint_->tls(), false);
     // Who has said something already is heard at once: only those who keep silent are in danger of the next ones.
-    proceed(take(Incoming{std::move(connection), {}, {}, false, false, {}, Clock::now() + kHelloWithin}));
+    continueHandshake(addPending(PendingConnection{std::move(connection), {}, {}, false, false, {}, Clock::now() + kHelloTimeout}));
     if (failure_) return;
   }
 }
 
 // A newcomer. Where there are too many, strangers who say nothing must not take all descriptors: one goes for it, of
 // those who have said nothing if there are any, and the one who came first.
-Incoming& Mesh::take(Incoming incoming) {
-  if (incoming_.size() >= endpoint_->mostUnproven()) {
-    const auto order = [](const Incoming& one) { return std::make_pair(one.challenged, one.until); };
-    const auto first = std::min_element(incoming_.begin(), incoming_.end(), [&](const auto& a, const auto& b) {
+PendingConnection& Mesh::addPending(PendingConnection incoming) {
+  if (pending_.size() >= endpoint_->maxPending()) {
+    const auto order = [](const PendingConnection& one) { return std::make_pair(one.challengeSent, one.deadline); };
+    const auto first = std::min_element(pending_.begin(), pending_.end(), [&](const auto& a, const auto& b) {
       return order(a.second) < order(b.second);
     });
-    forget(first->first);
+    closePending(first->first);
   }
   const int fd = incoming.connection.fd();
   watch(fd, EPOLLIN, true);
-  return incoming_.emplace(fd, std::move(incoming)).first->second;
+  return pending_.emplace(fd, std::move(incoming)).first->second;
 }
 
 // Out of descriptors or memory: the listening socket stays readable, and would wake the leader without end.
-void Mesh::restFromAccepting() {
+void Mesh::pauseAccepting() {
   unwatch(endpoint_->fd());
-  acceptAgain_ = Clock::now() + kAcceptRest;
+  resumeAcceptingAt_ = Clock::now() + kAcceptPause;
 }
 
-void Mesh::acceptAgain() {
-  if (acceptAgain_ > Clock::now()) return;
-  acceptAgain_ = Clock::time_point::max();
+void Mesh::resumeAccepting() {
+  if (resumeAcceptingAt_ > Clock::now()) return;
+  resumeAcceptingAt_ = Clock::time_point::max();
   watch(endpoint_->fd(), EPOLLIN, true);
 }
 
 // Deals with what a newcomer said; a stranger that says anything else than a handshake loses its connection, no more.
-void Mesh::proceed(Incoming& incoming) {
-  while (hear(incoming)) {
+void Mesh::continueHandshake(PendingConnection& incoming) {
+  while (advanceHandshake(incoming)) {
   }
 }
 
 // One stage of a handshake. False: more has to come first, or `incoming` is gone.
-bool Mesh::hear(Incoming& incoming) {
-  const size_t need = incoming.challenged ? sizeof(Proof) : sizeof(Hello);
+bool Mesh::advanceHandshake(PendingConnection& incoming) {
+  const size_t need = incoming.challengeSent ? sizeof(Proof) : sizeof(Hello);
   char bytes[sizeof(Hello)];
-  const ssize_t got = incoming.connection.recv(bytes, need - incoming.got.size());
+  const ssize_t got = incoming.connection.recv(bytes, need - incoming.received.size());
   if (got < 0 && errno == EAGAIN) return false;
-  if (got <= 0) return forget(incoming.connection.fd()), false;
-  incoming.got.insert(incoming.got.end(), bytes, bytes + got);
-  if (incoming.got.size() < need) return true;
-  if (incoming.challenged) return adopt(incoming), false;
-  std::memcpy(&incoming.hello, incoming.got.data(), sizeof(Hello));
-  incoming.got.clear();
+  if (got <= 0) return closePending(incoming.connection.fd()), false;
+  incoming.received.insert(incoming.received.end(), bytes, bytes + got);
+  if (incoming.received.size() < need) return true;
+  if (incoming.challengeSent) return finishHandshake(incoming), false;
+  std::memcpy(&incoming.hello, incoming.received.data(), sizeof(Hello));
+  incoming.received.clear();
   const Hello& hello = incoming.hello;
-  if (hello.magic == kMagic && !(hello.fence < fence_) && greet(incoming)) return true;
-  return forget(incoming.connection.fd()), false;
+  if (hello.magic == kMagic && !(hello.fence < fence_) && sendChallenge(incoming)) return true;
+  return closePending(incoming.connection.fd()), false;
 }
 
-bool Mesh::greet(Incoming& incoming) {
-  incoming.nonce = freshNonce();
-  incoming.challenged = true;
-  incoming.until = Clock::now() + kProofWithin;
-  const Challenge challenge{incoming.nonce, macOf(endpoint_->key(), "accept", incoming.hello, incoming.nonce)};
-  return incoming.connection.say(&challenge, sizeof challenge);
+bool Mesh::sendChallenge(PendingConnection& incoming) {
+  incoming.nonce = makeNonce();
+  incoming.challengeSent = true;
+  incoming.deadline = Clock::now() + kProofTimeout;
+  const Challenge challenge{incoming.nonce, computeMac(endpoint_->key(), "accept", incoming.hello, incoming.nonce)};
+  return incoming.connection.sendAll(&challenge, sizeof challenge);
 }
 
-void Mesh::adopt(Incoming& incoming) {
+void Mesh::finishHandshake(PendingConnection& incoming) {
   Proof proof;
-  std::memcpy(&proof, incoming.got.data(), sizeof proof);
+  std::memcpy(&proof, incoming.received.data(), sizeof proof);
   const Hello hello = incoming.hello;
-  const Digest expected = macOf(endpoint_->key(), "dial", hello, incoming.nonce);
+  const Digest expected = computeMac(endpoint_->key(), "dial", hello, incoming.nonce);
   const bool proven = equalInConstantTime(proof.mac, expected);
   unwatch(incoming.connection.fd());
   const int fd = incoming.connection.fd();
   Connection connection = std::move(incoming.connection);
-  incoming_.erase(fd);
+  pending_.erase(fd);
   if (!proven) return;
   if (!(fence_ == hello.fence)) return endpoint_->park(std::move(connection), hello);
-  adoptProven(std::move(connection), hello);
+  acceptPeer(std::move(connection), hello);
 }
 
-void Mesh::adoptProven(Connection connection, const Hello& hello) {
+void Mesh::acceptPeer(Connection connection, const Hello& hello) {
   const bool expected = hello.to == static_cast<uint32_t>(rank) && hello.from < static_cast<uint32_t>(rank);
-  if (!expected || pair(static_cast<int>(hello.from)).opened()) return;
+  if (!expected || pair(static_cast<int>(hello.from)).isOpen()) return;
   pair(static_cast<int>(hello.from)).accept(std::move(connection));
 }
 
 // What meshes before this one accepted and could not use.
-void Mesh::adoptLeftOver() {
-  for (auto& [connection, hello] : endpoint_->takeParked(fence_)) adoptProven(std::move(connection), hello);
-  // Heard at once, since they may be passed on before the next turn.
-  for (auto& incoming : endpoint_->takeUnproven()) proceed(take(std::move(incoming)));
+void Mesh::takeFromEndpoint() {
+  for (auto& [connection, hello] : endpoint_->takeParked(fence_)) acceptPeer(std::move(connection), hello);
+  // Heard at once, since they may be passed on before the next pollEvents.
+  for (auto& incoming : endpoint_->takePending()) continueHandshake(addPending(std::move(incoming)));
   dropExpired();
 }
 
 // A handshake under way may be of another group of this process, one that is yet to be made among them, whose callers
 // wait while nobody turns this event loop.
-void Mesh::passOn() {
-  for (auto& [fd, incoming] : incoming_) {
+void Mesh::returnHandshakes() {
+  for (auto& [fd, incoming] : pending_) {
     unwatch(fd);
-    endpoint_->leave(std::move(incoming));
+    endpoint_->returnPending(std::move(incoming));
   }
-  incoming_.clear();
+  pending_.clear();
 }
 
-void Mesh::forget(int fd) {
+void Mesh::closePending(int fd) {
   unwatch(fd);
-  incoming_.erase(fd);
+  pending_.erase(fd);
 }
 
 // Those who have been silent for too long. Nobody may have listened meanwhile, so that they are heard once more before.
 void Mesh::dropExpired() {
   std::vector<int> expired;
-  for (auto& [fd, incoming] : incoming_) {
-    if (incoming.until < Clock::now()) expired.push_back(fd);
+  for (auto& [fd, incoming] : pending_) {
+    if (incoming.deadline < Clock::now()) expired.push_back(fd);
   }
   for (int fd : expired) {
-    Incoming& late = incoming_.at(fd);
-    if (std::exchange(late.late, true)) {
-      forget(fd);
+    PendingConnection& late = pending_.at(fd);
+    if (std::exchange(late.extended, true)) {
+      closePending(fd);
     } else {
-      late.until = Clock::now() + kHelloWithin;
-      proceed(late);
+      late.deadline = Clock::now() + kHelloTimeout;
+      continueHandshake(late);
     }
   }
 }
@@ -312,6 +315,156 @@ void Mesh::unwatch(int fd) { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
 
 std::shared_ptr<gloo::transport::Context> Device::createContext(int, int) {
   throw gloo::InvalidOperationException("a mesh is made from an endpoint, not from a device");
+}
+
+void Mesh::limit(std::chrono::milliseconds timeout) {
+  // In this order: who sees the new limit also sees from when it counts.
+  limitSetAt_.store(Clock::now().time_since_epoch().count());
+  limit_.store(timeout.count());
+}
+
+Mesh::Clock::time_point Mesh::deadlineOf(Clock::time_point begin) const {
+  const std::chrono::milliseconds limit(limit_.load());
+  if (limit.count() == 0) return Clock::time_point::max();
+  return std::max(begin, Clock::time_point(Clock::duration(limitSetAt_.load()))) + limit;
+}
+
+void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what) {
+  auto begin = Clock::now();
+  while (!done()) {
+    checkLocked();
+    const auto now = Clock::now(), deadline = deadlineOf(begin);
+    if (now >= deadline) failByTimeout(what, now - deadline >= kGrace);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
+    const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
+    if (!hasLeader_) {
+      begin += pollAsLeader(lock, slice, begin);
+    } else if (wakeup_.wait_for(lock, slice) == std::cv_status::timeout) {
+      begin += stoppedTime(now, slice);
+      reportWait(lock, begin, {});
+    }
+  }
+  returnHandshakes();
+}
+
+// Time in which this process was stopped, or its machine: peers had none of it either, or could not be heard.
+Mesh::Clock::duration Mesh::stoppedTime(Clock::time_point since, std::chrono::milliseconds slice) {
+  const auto over = Clock::now() - since - slice;
+  return over > kSlice ? over : Clock::duration::zero();
+}
+
+// Peers that keep us waiting. One that waits itself, for somebody else, says so now and then.
+std::vector<int> Mesh::ranksAwaited(bool silentOnes) {
+  const auto since = Clock::now() - kSilenceLimit;
+  std::vector<int> ranks;
+  for (int r = 0; r < size; r++) {
+    if (r != rank && pair(r).isBusy() && (!silentOnes || pair(r).isSilentSince(since))) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// Ends the group naming the peers that keep us waiting and are silent. Where there are none, the culprit is known to
+// others, who are given a moment to tell.
+void Mesh::failByTimeout(const char* what, bool suspectAll) {
+  const std::vector<int> ranks = ranksAwaited(!suspectAll);
+  if (ranks.empty() && !suspectAll) return;
+  std::string names;
+  for (int r : ranks) names += (names.empty() ? "" : ", ") + std::to_string(r);
+  abortLocked(Cause::kTimeout, ranks,
+              name() + ": " + what + " timed out after " + std::to_string(limit_.load()) + " ms, waiting for rank(s) " +
+                  (names.empty() ? "unknown" : names));
+  checkLocked();
+}
+
+// One pollEvents of the event loop in a wait that has lasted since `begin`; returns how much of it does not count.
+Mesh::Clock::duration Mesh::pollAsLeader(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
+  const auto before = Clock::now();
+  const int ready = pollEvents(lock, slice);
+  const auto now = Clock::now();
+  const auto lost = stoppedTime(before, slice);
+  // By time: peers that wait say so as often as we look, and would keep us from ever being idle.
+  if (failure_ || (ready > 0 && now - std::max(begin, lastPeriodicWork_) < kSlice)) return lost;
+  lastPeriodicWork_ = now;
+  doPeriodicWork(begin);
+  if (failure_) return lost;
+  const std::vector<int> ranks = ranksAwaited(true);
+  if (ready <= 0 || !ranks.empty()) reportWait(lock, begin, ranks);
+  return lost;
+}
+
+void Mesh::reportWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks) {
+  lock.unlock();
+  try {
+    const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin);
+    onWait_(waited, waited < kLate + kSilenceLimit ? std::vector<int>{} : ranks);
+  } catch (...) {
+    abort(Cause::kAborted, {rank}, name() + ": interrupted");
+    throw;
+  }
+  lock.lock();
+}
+
+void Mesh::doPeriodicWork(Clock::time_point begin) {
+  takeFromEndpoint();
+  for (int r = 0; r < size && !failure_; r++) {
+    if (r != rank) pair(r).readPastUnexpected();
+    if (r < rank && !failure_) pair(r).probeListener();
+  }
+  // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
+  const auto late = limit().count() == 0 ? kLate : std::min<Clock::duration>(limit() / 2, kLate);
+  if (failure_ || Clock::now() < begin + late) return;
+  for (int r = 0; r < size; r++) {
+    if (r != rank) pair(r).sendKeepalive();
+  }
+}
+
+void Mesh::addFd(int fd, OnEvents onEvents) {
+  externalFds_[fd] = std::move(onEvents);
+  watch(fd, EPOLLIN, true);
+}
+
+void Mesh::removeFd(int fd) {
+  if (externalFds_.erase(fd) > 0) unwatch(fd);
+}
+
+void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse) {
+  Lock lock(mu_);
+  onFailure_ = std::move(onFailure);
+  heartbeat_ = pulse;
+  if (failure_ && onFailure_) onFailure_(*failure_);
+}
+
+void Mesh::pollOnce() {
+  Lock lock(mu_);
+  checkLocked();
+  if (!hasLeader_) pollEvents(lock, std::chrono::milliseconds(0));  // else somebody else is at it
+  checkLocked();
+  returnHandshakes();
+}
+
+void Mesh::onWaitInterval(Clock::time_point begin, const std::vector<int>& ranks) {
+  Lock lock(mu_);
+  if (!failure_) doPeriodicWork(begin);
+  reportWait(lock, begin, ranks);
+  checkLocked();
+  returnHandshakes();
+}
+
+bool Mesh::runUntil(const std::function<bool()>& done, Clock::time_point until) {
+  Lock lock(mu_);
+  const auto begin = Clock::now();
+  while (!done()) {
+    checkLocked();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+    if (left.count() <= 0) break;
+    if (hasLeader_) {
+      wakeup_.wait_for(lock, std::min(kSlice, left));
+    } else {
+      pollAsLeader(lock, std::min(kSlice, left), begin);
+    }
+  }
+  returnHandshakes();
+  return done();
 }
 
 }  // namespace elastic

@@ -21,7 +21,7 @@
 #include "transport/call.h"
 #include "transport/endpoint.h"
 #include "transport/failure.h"
-#include "transport/farewell.h"
+#include "transport/graceful_close.h"
 
 namespace elastic {
 
@@ -37,9 +37,9 @@ class Mesh : public gloo::transport::Context {
   // known here. What it throws ends the wait and the group.
   using OnWait = std::function<void(std::chrono::milliseconds waited, const std::vector<int>& ranks)>;
 
-  // peers[r] is the address that rank r listens on. nobodyHears: see Farewell.
+  // peers[r] is the address that rank r listens on. closeTimeout: see GracefulClose.
   Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-       std::chrono::milliseconds timeout, std::chrono::milliseconds nobodyHears, OnWait onWait);
+       std::chrono::milliseconds timeout, std::chrono::milliseconds closeTimeout, OnWait onWait);
   ~Mesh() override;
 
   std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }
@@ -61,17 +61,17 @@ class Mesh : public gloo::transport::Context {
   // For those who wait elsewhere too, in shared memory (mesh_guests.cc). Guests are descriptors in the same event loop;
   // onEvents runs with the mutex held, and a failure that it returns ends the mesh.
   using OnEvents = std::function<std::unique_ptr<Failure>(uint32_t events)>;
-  Lock hold() { return Lock(mu_); }
-  void attach(int fd, OnEvents onEvents);  // with the mutex held, as in onEvents
-  void detach(int fd);                     // likewise
+  Lock lock() { return Lock(mu_); }
+  void addFd(int fd, OnEvents onEvents);  // with the mutex held, as in onEvents
+  void removeFd(int fd);                     // likewise
   // Called with the failure, the mutex held; at once if there is one already. `pulse` grows while somebody waits here.
-  void watchedBy(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse);
-  // One turn of the event loop without waiting. Throws the failure, if there is one.
-  void attend();
+  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse);
+  // One pollEvents of the event loop without waiting. Throws the failure, if there is one.
+  void pollOnce();
   // What is to be done now and then besides, in a wait for `ranks` that has lasted since `begin`.
-  void attendToWait(Clock::time_point begin, const std::vector<int>& ranks);
+  void onWaitInterval(Clock::time_point begin, const std::vector<int>& ranks);
   // Runs the event loop until done(), or until the time is up: whether it was done.
-  bool await(const std::function<bool()>& done, Clock::time_point until);
+  bool runUntil(const std::function<bool()>& done, Clock::time_point until);
 
  private:
   friend class Pair;
@@ -80,57 +80,57 @@ class Mesh : public gloo::transport::Context {
   Pair& pair(int rank);
   void checkLocked() const;
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
-  void sayGoodbye();
+  void sendCloseFrames();
   void closeSockets();
   // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error (mesh_waits.cc).
   void wait(Lock& lock, const std::function<bool()>& done, const char* what);
-  std::vector<int> awaited(bool silentOnes);
-  void timeOut(const char* what, bool suspectAll);
-  static Clock::duration overslept(Clock::time_point since, std::chrono::milliseconds slice);
-  Clock::duration lead(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
-  int turn(Lock& lock, std::chrono::milliseconds timeout);
-  void tellOfWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);
-  void whenIdle(Clock::time_point begin);
+  std::vector<int> ranksAwaited(bool silentOnes);
+  void failByTimeout(const char* what, bool suspectAll);
+  static Clock::duration stoppedTime(Clock::time_point since, std::chrono::milliseconds slice);
+  Clock::duration pollAsLeader(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
+  int pollEvents(Lock& lock, std::chrono::milliseconds timeout);
+  void reportWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);
+  void doPeriodicWork(Clock::time_point begin);
   void dispatch(int fd, uint32_t events);
-  void acceptAll();
-  Incoming& take(Incoming incoming);
-  void restFromAccepting();
-  void acceptAgain();
-  void proceed(Incoming& incoming);
-  bool hear(Incoming& incoming);
-  bool greet(Incoming& incoming);
-  void adopt(Incoming& incoming);
-  void adoptProven(Connection connection, const Hello& hello);
-  void adoptLeftOver();
-  void passOn();
-  void forget(int fd);
+  void acceptConnections();
+  PendingConnection& addPending(PendingConnection incoming);
+  void pauseAccepting();
+  void resumeAccepting();
+  void continueHandshake(PendingConnection& incoming);
+  bool advanceHandshake(PendingConnection& incoming);
+  bool sendChallenge(PendingConnection& incoming);
+  void finishHandshake(PendingConnection& incoming);
+  void acceptPeer(Connection connection, const Hello& hello);
+  void takeFromEndpoint();
+  void returnHandshakes();
+  void closePending(int fd);
   void dropExpired();
   void watch(int fd, uint32_t events, bool add);
   void unwatch(int fd);
   void wake();
-  std::string me() const { return "rank " + std::to_string(rank); }
+  std::string name() const { return "rank " + std::to_string(rank); }
 
   const std::shared_ptr<Endpoint> endpoint_;
   const Fence fence_;
   const OnWait onWait_;
   std::atomic<std::chrono::milliseconds::rep> limit_;
-  std::atomic<Clock::rep> limitedAt_{0};
-  Clock::time_point idled_{};  // when a waiter last did what is done now and then; under the mutex
+  std::atomic<Clock::rep> limitSetAt_{0};
+  Clock::time_point lastPeriodicWork_{};  // when a waiter last did what is done now and then; under the mutex
   std::vector<SocketAddress> addresses_;
   std::mutex mu_;
-  std::condition_variable news_;
-  bool polling_ = false;  // somebody is the leader
+  std::condition_variable wakeup_;
+  bool hasLeader_ = false;  // somebody is the leader
   int epoll_ = -1, event_ = -1;
   std::unique_ptr<Failure> failure_;
-  Farewell farewell_;
+  GracefulClose closing_;
   std::unordered_map<int, Pair*> byFd_;
-  std::unordered_map<int, Incoming> incoming_;
-  std::unordered_map<int, OnEvents> guests_;
+  std::unordered_map<int, PendingConnection> pending_;
+  std::unordered_map<int, OnEvents> externalFds_;
   std::function<void(const Failure&)> onFailure_;
-  std::atomic<uint32_t>* pulse_ = nullptr;
+  std::atomic<uint32_t>* heartbeat_ = nullptr;
   Call call_;                                                 // the collective that this rank is in, or was in last
-  Clock::time_point acceptAgain_ = Clock::time_point::max();  // the listening socket is not watched until then
-  size_t spilled_ = 0;                                        // bytes that arrived before anybody asked for them
+  Clock::time_point resumeAcceptingAt_ = Clock::time_point::max();  // the listening socket is not watched until then
+  size_t unexpectedBytes_ = 0;                                        // bytes that arrived before anybody asked for them
 };
 
 class Device : public gloo::transport::Device {

@@ -11,20 +11,24 @@
 
 #include "transport/buffer.h"
 #include "transport/fork.h"
-#include "transport/goodbye.h"
+#include "transport/failure.h"
 
 namespace elastic {
 namespace {
 
-constexpr std::chrono::milliseconds kHereEvery{150};
-constexpr std::chrono::seconds kSeekEvery{1};
+constexpr std::chrono::milliseconds kKeepaliveInterval{150};
+constexpr std::chrono::seconds kProbeInterval{1};
 constexpr int kSocket = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+constexpr size_t kMaxUnexpectedBytes = size_t{1} << 28;  // bytes stored for collectives that have not begun here
+constexpr size_t kMaxControlBody = size_t{1} << 16;
+
+bool isControlSlot(uint64_t slot) { return slot == kCloseSlot || slot == kKeepaliveSlot; }
 
 }  // namespace
 
 Pair::Pair(Mesh& mesh, int peer) : mesh_(mesh), peer_(peer) { localRank_ = 0; }
 
-Pair::~Pair() { shut(); }
+Pair::~Pair() { closeSocket(); }
 
 const gloo::transport::Address& Pair::address() const {
   throw gloo::InvalidOperationException("pairs have no address of their own");
@@ -44,8 +48,8 @@ void Pair::send(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   auto buffer = static_cast<Buffer*>(unbound);
   buffer->pending_++;
   sends_.push_back({buffer, {slot, nbytes, mesh_.call_}, static_cast<const char*>(buffer->ptr) + offset});
-  open();
-  if (state_ == State::kUp && sends_.size() == 1) flush();
+  dial();
+  if (state_ == State::kConnected && sends_.size() == 1) flush();
 }
 
 void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t offset, size_t nbytes) {
@@ -53,14 +57,14 @@ void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   mesh_.checkLocked();
   auto buffer = static_cast<Buffer*>(unbound);
   char* data = static_cast<char*>(buffer->ptr) + offset;
-  if (auto stored = early_.find(slot); stored != early_.end()) {
-    const Early early = std::move(stored->second.front());
+  if (auto stored = unexpectedFrames_.find(slot); stored != unexpectedFrames_.end()) {
+    const UnexpectedFrame early = std::move(stored->second.front());
     const std::vector<char>& body = early.body;
     stored->second.pop_front();
-    if (stored->second.empty()) early_.erase(stored);
-    mesh_.spilled_ -= body.size();
-    if (!sameCall(early.call)) return;
-    if (body.size() != nbytes) return mismatch(nbytes, body.size());
+    if (stored->second.empty()) unexpectedFrames_.erase(stored);
+    mesh_.unexpectedBytes_ -= body.size();
+    if (!checkSameCall(early.call)) return;
+    if (body.size() != nbytes) return failSizeMismatch(nbytes, body.size());
     if (nbytes > 0) std::memcpy(data, body.data(), nbytes);
     buffer->received_.push_back(peer_);
     return;
@@ -68,48 +72,48 @@ void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   buffer->pending_++;
   receives_[slot].push_back({buffer, data, nbytes});
   posted_++;
-  open();
+  dial();
   if (paused_) {
     paused_ = false;
-    if (place()) read();
-    arm();
+    if (beginBody()) read();
+    updateEpollEvents();
   }
 }
 
-void Pair::open() {
+void Pair::dial() {
   if (state_ == State::kClosed) {
-    mesh_.abortLocked(Cause::kPeerLost, {peer_}, link() + ": " + why_);
+    mesh_.abortLocked(Cause::kPeerLost, {peer_}, linkName() + ": " + closeReason_);
     mesh_.checkLocked();
   }
   if (state_ != State::kIdle || mesh_.rank > peer_) return;  // the lower rank dials, the higher accepts
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  connection_ = Connection(openOwned([&] { return socket(to.family(), kSocket, 0); }));
+  connection_ = Connection(openRegistered([&] { return socket(to.family(), kSocket, 0); }));
   if (!connection_.open()) {
     // Our own trouble: nothing is known against the peer.
-    return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.me() + ": no socket: " + strerror(errno));
+    return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.name() + ": no socket: " + strerror(errno));
   }
   mesh_.byFd_[connection_.fd()] = this;
   state_ = State::kDialing;
   // Before it is watched: a socket that nobody connects looks as if it were.
   const bool refused = ::connect(connection_.fd(), to.get(), to.length) != 0 && errno != EINPROGRESS;
   if (refused) return fail(std::string("connect: ") + strerror(errno));
-  mesh_.watch(connection_.fd(), armed_ = EPOLLOUT, true);
+  mesh_.watch(connection_.fd(), epollEvents_ = EPOLLOUT, true);
 }
 
 void Pair::accept(Connection connection) {
   connection_ = std::move(connection);
   mesh_.byFd_[connection_.fd()] = this;
-  mesh_.watch(connection_.fd(), armed_ = EPOLLIN, true);
-  up();
-  if (connection_.holds()) read();  // what came with the end of the handshake
+  mesh_.watch(connection_.fd(), epollEvents_ = EPOLLIN, true);
+  onConnected();
+  if (connection_.hasBufferedInput()) read();  // what came with the end of the handshake
 }
 
-void Pair::up() {
+void Pair::onConnected() {
   const int one = 1;
   setsockopt(connection_.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-  state_ = State::kUp;
-  have_ = 0;
-  heard_ = Mesh::Clock::now();
+  state_ = State::kConnected;
+  bytesRead_ = 0;
+  lastReceived_ = Mesh::Clock::now();
   flush();
 }
 
@@ -120,34 +124,34 @@ void Pair::onEvents(uint32_t events) {
     getsockopt(connection_.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error != 0) return fail(std::string("connect: ") + strerror(error));
     connection_.secure(mesh_.endpoint_->tls(), true);
-    hello_ = Hello{kMagic, mesh_.fence_, static_cast<uint32_t>(mesh_.rank), static_cast<uint32_t>(peer_), freshNonce()};
-    if (!connection_.say(&hello_, sizeof hello_)) return fail("no room for a handshake");
-    state_ = State::kProving;
-    mesh_.watch(connection_.fd(), armed_ = EPOLLIN, false);
+    hello_ = Hello{kMagic, mesh_.fence_, static_cast<uint32_t>(mesh_.rank), static_cast<uint32_t>(peer_), makeNonce()};
+    if (!connection_.sendAll(&hello_, sizeof hello_)) return fail("no room for a handshake");
+    state_ = State::kHandshaking;
+    mesh_.watch(connection_.fd(), epollEvents_ = EPOLLIN, false);
     return;
   }
-  if (state_ == State::kProving) return prove();
-  if (state_ == State::kUp && (events & EPOLLOUT)) flush();
-  if (state_ == State::kUp && paused_ && (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return lookBehind();
-  if (state_ == State::kUp && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) read();
+  if (state_ == State::kHandshaking) return onChallenge();
+  if (state_ == State::kConnected && (events & EPOLLOUT)) flush();
+  if (state_ == State::kConnected && paused_ && (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return readPastUnexpected();
+  if (state_ == State::kConnected && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) read();
 }
 
-void Pair::prove() {
-  if (!readInto(reinterpret_cast<char*>(&challenge_), have_, sizeof challenge_)) return;
-  const Digest expected = macOf(mesh_.endpoint_->key(), "accept", hello_, challenge_.nonce);
+void Pair::onChallenge() {
+  if (!readExactly(reinterpret_cast<char*>(&challenge_), bytesRead_, sizeof challenge_)) return;
+  const Digest expected = computeMac(mesh_.endpoint_->key(), "accept", hello_, challenge_.nonce);
   if (!equalInConstantTime(challenge_.mac, expected)) return fail("it does not hold the job's key");
-  const Proof proof{macOf(mesh_.endpoint_->key(), "dial", hello_, challenge_.nonce)};
-  if (!connection_.say(&proof, sizeof proof)) return fail("no room for a handshake");
-  up();
+  const Proof proof{computeMac(mesh_.endpoint_->key(), "dial", hello_, challenge_.nonce)};
+  if (!connection_.sendAll(&proof, sizeof proof)) return fail("no room for a handshake");
+  onConnected();
 }
 
 void Pair::flush() {
-  while (state_ == State::kUp && !sends_.empty()) {
+  while (state_ == State::kConnected && !sends_.empty()) {
     if (sendFront()) continue;
     if (errno == EAGAIN) break;
-    return drain();
+    return readToEnd();
   }
-  arm();
+  updateEpollEvents();
 }
 
 // Hands the kernel what it takes of the first frame; false with errno when it takes nothing. A frame is sent once the
@@ -173,50 +177,50 @@ bool Pair::sendFront() {
   if (next.buffer != nullptr) {
     next.buffer->sent_.push_back(peer_);
     next.buffer->pending_--;
-    mesh_.news_.notify_all();
+    mesh_.wakeup_.notify_all();
   }
   sends_.pop_front();
   return true;
 }
 
 // What we say on our own account, such as that we wait, is nobody's loss.
-bool Pair::owes() const {
+bool Pair::hasUnsentData() const {
   return std::any_of(sends_.begin(), sends_.end(), [](const Send& send) { return send.buffer != nullptr; });
 }
 
 void Pair::fail(const std::string& why) {
-  const bool needed = busy();
-  why_ = why;
-  shut();
-  if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, link() + ": " + why);
+  const bool needed = isBusy();
+  closeReason_ = why;
+  closeSocket();
+  if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, linkName() + ": " + why);
 }
 
 // Tells the peer that we live and wait; only where nothing else is on its way.
-void Pair::sayHere() {
+void Pair::sendKeepalive() {
   const auto now = Mesh::Clock::now();
-  if (state_ != State::kUp || !sends_.empty() || now - said_ < kHereEvery) return;
-  said_ = now;
-  sends_.push_back({nullptr, {kHereSlot, 0, {}}, nullptr});
+  if (state_ != State::kConnected || !sends_.empty() || now - lastKeepalive_ < kKeepaliveInterval) return;
+  lastKeepalive_ = now;
+  sends_.push_back({nullptr, {kKeepaliveSlot, 0, {}}, nullptr});
   flush();
 }
 
 // A frame that is half sent is ended first: a peer that found the stream cut would have to take us for dead. Whether
 // there is more than the kernel took; its memory lives for as long as we hold the mutex. So must `body`.
-bool Pair::beginGoodbye(const std::vector<char>& body) {
-  if (state_ != State::kUp) return false;
+bool Pair::beginClose(const std::vector<char>& body) {
+  if (state_ != State::kConnected) return false;
   while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
-  sends_.push_back({nullptr, {kGoodbyeSlot, body.size(), {}}, body.data()});
+  sends_.push_back({nullptr, {kCloseSlot, body.size(), {}}, body.data()});
   while (!sends_.empty()) {
     if (!sendFront()) return errno == EAGAIN;
   }
   return false;
 }
 
-// What beginGoodbye left, and the connection to say it on.
-LastWords Pair::takeGoodbye() {
+// What beginClose left, and the connection to say it on.
+PendingClose Pair::takePendingClose() {
   size_t size = 0;
   for (const Send& send : sends_) size += sizeof(FrameHeader) + send.header.size - send.done;
-  LastWords words(size);
+  PendingClose words(size);
   for (const Send& send : sends_) {
     const size_t header = std::min(send.done, sizeof(FrameHeader)), body = send.done - header;
     words.add(reinterpret_cast<const char*>(&send.header) + header, sizeof(FrameHeader) - header);
@@ -228,19 +232,19 @@ LastWords Pair::takeGoodbye() {
   return words;
 }
 
-void Pair::endGoodbye(const Failure& failure) {
-  if (state_ == State::kUp) sends_.clear();
+void Pair::finishClose(const Failure& failure) {
+  if (state_ == State::kConnected) sends_.clear();
   if (connection_.open()) {
     mesh_.unwatch(connection_.fd());
     // Not SHUT_RD: what the peer still sends would reset the connection, and our words with it.
     ::shutdown(connection_.fd(), SHUT_WR);
   }
-  if (why_.empty()) why_ = failure.what();
+  if (closeReason_.empty()) closeReason_ = failure.what();
   state_ = State::kClosed;
 }
 
 // A buffer has died with operations pending; the group has failed, so everything on this pair is void.
-void Pair::drop() {
+void Pair::discardOperations() {
   sends_.clear();
   receives_.clear();
   posted_ = 0;
@@ -250,63 +254,202 @@ void Pair::drop() {
 
 void Pair::close() {
   Mesh::Lock lock(mesh_.mu_);
-  shut();
+  closeSocket();
 }
 
 // A lower rank that died before it dialled us shows in that nobody listens there any more. Looked at twice, since what
 // it sent before an orderly end may have come in between. To the living we are a stranger who says nothing.
-void Pair::seek() {
-  if (seeking_ >= 0) {
+void Pair::probeListener() {
+  if (probeFd_ >= 0) {
     int error = 0;
     socklen_t length = sizeof error;
-    getsockopt(seeking_, SOL_SOCKET, SO_ERROR, &error, &length);
-    return sought(error);
+    getsockopt(probeFd_, SOL_SOCKET, SO_ERROR, &error, &length);
+    return onProbeResult(error);
   }
   const auto now = Mesh::Clock::now();
-  if (state_ != State::kIdle || !busy() || (!refused_ && now - sought_ < kSeekEvery)) return;
-  sought_ = now;
+  if (state_ != State::kIdle || !isBusy() || (!lastProbeRefused_ && now - lastProbe_ < kProbeInterval)) return;
+  lastProbe_ = now;
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  seeking_ = openOwned([&] { return socket(to.family(), kSocket, 0); });
-  if (seeking_ < 0) return;  // no descriptor today
-  if (::connect(seeking_, to.get(), to.length) != 0 && errno != EINPROGRESS) sought(errno);
+  probeFd_ = openRegistered([&] { return socket(to.family(), kSocket, 0); });
+  if (probeFd_ < 0) return;  // no descriptor today
+  if (::connect(probeFd_, to.get(), to.length) != 0 && errno != EINPROGRESS) onProbeResult(errno);
 }
 
-void Pair::sought(int error) {
-  disown(seeking_);
-  seeking_ = -1;
-  const bool again = refused_;
-  refused_ = error == ECONNREFUSED;
-  if (refused_ && again && state_ == State::kIdle) fail("it is gone and never came");
+void Pair::onProbeResult(int error) {
+  closeFd(probeFd_);
+  probeFd_ = -1;
+  const bool again = lastProbeRefused_;
+  lastProbeRefused_ = error == ECONNREFUSED;
+  if (lastProbeRefused_ && again && state_ == State::kIdle) fail("it is gone and never came");
 }
 
-void Pair::shut() {
-  if (seeking_ >= 0) disown(seeking_);
-  seeking_ = -1;
+void Pair::closeSocket() {
+  if (probeFd_ >= 0) closeFd(probeFd_);
+  probeFd_ = -1;
   if (connection_.open()) {
     mesh_.unwatch(connection_.fd());
     mesh_.byFd_.erase(connection_.fd());
     connection_.close();
   }
-  armed_ = 0;
+  epollEvents_ = 0;
   state_ = State::kClosed;
 }
 
 // Of a paused pair only the peer's end is of interest, which may have sent a goodbye after the frame that waits; and
 // not even that if the frame is too large to look past: it would wake the leader without end.
-void Pair::arm() {
-  if (!connection_.open() || state_ != State::kUp) return;
+void Pair::updateEpollEvents() {
+  if (!connection_.open() || state_ != State::kConnected) return;
   uint32_t wanted = sends_.empty() ? 0u : uint32_t{EPOLLOUT};
   if (!paused_) wanted |= EPOLLIN;
-  if (paused_ && fitsAside()) wanted |= EPOLLRDHUP;
-  if (wanted == armed_) return;
+  if (paused_ && fitsUnexpectedLimit()) wanted |= EPOLLRDHUP;
+  if (wanted == epollEvents_) return;
   if (wanted == 0) {
     mesh_.unwatch(connection_.fd());
   } else {
-    mesh_.watch(connection_.fd(), wanted, armed_ == 0);
+    mesh_.watch(connection_.fd(), wanted, epollEvents_ == 0);
   }
-  armed_ = wanted;
+  epollEvents_ = wanted;
 }
 
-std::string Pair::link() const { return mesh_.me() + ": connection to rank " + std::to_string(peer_); }
+std::string Pair::linkName() const { return mesh_.name() + ": connection to rank " + std::to_string(peer_); }
+
+// The peer takes nothing more. It may have said goodbye before it went, which tells more than our errno: read it all.
+void Pair::readToEnd() {
+  readingToEnd_ = true;
+  if (paused_) {
+    paused_ = false;
+    if (!beginBody()) return;
+  }
+  read();
+}
+
+void Pair::read() {
+  while (state_ == State::kConnected && !paused_) {
+    if (!inBody_) {
+      if (!readExactly(reinterpret_cast<char*>(&header_), bytesRead_, sizeof header_)) return;
+      bytesRead_ = 0;
+      if (!beginBody()) return;
+    }
+    if (!readExactly(target_.data, bytesRead_, header_.size)) return;
+    bytesRead_ = 0;
+    finishFrame();
+  }
+}
+
+// True once all `size` bytes are there.
+bool Pair::readExactly(char* data, size_t& have, size_t size) {
+  while (have < size) {
+    const ssize_t got = connection_.recv(data + have, size - have);
+    if (got < 0 && errno == EAGAIN) return false;
+    if (got <= 0) {
+      const bool cipher = got < 0 && errno == EPROTO;
+      fail(got == 0               ? "closed by peer"
+           : !cipher              ? strerror(errno)
+           : state_ == State::kConnected ? "what it sent was changed on the way, or was not its own"
+                                  : "it does not hold the job's key, by TLS");
+      return false;
+    }
+    have += static_cast<size_t>(got);
+    lastReceived_ = Mesh::Clock::now();
+  }
+  return true;
+}
+
+// A header is there: find where its body goes. False: it has to wait, or the group has failed.
+bool Pair::beginBody() {
+  if (!checkSameCall(header_.call)) return false;
+  unexpected_ = !takePosted(target_);
+  if (unexpected_ && !bufferUnexpected()) return false;
+  if (target_.size != header_.size) {
+    failSizeMismatch(target_.size, header_.size);
+    return false;
+  }
+  inBody_ = true;
+  return true;
+}
+
+bool Pair::fitsUnexpectedLimit() const {
+  return header_.size <= (isControlSlot(header_.slot) ? kMaxControlBody : kMaxUnexpectedBytes - mesh_.unexpectedBytes_);
+}
+
+// Takes aside the frame that a paused pair holds, since what matters may come after it.
+void Pair::readPastUnexpected() {
+  if (state_ != State::kConnected || !paused_ || !fitsUnexpectedLimit()) return;
+  paused_ = false;
+  readingToEnd_ = true;
+  const bool placed = beginBody();
+  readingToEnd_ = false;  // one frame at a time: the next one may not fit
+  if (placed) read();
+  updateEpollEvents();
+}
+
+bool Pair::bufferUnexpected() {
+  const bool ours = isControlSlot(header_.slot);
+  if (!ours && posted_ == 0 && !readingToEnd_) {
+    paused_ = true;  // back-pressure: nothing is read until somebody asks
+    updateEpollEvents();
+    return false;
+  }
+  if (!fitsUnexpectedLimit()) {
+    fail("it sent more than anybody here asked for");
+    return false;
+  }
+  if (!ours) mesh_.unexpectedBytes_ += header_.size;
+  unexpectedBody_.resize(header_.size);
+  target_ = {nullptr, unexpectedBody_.data(), header_.size};
+  return true;
+}
+
+// The first receive that is posted for the frame's slot, if there is one.
+bool Pair::takePosted(Receive& receive) {
+  auto posted = receives_.find(header_.slot);
+  if (posted == receives_.end()) return false;
+  receive = posted->second.front();
+  posted->second.pop_front();
+  if (posted->second.empty()) receives_.erase(posted);
+  posted_--;
+  return true;
+}
+
+void Pair::complete(const Receive& receive) {
+  receive.buffer->received_.push_back(peer_);
+  receive.buffer->pending_--;
+  mesh_.wakeup_.notify_all();
+}
+
+bool Pair::checkSameCall(const Call& theirs) {
+  const Call& mine = mesh_.call_;
+  if (!mine.conflicts(theirs)) return true;
+  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_}, mismatchText(mesh_.rank, mine, peer_, theirs));
+  return false;
+}
+
+void Pair::failSizeMismatch(size_t expected, size_t got) {
+  mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
+                    mesh_.name() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(got) + " bytes where " +
+                        std::to_string(expected) +
+                        " were expected: the ranks do not call the same collective with the same sizes");
+}
+
+void Pair::finishFrame() {
+  inBody_ = false;
+  if (!unexpected_) return complete(target_);
+  if (header_.slot == kKeepaliveSlot) return sendKeepalive();
+  if (header_.slot == kCloseSlot) {
+    const Failure failure = decodeFailure(unexpectedBody_, peer_);
+    return mesh_.abortLocked(failure.cause, failure.ranks, failure.what());
+  }
+  std::vector<char> body = std::move(unexpectedBody_);
+  unexpectedBody_ = {};
+  Receive late;  // posted while the body was on its way
+  if (!takePosted(late)) {
+    unexpectedFrames_[header_.slot].push_back({header_.call, std::move(body)});
+    return;
+  }
+  mesh_.unexpectedBytes_ -= body.size();
+  if (late.size != body.size()) return failSizeMismatch(late.size, body.size());
+  if (late.size > 0) std::memcpy(late.data, body.data(), late.size);
+  complete(late);
+}
 
 }  // namespace elastic

@@ -1,7 +1,7 @@
 // One peer: a lazily opened socket, a queue of frames to send, and receives posted by slot. All under the mesh's mutex.
 //
 // Frames are sent without asking first. One that nobody posted a receive for is kept back (the socket is not read) or,
-// where other receives are posted on the pair, stored aside, so that concurrent collectives cannot lock each other up.
+// where other receives are posted on the pair, stored aside, so that concurrent collectives cannot lock each other onConnected.
 #pragma once
 
 #include <gloo/transport/pair.h>
@@ -23,8 +23,8 @@ struct FrameHeader {
 };
 
 // Slots that Gloo never uses.
-constexpr uint64_t kGoodbyeSlot = ~uint64_t{0};   // the sender's group has failed; the body says why
-constexpr uint64_t kHereSlot = ~uint64_t{0} - 1;  // the sender lives and waits for somebody; no body
+constexpr uint64_t kCloseSlot = ~uint64_t{0};   // the sender's group has failed; the body says why
+constexpr uint64_t kKeepaliveSlot = ~uint64_t{0} - 1;  // the sender lives and waits for somebody; no body
 
 class Pair : public gloo::transport::Pair {
  public:
@@ -43,22 +43,22 @@ class Pair : public gloo::transport::Pair {
 
   // What the mesh calls, with its mutex held.
   int fd() const { return connection_.fd(); }
-  bool opened() const { return connection_.open() || state_ == State::kClosed; }
-  bool busy() const { return posted_ > 0 || inBody_ || owes(); }
-  bool silentSince(Mesh::Clock::time_point when) const { return heard_ < when; }
+  bool isOpen() const { return connection_.open() || state_ == State::kClosed; }
+  bool isBusy() const { return posted_ > 0 || inBody_ || hasUnsentData(); }
+  bool isSilentSince(Mesh::Clock::time_point when) const { return lastReceived_ < when; }
   void accept(Connection connection);
   void onEvents(uint32_t events);
-  void lookBehind();
-  void sayHere();
-  void seek();
-  bool beginGoodbye(const std::vector<char>& body);
-  LastWords takeGoodbye();
-  void endGoodbye(const Failure& failure);
-  void drop();
-  void shut();
+  void readPastUnexpected();
+  void sendKeepalive();
+  void probeListener();
+  bool beginClose(const std::vector<char>& body);
+  PendingClose takePendingClose();
+  void finishClose(const Failure& failure);
+  void discardOperations();
+  void closeSocket();
 
  private:
-  enum class State { kIdle, kDialing, kProving, kUp, kClosed };
+  enum class State { kIdle, kDialing, kHandshaking, kConnected, kClosed };
   struct Send {
     Buffer* buffer;  // null: nobody counts it
     FrameHeader header;
@@ -71,55 +71,55 @@ class Pair : public gloo::transport::Pair {
     size_t size;
   };
 
-  struct Early {
+  struct UnexpectedFrame {
     Call call;
     std::vector<char> body;
   };
 
-  bool owes() const;
-  void open();
-  void prove();
-  void up();
+  bool hasUnsentData() const;
+  void dial();
+  void onChallenge();
+  void onConnected();
   void flush();
   bool sendFront();
-  void drain();
+  void readToEnd();
   void read();
-  bool readInto(char* data, size_t& have, size_t size);
-  bool place();
-  bool placeAside();
-  bool fitsAside() const;
-  bool take(Receive& receive);
+  bool readExactly(char* data, size_t& have, size_t size);
+  bool beginBody();
+  bool bufferUnexpected();
+  bool fitsUnexpectedLimit() const;
+  bool takePosted(Receive& receive);
   void complete(const Receive& receive);
-  void deliver();
-  void mismatch(size_t expected, size_t got);
-  bool sameCall(const Call& theirs);
+  void finishFrame();
+  void failSizeMismatch(size_t expected, size_t got);
+  bool checkSameCall(const Call& theirs);
   void fail(const std::string& why);
-  void sought(int error);
-  void arm();
-  std::string link() const;
+  void onProbeResult(int error);
+  void updateEpollEvents();
+  std::string linkName() const;
 
   Mesh& mesh_;
   const int peer_;
   Connection connection_;
   State state_ = State::kIdle;
-  uint32_t armed_ = 0;
-  std::string why_;  // it is closed
+  uint32_t epollEvents_ = 0;
+  std::string closeReason_;  // it is closed
   Hello hello_;
   Challenge challenge_;
   std::deque<Send> sends_;
   std::unordered_map<uint64_t, std::deque<Receive>> receives_;
   size_t posted_ = 0;
-  std::unordered_map<uint64_t, std::deque<Early>> early_;
+  std::unordered_map<uint64_t, std::deque<UnexpectedFrame>> unexpectedFrames_;
   // The frame that is being read.
   FrameHeader header_{};
-  size_t have_ = 0;
-  bool inBody_ = false, paused_ = false, aside_ = false, draining_ = false;
+  size_t bytesRead_ = 0;
+  bool inBody_ = false, paused_ = false, unexpected_ = false, readingToEnd_ = false;
   Receive target_{};
-  std::vector<char> asideBody_;
-  int seeking_ = -1;      // a connection that is made only to see whether the peer listens
-  bool refused_ = false;  // it did not, the last time
-  Mesh::Clock::time_point sought_{};
-  Mesh::Clock::time_point heard_{}, said_{};  // when its last byte was read; when we last told it that we wait
+  std::vector<char> unexpectedBody_;
+  int probeFd_ = -1;      // a connection that is made only to see whether the peer listens
+  bool lastProbeRefused_ = false;  // it did not, the last time
+  Mesh::Clock::time_point lastProbe_{};
+  Mesh::Clock::time_point lastReceived_{}, lastKeepalive_{};  // when its last byte was read; when we last told it that we wait
 };
 
 }  // namespace elastic

@@ -9,7 +9,7 @@ namespace {
 constexpr char kCipher[] = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kCipherId[] = {0x13, 0x01};
 constexpr char kIdentity[] = "spark_elastic";  // there is one key; its name tells nothing
-constexpr size_t kMostAtOnce = size_t{1} << 20;
+constexpr size_t kMaxRecord = size_t{1} << 20;
 
 }  // namespace
 
@@ -74,7 +74,7 @@ Tls::Tls(std::shared_ptr<const TlsKey> key, bool dials, uint64_t rekeyAfter)
 Tls::~Tls() { lib_.SSL_free(ssl_); }
 
 // True once both sides have proved the key.
-bool Tls::shake() {
+bool Tls::handshake() {
   if (ready_) return true;
   if (broken_) return false;
   lib_.ERR_clear_error();
@@ -84,14 +84,14 @@ bool Tls::shake() {
     return false;
   }
   ready_ = true;
-  const std::string early = std::move(early_);
-  return put(early.data(), early.size());
+  const std::string buffered = std::move(beforeHandshake_);
+  return encrypt(buffered.data(), buffered.size());
 }
 
-bool Tls::put(const char* data, size_t size) {
+bool Tls::encrypt(const char* data, size_t size) {
   while (size > 0 && !broken_) {
     lib_.ERR_clear_error();
-    const int some = static_cast<int>(std::min(size, kMostAtOnce));
+    const int some = static_cast<int>(std::min(size, kMaxRecord));
     broken_ = lib_.SSL_write(ssl_, data, some) != some;  // memory takes everything
     data += some;
     size -= static_cast<size_t>(some);
@@ -104,15 +104,15 @@ bool Tls::put(const char* data, size_t size) {
 }
 
 bool Tls::write(const void* data, size_t size) {
-  if (shake()) return put(static_cast<const char*>(data), size);
-  early_.append(static_cast<const char*>(data), size);
+  if (handshake()) return encrypt(static_cast<const char*>(data), size);
+  beforeHandshake_.append(static_cast<const char*>(data), size);
   return !broken_;
 }
 
 ssize_t Tls::read(void* data, size_t size) {
-  if (!shake()) return broken_ ? -1 : 0;
+  if (!handshake()) return broken_ ? -1 : 0;
   lib_.ERR_clear_error();
-  const int got = lib_.SSL_read(ssl_, data, static_cast<int>(std::min(size, kMostAtOnce)));
+  const int got = lib_.SSL_read(ssl_, data, static_cast<int>(std::min(size, kMaxRecord)));
   if (got > 0) return got;
   broken_ = lib_.SSL_get_error(ssl_, got) != OpenSsl::kWantRead;
   return broken_ ? -1 : 0;
@@ -123,8 +123,8 @@ bool Tls::feed(const void* data, size_t size) {
   return !broken_;
 }
 
-size_t Tls::take(void* data, size_t size) {
-  const int got = lib_.BIO_read(out_, data, static_cast<int>(std::min(size, kMostAtOnce)));
+size_t Tls::takeEncrypted(void* data, size_t size) {
+  const int got = lib_.BIO_read(out_, data, static_cast<int>(std::min(size, kMaxRecord)));
   return got > 0 ? static_cast<size_t>(got) : 0;
 }
 

@@ -49,13 +49,13 @@ class Tls {
   ssize_t read(void* data, size_t size);
   // What came from the peer, and what is to go there.
   bool feed(const void* data, size_t size);
-  size_t take(void* data, size_t size);
-  bool outgoing() const { return lib_.BIO_ctrl_pending(out_) > 0; }
-  bool incoming() const { return lib_.BIO_ctrl_pending(in_) > 0; }
+  size_t takeEncrypted(void* data, size_t size);
+  bool hasOutput() const { return lib_.BIO_ctrl_pending(out_) > 0; }
+  bool hasInput() const { return lib_.BIO_ctrl_pending(in_) > 0; }
 
  private:
-  bool shake();
-  bool put(const char* data, size_t size);
+  bool handshake();
+  bool encrypt(const char* data, size_t size);
 
   const std::shared_ptr<const TlsKey> key_;
   const OpenSsl& lib_;
@@ -63,7 +63,7 @@ class Tls {
   OpenSsl::Bio* in_;
   OpenSsl::Bio* out_;
   bool ready_ = false, broken_ = false;
-  std::string early_;
+  std::string beforeHandshake_;
   const uint64_t rekeyAfter_;
   uint64_t written_ = 0;
 };

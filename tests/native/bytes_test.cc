@@ -9,7 +9,7 @@
 #include "numbers/numbers.h"
 #include "transport/address.h"
 #include "transport/endpoint.h"
-#include "transport/goodbye.h"
+#include "transport/failure.h"
 #include "transport/handshake.h"
 #include "transport/sha256.h"
 
@@ -65,18 +65,18 @@ TEST(bytes, a_mac_binds_key_side_hello_and_nonce) {
   Hello hello;
   hello.fence = {1, 2};
   hello.to = 1;
-  const Nonce nonce = freshNonce();
-  const Digest mac = macOf("key", "dial", hello, nonce);
-  CHECK(equalInConstantTime(mac, macOf("key", "dial", hello, nonce)));
-  CHECK(!equalInConstantTime(mac, macOf("kez", "dial", hello, nonce)));
-  CHECK(!equalInConstantTime(mac, macOf("key", "accept", hello, nonce)));
-  CHECK(!equalInConstantTime(mac, macOf("key", "dial", hello, freshNonce())));
+  const Nonce nonce = makeNonce();
+  const Digest mac = computeMac("key", "dial", hello, nonce);
+  CHECK(equalInConstantTime(mac, computeMac("key", "dial", hello, nonce)));
+  CHECK(!equalInConstantTime(mac, computeMac("kez", "dial", hello, nonce)));
+  CHECK(!equalInConstantTime(mac, computeMac("key", "accept", hello, nonce)));
+  CHECK(!equalInConstantTime(mac, computeMac("key", "dial", hello, makeNonce())));
   Hello other = hello;
   other.fence.generation++;
-  CHECK(!equalInConstantTime(mac, macOf("key", "dial", other, nonce)));
+  CHECK(!equalInConstantTime(mac, computeMac("key", "dial", other, nonce)));
   other = hello;
   other.from = 7;
-  CHECK(!equalInConstantTime(mac, macOf("key", "dial", other, nonce)));
+  CHECK(!equalInConstantTime(mac, computeMac("key", "dial", other, nonce)));
 }
 
 template <typename T>
@@ -108,14 +108,14 @@ TEST(bytes, addresses) {
 
 TEST(bytes, a_goodbye_comes_back_as_it_was_and_nonsense_is_survived) {
   const Failure failure(Cause::kTimeout, {3, 1}, "too late");
-  const std::vector<char> body = encodeGoodbye(failure);
-  const Failure back = decodeGoodbye(body, 7);
+  const std::vector<char> body = encodeFailure(failure);
+  const Failure back = decodeFailure(body, 7);
   CHECK(back.cause == Cause::kTimeout && back.ranks == failure.ranks && std::string(back.what()) == "too late");
   for (size_t size = 0; size < 16; size++) {
-    const Failure cut = decodeGoodbye(std::vector<char>(body.begin(), body.begin() + static_cast<ptrdiff_t>(size)), 7);
+    const Failure cut = decodeFailure(std::vector<char>(body.begin(), body.begin() + static_cast<ptrdiff_t>(size)), 7);
     CHECK(cut.cause == Cause::kAborted && cut.ranks == std::vector<int>{7});
   }
-  CHECK(decodeGoodbye(std::vector<char>(64, '\xff'), 7).ranks == std::vector<int>{7});
+  CHECK(decodeFailure(std::vector<char>(64, '\xff'), 7).ranks == std::vector<int>{7});
 }
 
 TEST(bytes, fences_order_by_attempt_then_generation) {

@@ -32,15 +32,15 @@ class Dial {
   }
   ~Dial() { close(fd_); }
 
-  void say(const void* data, size_t size) { send(fd_, data, size, MSG_NOSIGNAL); }
+  void sendAll(const void* data, size_t size) { send(fd_, data, size, MSG_NOSIGNAL); }
   bool hear(void* data, size_t size) { return recv(fd_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size); }
 
   // The answer to the challenge that follows the hello; the other side waits for it.
   Proof proofAfter(const Hello& hello) {
     Challenge challenge;
-    say(&hello, sizeof hello);
+    sendAll(&hello, sizeof hello);
     CHECK(hear(&challenge, sizeof challenge));
-    return {macOf(kKey, "dial", hello, challenge.nonce)};
+    return {computeMac(kKey, "dial", hello, challenge.nonce)};
   }
 
   // The peer's group takes us for its rank 0, whom it waits for in a barrier.
@@ -63,12 +63,12 @@ class Dial {
 
   // A whole handshake as `from`; true if the other side has proved the key.
   bool shake(const std::string& key, const Hello& hello) {
-    say(&hello, sizeof hello);
+    sendAll(&hello, sizeof hello);
     Challenge challenge;
     if (!hear(&challenge, sizeof challenge)) return false;
-    if (!equalInConstantTime(challenge.mac, macOf(key, "accept", hello, challenge.nonce))) return false;
-    const Proof proof{macOf(key, "dial", hello, challenge.nonce)};
-    say(&proof, sizeof proof);
+    if (!equalInConstantTime(challenge.mac, computeMac(key, "accept", hello, challenge.nonce))) return false;
+    const Proof proof{computeMac(key, "dial", hello, challenge.nonce)};
+    sendAll(&proof, sizeof proof);
     return true;
   }
 
@@ -80,7 +80,7 @@ inline Hello helloTo(uint32_t to, Fence fence) {
   Hello hello;
   hello.fence = fence;
   hello.to = to;
-  hello.nonce = freshNonce();
+  hello.nonce = makeNonce();
   return hello;
 }
 
@@ -108,7 +108,7 @@ struct Waiting {
   void passWith(Dial& zero) {
     FrameHeader barrier{};
     CHECK(zero.shake(kKey, helloTo(1, {1, 5})) && zero.hearsBarrier(barrier));
-    zero.say(&barrier, sizeof barrier);  // both sides say the same
+    zero.sendAll(&barrier, sizeof barrier);  // both sides say the same
     thread.join();
     CHECK(thrown.empty());
   }

@@ -69,11 +69,11 @@ class Luck {
   }
 
   // In one to three pieces.
-  void say(Dial& dial, const Bytes& bytes) {
+  void sendAll(Dial& dial, const Bytes& bytes) {
     size_t said = 0;
     while (said < bytes.size()) {
       const size_t piece = once_in(3) ? 1 + below(bytes.size() - said) : bytes.size() - said;
-      dial.say(bytes.data() + said, piece);
+      dial.sendAll(bytes.data() + said, piece);
       said += piece;
     }
   }
@@ -111,16 +111,16 @@ TEST(fuzz, handshakes_of_strangers_disturb_nobody) {
     Bytes bytes;
     append(bytes, hello);
     if (luck.once_in(2)) {
-      luck.say(dial, bytes);  // a true beginning
+      luck.sendAll(dial, bytes);  // a true beginning
       Challenge challenge;
       CHECK(dial.hear(&challenge, sizeof challenge));
       bytes.clear();
-      append(bytes, Proof{macOf(luck.once_in(2) ? "another key" : kKey, "accept", hello, challenge.nonce)});
+      append(bytes, Proof{computeMac(luck.once_in(2) ? "another key" : kKey, "accept", hello, challenge.nonce)});
     } else {
       append(bytes, Proof{});
     }
     luck.mutate(bytes);
-    luck.say(dial, bytes);
+    luck.sendAll(dial, bytes);
   }
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
@@ -147,10 +147,10 @@ TEST(fuzz, frames_of_a_peer_end_its_group_or_nothing) {
       Bytes bytes;
       append(bytes, header);
       bytes.resize(bytes.size() + std::min<uint64_t>(header.size, 8192));
-      if (luck.once_in(8)) header.slot = luck.once_in(2) ? kGoodbyeSlot : kHereSlot;
+      if (luck.once_in(8)) header.slot = luck.once_in(2) ? kCloseSlot : kKeepaliveSlot;
       std::memcpy(bytes.data(), &header, sizeof header);
       luck.mutate(bytes);
-      luck.say(peer, bytes);
+      luck.sendAll(peer, bytes);
     }  // it hangs up
     thread.join();
   }

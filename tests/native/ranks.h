@@ -27,10 +27,6 @@ struct Ranks {
     groups.clear();
     elastic::GroupOptions options;
     options.timeout = std::chrono::milliseconds(timeout);
-    options.inform = [this](const std::string& text) {
-      std::lock_guard<std::mutex> lock(mutex);
-      told.push_back(text);
-    };
     for (size_t r = 0; r < endpoints.size(); r++) {
       options.local.clear();
       for (size_t peer = 0; peer < hosts.size(); peer++) {

@@ -15,13 +15,13 @@ TEST(strangers, garbage_wrong_keys_and_older_fences_lose_their_connection) {
     Dial dial(*waiting.endpoint);
     std::vector<char> bytes(1 + random() % 400);
     for (char& byte : bytes) byte = static_cast<char>(random());
-    dial.say(bytes.data(), bytes.size());
+    dial.sendAll(bytes.data(), bytes.size());
     if (bytes.size() >= sizeof(Hello)) CHECK(dial.closed());
   }
   Dial wrong(*waiting.endpoint);
   CHECK(!wrong.shake("another key", helloTo(1, {1, 5})));
   const Proof forged{};
-  wrong.say(&forged, sizeof forged);
+  wrong.sendAll(&forged, sizeof forged);
   CHECK(wrong.closed());
   for (Fence older : {Fence{1, 4}, Fence{0, 9}}) {
     Dial dial(*waiting.endpoint);
@@ -37,12 +37,12 @@ TEST(strangers, a_recorded_proof_is_worth_nothing) {
   const Hello hello = helloTo(1, {1, 5});
   Challenge challenge;
   Dial first(*waiting.endpoint);
-  first.say(&hello, sizeof hello);
+  first.sendAll(&hello, sizeof hello);
   CHECK(first.hear(&challenge, sizeof challenge));
-  const Proof recorded{macOf(kKey, "dial", hello, challenge.nonce)};
+  const Proof recorded{computeMac(kKey, "dial", hello, challenge.nonce)};
   Dial second(*waiting.endpoint);
-  second.say(&hello, sizeof hello);
-  second.say(&recorded, sizeof recorded);
+  second.sendAll(&hello, sizeof hello);
+  second.sendAll(&recorded, sizeof recorded);
   CHECK(second.hear(&challenge, sizeof challenge) && second.closed());
   CHECK(waiting.end() == "the test is over");
 }
@@ -65,13 +65,13 @@ TEST(strangers, silent_ones_do_not_take_all_descriptors) {
   Dial slow(*waiting.endpoint);
   const Hello hello = helloTo(1, {1, 5});
   Challenge challenge;
-  slow.say(&hello, sizeof hello);
+  slow.sendAll(&hello, sizeof hello);
   CHECK(slow.hear(&challenge, sizeof challenge));
   std::vector<std::unique_ptr<Dial>> silent;
   for (int i = 0; i < 200; i++) silent.push_back(std::make_unique<Dial>(*waiting.endpoint));
   for (int i = 0; i < 200 - 64; i++) CHECK(silent[static_cast<size_t>(i)]->closed());
-  const Proof proof{macOf(kKey, "dial", hello, challenge.nonce)};
-  slow.say(&proof, sizeof proof);
+  const Proof proof{computeMac(kKey, "dial", hello, challenge.nonce)};
+  slow.sendAll(&proof, sizeof proof);
   FrameHeader header{};
   CHECK(slow.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
   CHECK(waiting.end() == "the test is over");
@@ -83,7 +83,7 @@ TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) 
     Dial peer(*waiting.endpoint);
     CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
     const FrameHeader header{12345, size, {}};
-    peer.say(&header, sizeof header);
+    peer.sendAll(&header, sizeof header);
     waiting.thread.join();
     CHECK(waiting.thrown.find("more than anybody here asked for") != std::string::npos);
   }
@@ -93,7 +93,7 @@ TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) 
 TEST(strangers, a_peer_that_reads_nothing_keeps_no_waiter_after_an_abort) {
   auto endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
   GroupOptions options;
-  options.nobodyHears = std::chrono::minutes(1);  // however late the peer gets the processor
+  options.closeTimeout = std::chrono::minutes(1);  // however late the peer gets the processor
   Group group(endpoint, 1, {"127.0.0.1:1", endpoint->address()}, Fence{1, 5}, options);
   std::vector<char> data(size_t{32} << 20);
   std::string thrown;
@@ -107,7 +107,7 @@ TEST(strangers, a_peer_that_reads_nothing_keeps_no_waiter_after_an_abort) {
   CHECK(thrown == "enough");
   data = {};  // the waiter's memory is its own again
   std::vector<char> frame(header.size);
-  CHECK(late.hear(frame.data(), frame.size()) && late.hear(&header, sizeof header) && header.slot == kGoodbyeSlot);
+  CHECK(late.hear(frame.data(), frame.size()) && late.hear(&header, sizeof header) && header.slot == kCloseSlot);
 }
 
 TEST(strangers, a_goodbye_without_sense_is_an_abort_that_names_the_sender) {
@@ -115,9 +115,9 @@ TEST(strangers, a_goodbye_without_sense_is_an_abort_that_names_the_sender) {
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
   const int32_t body[2] = {1, 1 << 30};
-  const FrameHeader header{kGoodbyeSlot, sizeof body, {}};
-  peer.say(&header, sizeof header);
-  peer.say(body, sizeof body);
+  const FrameHeader header{kCloseSlot, sizeof body, {}};
+  peer.sendAll(&header, sizeof header);
+  peer.sendAll(body, sizeof body);
   waiting.thread.join();
   CHECK(waiting.thrown == "rank 0 said goodbye without sense");
 }
@@ -149,7 +149,7 @@ TEST(strangers, a_handshake_that_one_group_began_is_ended_by_one_that_is_made_la
   first.passWith(peer);
   Group unused(first.endpoint, 1, {"127.0.0.1:1", first.endpoint->address()}, {1, 5, 8}, GroupOptions{});
   Waiting later(first.endpoint, hello.fence);
-  early.say(&proof, sizeof proof);
+  early.sendAll(&proof, sizeof proof);
   CHECK(early.hearsBarrier());
   CHECK(later.end() == "the test is over");
 }
@@ -164,20 +164,20 @@ TEST(strangers, nobody_loses_a_handshake_to_a_rank_that_computes_for_long) {
   const Proof slowly = slow.proofAfter(helloTo(1, {1, 5})), proof = early.proofAfter(hello);
   const std::string garbage(400, '\x16');
   Dial last(*inTls.endpoint);
-  last.say(garbage.data(), garbage.size());
+  last.sendAll(garbage.data(), garbage.size());
   CHECK(last.closed());  // `late` has been accepted before
   unheard.passWith(peer);
   inTls.end();
   inTls.group->close();
-  early.say(&proof, sizeof proof);
+  early.sendAll(&proof, sizeof proof);
   Connection cipher(dup(late.fd()));
   cipher.secure(inTls.endpoint->tls(), true);
-  CHECK(cipher.say(&hello, sizeof hello));
+  CHECK(cipher.sendAll(&hello, sizeof hello));
   std::this_thread::sleep_for(std::chrono::milliseconds(10500));
   Dial one(*heard.endpoint), other(*unheard.endpoint), third(*inTls.endpoint);
   Waiting next(unheard.endpoint, hello.fence), nextInTls(inTls.endpoint, hello.fence);
   CHECK(early.hearsBarrier());
-  slow.say(&slowly, sizeof slowly);
+  slow.sendAll(&slowly, sizeof slowly);
   CHECK(slow.hearsBarrier());
   Challenge challenge;
   ssize_t got = -1;

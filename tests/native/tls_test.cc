@@ -23,7 +23,7 @@ struct Both {
   // What one side has for the other, after which that one reads what it can.
   std::string carry(Tls& from, Tls& to) {
     char bytes[1 << 15];
-    while (const size_t some = from.take(bytes, sizeof bytes)) {
+    while (const size_t some = from.takeEncrypted(bytes, sizeof bytes)) {
       wire.append(bytes, some);
       if (!to.feed(bytes, some)) break;
     }
@@ -102,7 +102,7 @@ TEST(tls, a_changed_byte_breaks_the_connection) {
   CHECK(both.carry(both.dialer, both.acceptor) == "x");
   CHECK(both.dialer.write("gradient", 8));
   char bytes[256];
-  const size_t some = both.dialer.take(bytes, sizeof bytes);
+  const size_t some = both.dialer.takeEncrypted(bytes, sizeof bytes);
   bytes[some - 3] ^= 1;
   CHECK(both.acceptor.feed(bytes, some));
   CHECK(both.acceptor.read(bytes, sizeof bytes) == -1);
@@ -213,7 +213,7 @@ TEST(tls, strangers_disturb_nobody) {
     Dial silent(*endpoint);
     Dial garbage(*endpoint);
     const std::string bytes(400, '\x16');
-    garbage.say(bytes.data(), bytes.size());
+    garbage.sendAll(bytes.data(), bytes.size());
   }
   group.abort("the test is over");
   thread.join();

@@ -1,4 +1,4 @@
-#include "shared/shm_gate.h"
+#include "shared/shm_barrier.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -12,7 +12,7 @@
 #include <cstring>
 #include <thread>
 
-#include "transport/goodbye.h"
+#include "transport/failure.h"
 
 namespace elastic {
 namespace {
@@ -23,15 +23,15 @@ constexpr uint32_t kFailed = 1;
 // Then sleep: a yield may cost a time slice where others compute. A sleeper is back some 50 microseconds after it was
 // woken, so that it comes late to the next meeting as well; how long a pause takes depends on the processor.
 constexpr std::chrono::microseconds kSpin{100}, kSpinWhenCrowded{1};
-constexpr int kPausesBetweenLooksAtTheClock = 16;
-constexpr std::chrono::milliseconds kSlice{3};   // how late the death of a member is seen, at most
-constexpr std::chrono::milliseconds kIdle{200};  // how often a waiter looks for Ctrl-C
-constexpr std::chrono::seconds kSilent{1};       // somebody who is away and lives shows it more often than this
+constexpr int kPausesPerClockRead = 16;
+constexpr std::chrono::milliseconds kSleepSlice{3};   // how late the death of a member is seen, at most
+constexpr std::chrono::milliseconds kReportInterval{200};  // how often a waiter looks for Ctrl-C
+constexpr std::chrono::seconds kSilenceLimit{1};       // somebody who is crossHost and lives shows it more often than this
 constexpr std::chrono::seconds kGrace{3};        // more than what others take to tell who is to blame
-constexpr std::chrono::milliseconds kVerdictWithin{50};
+constexpr std::chrono::milliseconds kFailureWriteTimeout{50};
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-  // Whatever comes of it, the caller looks at the word again. Not a private futex: the word is shared by processes.
+  // Whatever comes of it, the client looks at the word again. Not a private futex: the word is shared by processes.
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
@@ -55,27 +55,27 @@ std::chrono::microseconds spinFor(size_t members) {
 
 }  // namespace
 
-// One wait: since when, when to see to what, and what was last seen of those who are away.
-struct Gate::Watch {
+// One wait: since when, when to see to what, and what was last seen of those who are crossHost.
+struct SharedBarrier::WaitState {
   Clock::time_point begin = Clock::now();
-  Clock::time_point idle = begin + kIdle, again = begin;
-  Clock::time_point late = Clock::time_point::max();  // since when nobody but those who are away is missing
-  std::vector<uint32_t> pulses;
+  Clock::time_point idle = begin + kReportInterval, again = begin;
+  Clock::time_point late = Clock::time_point::max();  // since when nobody but those who are crossHost is missing
+  std::vector<uint32_t> heartbeats;
 };
 
-Gate::Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh)
+SharedBarrier::SharedBarrier(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh)
     : segment_(std::move(segment)),
       ranks_(std::move(ranks)),
       self_(self),
       mesh_(mesh),
       spin_(spinFor(ranks_.size())),
-      gone_(ranks_.size()) {}
+      lost_(ranks_.size()) {}
 
-void Gate::pass() {
+void SharedBarrier::arriveAndWait() {
   SegmentHeader& header = segment_->header();
   turn_++;
-  if (header.gathered.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks_.size()) {
-    header.gathered.store(0, std::memory_order_relaxed);  // nobody comes again before the phase has changed
+  if (header.arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks_.size()) {
+    header.arrivals.store(0, std::memory_order_relaxed);  // nobody comes again before the phase has changed
     // Sequentially consistent, as is what a sleeper does: it sees the new phase, or we see the sleeper.
     header.phase.fetch_add(2, std::memory_order_seq_cst);
     if (header.sleepers.load(std::memory_order_seq_cst) > 0) wakeAll(header.phase);
@@ -87,25 +87,25 @@ void Gate::pass() {
   if (failed()) raise();
 }
 
-bool Gate::open() const {
+bool SharedBarrier::open() const {
   const uint32_t phase = segment_->header().phase.load(std::memory_order_acquire);
   return (phase & kFailed) != 0 || phase >> 1 == (turn_ & (UINT32_MAX >> 1));
 }
 
-void Gate::spin() const {
+void SharedBarrier::spin() const {
   const auto until = Clock::now() + spin_;
   do {
-    for (int i = 0; i < kPausesBetweenLooksAtTheClock; i++) {
+    for (int i = 0; i < kPausesPerClockRead; i++) {
       if (open()) return;
       relax();
     }
   } while (Clock::now() < until);
 }
 
-void Gate::sleep() {
+void SharedBarrier::sleep() {
   SegmentHeader& header = segment_->header();
-  const timespec slice{0, std::chrono::nanoseconds(kSlice).count()};
-  Watch watch;
+  const timespec slice{0, std::chrono::nanoseconds(kSleepSlice).count()};
+  WaitState watch;
   struct Sleeper {
     std::atomic<uint32_t>& count;
     explicit Sleeper(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1, std::memory_order_seq_cst); }
@@ -118,18 +118,18 @@ void Gate::sleep() {
     futex(header.phase, FUTEX_WAIT, phase, &slice);
     if (open()) return;
     const auto now = Clock::now();
-    if (now - before > kIdle) watch.begin += now - before;  // this process was stopped, or the machine with all members
-    mesh_.attend();
+    if (now - before > kReportInterval) watch.begin += now - before;  // this process was stopped, or the machine with all members
+    mesh_.pollOnce();
     if (now >= watch.idle) {
-      mesh_.attendToWait(watch.begin, toTell());
-      watch.idle = now + kIdle;
+      mesh_.onWaitInterval(watch.begin, ranksToReport());
+      watch.idle = now + kReportInterval;
     }
-    blameTheDead();
-    if (now >= std::max(watch.again, mesh_.deadlineOf(watch.begin))) blameTheLate(watch);
+    failOnLostMember();
+    if (now >= std::max(watch.again, mesh_.deadlineOf(watch.begin))) failOnTimeout(watch);
   }
 }
 
-std::vector<int> Gate::missing() const {
+std::vector<int> SharedBarrier::missing() const {
   std::vector<int> members;
   for (int m = 0; m < static_cast<int>(ranks_.size()); m++) {
     if (segment_->line(m).arrived.load(std::memory_order_acquire) != turn_) members.push_back(m);
@@ -137,59 +137,59 @@ std::vector<int> Gate::missing() const {
   return members;
 }
 
-// Ranks that are missing and not away: known to all who have come, told by the first of them.
-std::vector<int> Gate::toTell() const {
+// Ranks that are missing and not crossHost: known to all who have come, told by the first of them.
+std::vector<int> SharedBarrier::ranksToReport() const {
   std::vector<int> ranks;
   const std::vector<int> members = missing();
   for (int m = 0; m < self_; m++) {
     if (std::find(members.begin(), members.end(), m) == members.end()) return ranks;
   }
   for (int m : members) {
-    if (segment_->line(m).away.load(std::memory_order_relaxed) == Away::kNot)
+    if (segment_->line(m).crossHost.load(std::memory_order_relaxed) == CrossHost::kNot)
       ranks.push_back(ranks_[static_cast<size_t>(m)]);
   }
   return ranks;
 }
 
-void Gate::blameTheDead() {
+void SharedBarrier::failOnLostMember() {
   for (size_t m = 0; m < ranks_.size(); m++) {
     // In this order: what it did before it went counts.
-    if (!gone_[m] || segment_->line(static_cast<int>(m)).arrived.load(std::memory_order_acquire) == turn_) continue;
+    if (!lost_[m] || segment_->line(static_cast<int>(m)).arrived.load(std::memory_order_acquire) == turn_) continue;
     if (open()) return;
-    const Failure loss = lossOf(static_cast<int>(m));
+    const Failure loss = makeLossFailure(static_cast<int>(m));
     mesh_.abort(loss.cause, loss.ranks, loss.what());
     mesh_.check();
   }
 }
 
-Failure Gate::lossOf(int member) const {
+Failure SharedBarrier::makeLossFailure(int member) const {
   const int rank = ranks_[static_cast<size_t>(member)];
   return Failure(Cause::kPeerLost, {rank},
                  "rank " + std::to_string(mesh_.rank) + ": rank " + std::to_string(rank) +
                      ", on the same host: its process has ended, or it has closed the group");
 }
 
-// One who is away waits for other hosts, and will tell who is to blame: as long as it lives, and unless it has no
+// One who is crossHost waits for other hosts, and will tell who is to blame: as long as it lives, and unless it has no
 // deadline itself.
-void Gate::blameTheLate(Watch& watch) {
+void SharedBarrier::failOnTimeout(WaitState& watch) {
   const auto now = Clock::now();
   std::vector<int> ranks;
-  std::vector<uint32_t> pulses;
+  std::vector<uint32_t> heartbeats;
   std::string names;
   for (int m : missing()) {
-    const Line& line = segment_->line(m);
-    const size_t nth = pulses.size();
-    pulses.push_back(line.pulse.load(std::memory_order_relaxed));
-    const bool away = line.away.load(std::memory_order_relaxed) != Away::kNot;
-    const bool alive = nth >= watch.pulses.size() || watch.pulses[nth] != pulses[nth];
-    if (away && (watch.late > now || alive)) continue;
+    const MemberState& line = segment_->line(m);
+    const size_t nth = heartbeats.size();
+    heartbeats.push_back(line.heartbeat.load(std::memory_order_relaxed));
+    const bool crossHost = line.crossHost.load(std::memory_order_relaxed) != CrossHost::kNot;
+    const bool alive = nth >= watch.heartbeats.size() || watch.heartbeats[nth] != heartbeats[nth];
+    if (crossHost && (watch.late > now || alive)) continue;
     ranks.push_back(ranks_[static_cast<size_t>(m)]);
     names += (names.empty() ? "" : ", ") + std::to_string(ranks.back());
   }
   watch.late = std::min(watch.late, now);
   if (ranks.empty() && now < watch.late + mesh_.limit() + kGrace) {
-    watch.pulses = std::move(pulses);
-    watch.again = now + kSilent;
+    watch.heartbeats = std::move(heartbeats);
+    watch.again = now + kSilenceLimit;
     return;
   }
   if (open()) return;
@@ -200,32 +200,32 @@ void Gate::blameTheLate(Watch& watch) {
   mesh_.check();
 }
 
-void Gate::publish(const Failure& failure) {
+void SharedBarrier::publish(const Failure& failure) {
   SegmentHeader& header = segment_->header();
   uint32_t none = 0;
-  if (header.verdict.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
-    std::vector<char> body = encodeGoodbye(failure);
-    if (body.size() > kMostBody) body = encodeGoodbye(Failure(failure.cause, {}, failure.what()));
+  if (header.failureState.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
+    std::vector<char> body = encodeFailure(failure);
+    if (body.size() > kMaxFailureBytes) body = encodeFailure(Failure(failure.cause, {}, failure.what()));
     std::memcpy(header.body, body.data(), body.size());
     header.bodySize = static_cast<uint32_t>(body.size());
-    header.verdict.store(2, std::memory_order_release);
+    header.failureState.store(2, std::memory_order_release);
   }
   header.phase.fetch_or(kFailed, std::memory_order_seq_cst);
   wakeAll(header.phase);
 }
 
-Failure Gate::failure() const {
+Failure SharedBarrier::failure() const {
   const SegmentHeader& header = segment_->header();
-  const auto until = Clock::now() + kVerdictWithin;
-  while (header.verdict.load(std::memory_order_acquire) != 2) {
+  const auto until = Clock::now() + kFailureWriteTimeout;
+  while (header.failureState.load(std::memory_order_acquire) != 2) {
     // Whoever began to publish it has died.
     if (Clock::now() > until) return Failure(Cause::kAborted, {}, "a member of this host ended the group");
     std::this_thread::yield();
   }
-  return decodeGoodbye(std::vector<char>(header.body, header.body + header.bodySize), ranks_[0]);
+  return decodeFailure(std::vector<char>(header.body, header.body + header.bodySize), ranks_[0]);
 }
 
-void Gate::raise() {
+void SharedBarrier::raise() {
   const Failure failure = this->failure();
   mesh_.abort(failure.cause, failure.ranks, failure.what());
   mesh_.check();

@@ -1,4 +1,4 @@
-#include "transport/goodbye.h"
+#include "transport/failure.h"
 
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,7 @@ constexpr size_t kLongestReason = 4096;
 
 }  // namespace
 
-std::vector<char> encodeGoodbye(const Failure& failure) {
+std::vector<char> encodeFailure(const Failure& failure) {
   std::vector<int32_t> numbers{static_cast<int32_t>(failure.cause), static_cast<int32_t>(failure.ranks.size())};
   numbers.insert(numbers.end(), failure.ranks.begin(), failure.ranks.end());
   const auto first = reinterpret_cast<const char*>(numbers.data());
@@ -20,7 +20,7 @@ std::vector<char> encodeGoodbye(const Failure& failure) {
   return body;
 }
 
-Failure decodeGoodbye(const std::vector<char>& body, int peer) {
+Failure decodeFailure(const std::vector<char>& body, int peer) {
   std::vector<int32_t> numbers(body.size() / sizeof(int32_t));
   if (!numbers.empty()) std::memcpy(numbers.data(), body.data(), numbers.size() * sizeof(int32_t));
   const bool sound = numbers.size() >= 2 && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(Cause::kMismatch) &&

@@ -13,14 +13,14 @@
 
 namespace elastic {
 
-class LastWords {
+class PendingClose {
  public:
   // Room for `size` bytes.
-  explicit LastWords(size_t size);
+  explicit PendingClose(size_t size);
 
   void add(const char* data, size_t size);
   // Whether there is more to say, once the peer takes it.
-  bool goOn();
+  bool sendMore();
 
   Connection connection;
 
@@ -28,25 +28,25 @@ class LastWords {
   struct Free {
     void operator()(char* memory) const { std::free(memory); }
   };
-  std::unique_ptr<char, Free> rest_;
-  size_t size_ = 0, said_ = 0;
+  std::unique_ptr<char, Free> unsent_;
+  size_t size_ = 0, sent_ = 0;
 };
 
-class Farewell {
+class GracefulClose {
  public:
-  // nobodyHears: peers that take nothing for so long are stopped. All of it takes four times as long at most.
-  explicit Farewell(std::chrono::milliseconds nobodyHears) : nobodyHears_(nobodyHears) {}
-  ~Farewell() { end(); }
+  // closeTimeout: peers that take nothing for so long are stopped. All of it takes four times as long at most.
+  explicit GracefulClose(std::chrono::milliseconds closeTimeout) : closeTimeout_(closeTimeout) {}
+  ~GracefulClose() { join(); }
   // Once at most, and not at the same time as `end`.
-  void begin(std::vector<LastWords> words);
+  void start(std::vector<PendingClose> closes);
   // Returns when all is said, or nobody hears. From any thread.
-  void end();
+  void join();
 
  private:
   void run();
 
-  const std::chrono::milliseconds nobodyHears_;
-  std::vector<LastWords> words_;  // their connections stay open: what peers still send would reset closed ones
+  const std::chrono::milliseconds closeTimeout_;
+  std::vector<PendingClose> closes_;  // their connections stay open: what peers still send would reset closed ones
   std::mutex mutex_;              // guards the joining
   std::thread thread_;
 };

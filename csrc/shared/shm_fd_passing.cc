@@ -1,4 +1,4 @@
-#include "shared/shm_handover.h"
+#include "shared/shm_fd_passing.h"
 
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -13,7 +13,7 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMostCallers = 2 * kMostMembers;  // strangers among them
+constexpr size_t kMaxClients = 2 * kMaxMembers;  // strangers among them
 
 struct Request {
   uint32_t member;
@@ -22,7 +22,7 @@ struct Request {
 
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(std::string(what) + ": " + std::strerror(errno)); }
 
-Digest proofOf(const std::string& key, const Nonce& name, uint32_t member) {
+Digest computeMac(const std::string& key, const Nonce& name, uint32_t member) {
   std::string message = "segment" + std::to_string(member);
   message.append(reinterpret_cast<const char*>(name.data()), name.size());
   return hmacSha256(key, message);
@@ -43,15 +43,15 @@ struct UnixAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
 };
 
-Descriptor packetSocket() {
-  Descriptor made(openOwned([] { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }));
+UniqueFd packetSocket() {
+  UniqueFd made(openRegistered([] { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }));
   if (made.get() < 0) fail("no Unix socket");
   return made;
 }
 
 // A message of one byte with room for descriptors beside it.
-struct Envelope {
-  explicit Envelope(size_t descriptors) : control(CMSG_SPACE(descriptors * sizeof(int))) {
+struct FdMessage {
+  explicit FdMessage(size_t descriptors) : control(CMSG_SPACE(descriptors * sizeof(int))) {
     message.msg_iov = &body;
     message.msg_iovlen = 1;
     message.msg_control = control.data();
@@ -64,7 +64,7 @@ struct Envelope {
 };
 
 bool sendDescriptors(int fd, const std::vector<int>& descriptors) {
-  Envelope envelope(descriptors.size());
+  FdMessage envelope(descriptors.size());
   cmsghdr* header = CMSG_FIRSTHDR(&envelope.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
@@ -73,10 +73,10 @@ bool sendDescriptors(int fd, const std::vector<int>& descriptors) {
   return sendmsg(fd, &envelope.message, MSG_NOSIGNAL) == 1;
 }
 
-std::vector<Descriptor> receiveDescriptors(int fd, size_t most) {
-  Envelope envelope(most);
-  std::vector<Descriptor> received;
-  const NoFork whole;
+std::vector<UniqueFd> receiveDescriptors(int fd, size_t most) {
+  FdMessage envelope(most);
+  std::vector<UniqueFd> received;
+  const ForkLock whole;
   if (recvmsg(fd, &envelope.message, MSG_CMSG_CLOEXEC) != 1) return received;
   const cmsghdr* header = CMSG_FIRSTHDR(&envelope.message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return received;
@@ -84,98 +84,98 @@ std::vector<Descriptor> receiveDescriptors(int fd, size_t most) {
   for (size_t i = 0; i < count; i++) {
     int one;
     std::memcpy(&one, CMSG_DATA(header) + i * sizeof(int), sizeof one);
-    received.emplace_back(own(one));
+    received.emplace_back(registerFd(one));
   }
   return received;
 }
 
 }  // namespace
 
-void Descriptor::reset(int fd) {
-  if (fd_ >= 0) disown(fd_);
+void UniqueFd::reset(int fd) {
+  if (fd_ >= 0) closeFd(fd_);
   fd_ = fd;
 }
 
-Giver::Giver(Mesh& mesh, const std::string& key, const Nonce& name, int memory, int members)
+SegmentServer::SegmentServer(Mesh& mesh, const std::string& key, const Nonce& name, int memory, int members)
     : mesh_(mesh), key_(key), name_(name), memory_(memory) {
   for (int m = 0; m < members; m++) {
     int ends[2];
-    const NoFork whole;
+    const ForkLock whole;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) fail("no pair of sockets");
-    farEnds_.emplace_back(own(ends[0]));
-    ownEnds_.emplace_back(own(ends[1]));
+    peerEnds_.emplace_back(registerFd(ends[0]));
+    ownEnds_.emplace_back(registerFd(ends[1]));
   }
   listener_ = packetSocket();
   const UnixAddress address(name);
   if (bind(listener_.get(), address.get(), address.length) != 0) fail("no name for a Unix socket");
-  if (listen(listener_.get(), kMostMembers) != 0) fail("a Unix socket does not listen");
-  const auto lock = mesh_.hold();
-  mesh_.attach(listener_.get(), [this](uint32_t) { return onCaller(); });
+  if (listen(listener_.get(), kMaxMembers) != 0) fail("a Unix socket does not listen");
+  const auto lock = mesh_.lock();
+  mesh_.addFd(listener_.get(), [this](uint32_t) { return onConnect(); });
 }
 
-Giver::~Giver() {
-  const auto lock = mesh_.hold();
-  mesh_.detach(listener_.get());
-  for (const auto& caller : callers_) mesh_.detach(caller.get());
+SegmentServer::~SegmentServer() {
+  const auto lock = mesh_.lock();
+  mesh_.removeFd(listener_.get());
+  for (const auto& client : clients_) mesh_.removeFd(client.get());
 }
 
-std::unique_ptr<Failure> Giver::onCaller() {
-  Descriptor caller(
-      openOwned([&] { return accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); }));
-  if (caller.get() < 0 || callers_.size() >= kMostCallers) return nullptr;
-  const int fd = caller.get();
-  mesh_.attach(fd, [this, fd](uint32_t) { return onRequest(fd); });
-  callers_.push_back(std::move(caller));
+std::unique_ptr<Failure> SegmentServer::onConnect() {
+  UniqueFd client(
+      openRegistered([&] { return accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); }));
+  if (client.get() < 0 || clients_.size() >= kMaxClients) return nullptr;
+  const int fd = client.get();
+  mesh_.addFd(fd, [this, fd](uint32_t) { return onRequest(fd); });
+  clients_.push_back(std::move(client));
   return nullptr;
 }
 
-std::unique_ptr<Failure> Giver::onRequest(int fd) {
+std::unique_ptr<Failure> SegmentServer::onRequest(int fd) {
   Request request;
   const ssize_t got = recv(fd, &request, sizeof request, 0);
   const bool whole = got == sizeof request && request.member > 0 && request.member < ownEnds_.size();
-  if (whole && equalInConstantTime(request.mac, proofOf(key_, name_, request.member))) {
-    give(fd, static_cast<int>(request.member));
+  if (whole && equalInConstantTime(request.mac, computeMac(key_, name_, request.member))) {
+    sendSegment(fd, static_cast<int>(request.member));
   }
-  mesh_.detach(fd);
-  for (size_t i = 0; i < callers_.size(); i++) {
-    if (callers_[i].get() != fd) continue;
-    callers_.erase(callers_.begin() + static_cast<ptrdiff_t>(i));
+  mesh_.removeFd(fd);
+  for (size_t i = 0; i < clients_.size(); i++) {
+    if (clients_[i].get() != fd) continue;
+    clients_.erase(clients_.begin() + static_cast<ptrdiff_t>(i));
     break;
   }
   return nullptr;
 }
 
-void Giver::give(int fd, int member) {
+void SegmentServer::sendSegment(int fd, int member) {
   std::vector<int> descriptors{memory_, ownEnds_[static_cast<size_t>(member)].get()};
-  for (size_t m = 0; m < farEnds_.size(); m++) {
-    if (m != static_cast<size_t>(member)) descriptors.push_back(farEnds_[m].get());
+  for (size_t m = 0; m < peerEnds_.size(); m++) {
+    if (m != static_cast<size_t>(member)) descriptors.push_back(peerEnds_[m].get());
   }
   // From here on the member alone holds its end. A member that does not get it says so.
   if (sendDescriptors(fd, descriptors)) ownEnds_[static_cast<size_t>(member)].reset(-1);
 }
 
-Lifelines Giver::takeOwn() {
-  const auto lock = mesh_.hold();
-  Lifelines lifelines{std::move(ownEnds_[0]), std::move(farEnds_)};
-  lifelines.others[0].reset(-1);
-  return lifelines;
+LivenessSockets SegmentServer::takeOwnSockets() {
+  const auto lock = mesh_.lock();
+  LivenessSockets liveness{std::move(ownEnds_[0]), std::move(peerEnds_)};
+  liveness.others[0].reset(-1);
+  return liveness;
 }
 
-Handed fetch(Mesh& mesh, const std::string& key, const Nonce& name, int member, int members,
+ReceivedSegment fetchSegment(Mesh& mesh, const std::string& key, const Nonce& name, int member, int members,
              Mesh::Clock::time_point until) {
-  const Descriptor asking = packetSocket();
+  const UniqueFd asking = packetSocket();
   const UnixAddress address(name);
   if (connect(asking.get(), address.get(), address.length) != 0) fail("the first rank of this host is out of reach");
-  const Request request{static_cast<uint32_t>(member), proofOf(key, name, static_cast<uint32_t>(member))};
+  const Request request{static_cast<uint32_t>(member), computeMac(key, name, static_cast<uint32_t>(member))};
   if (send(asking.get(), &request, sizeof request, MSG_NOSIGNAL) != sizeof request) fail("the first rank is gone");
   bool answered = false;
-  std::vector<Descriptor> received;
+  std::vector<UniqueFd> received;
   {
-    const auto lock = mesh.hold();
-    mesh.attach(asking.get(), [&](uint32_t) -> std::unique_ptr<Failure> {
+    const auto lock = mesh.lock();
+    mesh.addFd(asking.get(), [&](uint32_t) -> std::unique_ptr<Failure> {
       received = receiveDescriptors(asking.get(), static_cast<size_t>(members) + 1);
       answered = true;
-      mesh.detach(asking.get());
+      mesh.removeFd(asking.get());
       return nullptr;
     });
   }
@@ -183,17 +183,17 @@ Handed fetch(Mesh& mesh, const std::string& key, const Nonce& name, int member, 
     Mesh& mesh;
     int fd;
     ~Leave() {
-      const auto lock = mesh.hold();
-      mesh.detach(fd);
+      const auto lock = mesh.lock();
+      mesh.removeFd(fd);
     }
   } leave{mesh, asking.get()};
-  mesh.await([&] { return answered; }, until);
-  if (received.size() != static_cast<size_t>(members) + 1) throw std::runtime_error("no shared memory was handed over");
-  Handed handed{std::move(received[0]), {std::move(received[1]), {}}};
+  mesh.runUntil([&] { return answered; }, until);
+  if (received.size() != static_cast<size_t>(members) + 1) throw std::runtime_error("no shared memory was segment over");
+  ReceivedSegment segment{std::move(received[0]), {std::move(received[1]), {}}};
   size_t next = 2;
   for (int m = 0; m < members; m++)
-    handed.lifelines.others.push_back(m == member ? Descriptor() : std::move(received[next++]));
-  return handed;
+    segment.liveness.others.push_back(m == member ? UniqueFd() : std::move(received[next++]));
+  return segment;
 }
 
 }  // namespace elastic

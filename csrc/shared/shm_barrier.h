@@ -15,15 +15,15 @@
 
 namespace elastic {
 
-class Gate {
+class SharedBarrier {
  public:
   // ranks: of the members, in their order; `self` is the index of this one.
-  Gate(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh);
+  SharedBarrier(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh);
 
   // Returns once all members have come as often as this one; what they wrote before can be read from then on. Throws
   // the failure that ends the group.
-  void pass();
-  // What is written before the next pass() into this bank stays until the second pass() after that.
+  void arriveAndWait();
+  // What is written before the next arriveAndWait() into this bank stays until the second arriveAndWait() after that.
   uint32_t bank() const { return turn_ % 2; }
 
   // From any thread. The first failure stays.
@@ -31,21 +31,21 @@ class Gate {
   bool failed() const { return segment_->header().phase.load(std::memory_order_acquire) & 1; }
   Failure failure() const;  // waits a moment for the one who publishes it
   // A member's process is gone or has closed the group: fatal only to those who need it.
-  void lost(int member) { gone_[static_cast<size_t>(member)] = true; }
-  void setAway(Away away) { segment_->line(self_).away.store(away, std::memory_order_relaxed); }
-  bool isAwaited() const { return segment_->line(self_).away.load(std::memory_order_relaxed) == Away::kAwaited; }
-  Failure lossOf(int member) const;
+  void lost(int member) { lost_[static_cast<size_t>(member)] = true; }
+  void setCrossHost(CrossHost crossHost) { segment_->line(self_).crossHost.store(crossHost, std::memory_order_relaxed); }
+  bool isAwaited() const { return segment_->line(self_).crossHost.load(std::memory_order_relaxed) == CrossHost::kAwaited; }
+  Failure makeLossFailure(int member) const;
 
  private:
-  struct Watch;
+  struct WaitState;
   bool open() const;
   void spin() const;
   void sleep();
-  void blameTheDead();
-  void blameTheLate(Watch& watch);
+  void failOnLostMember();
+  void failOnTimeout(WaitState& watch);
   [[noreturn]] void raise();
   std::vector<int> missing() const;
-  std::vector<int> toTell() const;
+  std::vector<int> ranksToReport() const;
 
   const std::shared_ptr<Segment> segment_;
   const std::vector<int> ranks_;
@@ -53,7 +53,7 @@ class Gate {
   Mesh& mesh_;
   const std::chrono::microseconds spin_;
   uint32_t turn_ = 0;  // passes begun
-  std::vector<std::atomic<bool>> gone_;
+  std::vector<std::atomic<bool>> lost_;
 };
 
 }  // namespace elastic
