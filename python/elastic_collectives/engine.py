@@ -1,4 +1,4 @@
-"""The native engine's face: an endpoint per process, a group per generation."""
+"""The Python side of the native engine: one endpoint per process, one group per generation."""
 
 from __future__ import annotations
 
@@ -12,60 +12,58 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import _engine
-from elastic_collectives.closing import Closing
 from elastic_collectives.errors import raise_by_cause
-from elastic_collectives.group import Array, Group, Watch
+from elastic_collectives.group import Array, Group, WaitObserver
 from elastic_collectives.operands import (
     Reduction,
     as_array,
     as_reduction,
     as_rows,
-    checked_members,
-    checked_root,
-    checked_splits,
     even_parts,
     signature,
     split,
+    validate_members,
+    validate_root,
+    validate_splits,
 )
-from elastic_collectives.reducing import ReducingGroup
+from elastic_collectives.reducing import Closing, ReducingGroup
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Hands in one's own blob and returns everybody's, in rank order; may raise."""
+"""Publishes this rank's blob and returns the blobs of all ranks, in rank order; may raise."""
 
-# Bytes up to which allreduce over sockets takes bcube, above it the ring, until the ranks have tried both and agree on
-# one (csrc/calls/crossover). On one machine the ring won from 0.5 MB on with two ranks and from 4 MB on with four,
-# mostly by a quarter or less.
-BCUBE_LIMIT = 1 << 20
-
-# Bytes that are broadcast at once: ranks pass a part on while the next one comes, and no wait is for more than one,
-# however large a state is and slow a network.
+# Bytes of one part of a broadcast. Ranks forward a part while the next one arrives, and a wait covers one part only,
+# however large the array is and however slow the network.
 BROADCAST_PART = 1 << 26
 
-SHORTEST, LONGEST = 0.001, 1e9  # seconds that a wait may be given
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 1e9  # seconds
 
 log = logging.getLogger("elastic_collectives")
 
 
 @lru_cache(maxsize=64)
-def _tell(text: str, warns: bool) -> None:
-    """Each sentence once in a process, however many generations come to it."""
-    log.log(logging.WARNING if warns else logging.INFO, "%s", text)
+def _warn_once(text: str) -> None:
+    """Log each sentence once per process, although every generation may repeat it."""
+    log.warning("%s", text)
 
 
-_engine.set_raiser(raise_by_cause)
-_engine.set_teller(_tell)
+_engine.set_error_raiser(raise_by_cause)
+_engine.set_warning_handler(_warn_once)
 
 
 class Endpoint(Closing):
     """The one listening socket of a process, for all its groups.
 
-    key: the job's secret; only its holders may connect. host: what to bind. port_range: ports to choose from, both
-    ends included; None: any. advertise: the host name or address that peers dial, default `host`. encrypted: what goes
-    to peers goes inside TLS 1.3, by the key; all ranks alike. It takes the system's OpenSSL.
+    Args:
+        key: the job's secret; only processes that hold it can connect.
+        host: the address to bind.
+        port_range: ports to choose from, both ends included; None for any free port.
+        advertise: the host name or address that peers dial; defaults to `host`.
+        encrypted: whether connections use TLS 1.3 with the key as pre-shared key. All ranks must agree. Uses the
+            system's OpenSSL.
 
     Raises:
-        ValueError: an argument makes no sense. RuntimeError: nothing of `port_range` is free on `host`, or there is no
-            OpenSSL to encrypt with.
+        ValueError: an argument is invalid.
+        RuntimeError: no port of `port_range` is free on `host`, or OpenSSL is missing.
     """
 
     def __init__(
@@ -110,20 +108,23 @@ def connect(
 ) -> Group:
     """Build the group of one generation.
 
-    fence: (attempt, generation); peers of an older one are turned away, of a newer one kept waiting.
-    exchange: called once with this rank's blob. timeout: seconds that one wait for a peer may last (two
-    more where all of them are alive and wait in their turn), 0.001 or more.
-    local_ranks: the ranks on this rank's host, itself among them; they exchange through shared memory, if all of them
-    turn out to share it. None, for all ranks or for none: everything goes through sockets.
+    Args:
+        fence: (attempt, generation). Peers with an older fence are refused, peers with a newer one wait.
+        exchange: called once with this rank's blob.
+        timeout: seconds that one wait for a peer may last, 0.001 or more; two seconds more if every peer is alive and
+            waits itself.
+        local_ranks: the ranks on this rank's host, including this one. They use shared memory if all of them can map
+            it. None (on all ranks or on none): all traffic goes through sockets.
 
     Raises:
-        ValueError: rank, size, local_ranks, timeout or the number of blobs make no sense.
-        RuntimeError: the endpoint is closed. Whatever `exchange` raises.
+        ValueError: rank, size, local_ranks, timeout or the number of blobs is invalid.
+        RuntimeError: the endpoint is closed.
+        Exception: any error of `exchange`.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}); got {rank}.")
-    if not SHORTEST <= timeout <= LONGEST:
-        raise ValueError(f"timeout must be seconds within {SHORTEST} and {LONGEST:g}; got {timeout}.")
+    if not MIN_TIMEOUT <= timeout <= MAX_TIMEOUT:
+        raise ValueError(f"timeout must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {timeout}.")
     local = sorted(local_ranks or ())
     if local and (rank not in local or len(set(local)) < len(local) or not 0 <= local[0] <= local[-1] < size):
         raise ValueError(f"local_ranks must be ranks in [0, {size}), {rank} among them; got {local_ranks}.")
@@ -131,47 +132,52 @@ def connect(
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
     peers = [blob.decode() for blob in blobs]
-    return EngineGroup(_Origin(endpoint, peers, range(size), fence, timeout, local), rank)
+    return EngineGroup(_GroupSpec(endpoint, peers, range(size), fence, timeout, local), rank)
 
 
 @dataclass(frozen=True)
-class _Origin:
-    """What a group was made of, and its subgroups are."""
+class _GroupSpec:
+    """What a group and its subgroups are built from."""
 
+    # The process's listening socket.
     endpoint: Endpoint
+    # Address of each rank's endpoint.
     peers: list[str]
+    # Each rank's number in the group that `connect` built.
     members: Sequence[int]
+    # (attempt, generation).
     fence: tuple[int, int]
+    # Seconds that one wait for a peer may last.
     timeout: float
+    # Ranks on this rank's host; empty: sockets only.
     local: list[int]
+    # 0 for the group of all ranks, otherwise the subgroup's number.
     channel: int = 0
 
-    def native(self, rank: int) -> _engine.Group:
+    def build_native(self, rank: int) -> _engine.Group:
         fence = (*self.fence, self.channel)
-        return _engine.Group(
-            self.endpoint.native, rank, self.peers, fence, self.timeout, BCUBE_LIMIT, self.local
-        )
+        return _engine.Group(self.endpoint.native, rank, self.peers, fence, self.timeout, self.local)
 
-    def among(self, ranks: Sequence[int], channel: int) -> _Origin:
+    def restrict(self, ranks: Sequence[int], channel: int) -> _GroupSpec:
         local = [place for place, rank in enumerate(ranks) if rank in self.local]
         peers, members = [self.peers[rank] for rank in ranks], [self.members[rank] for rank in ranks]
         return replace(self, peers=peers, members=members, local=local, channel=channel)
 
 
 class EngineGroup(ReducingGroup):
-    """`Group` over the native engine. A lone rank needs no sockets: its collectives are the identity."""
+    """`Group` over the native engine. With a single rank every collective is the identity and uses no socket."""
 
-    def __init__(self, origin: _Origin, rank: int) -> None:
-        self._origin = origin
-        self._native = origin.native(rank)
+    def __init__(self, spec: _GroupSpec, rank: int) -> None:
+        self._spec = spec
+        self._native = spec.build_native(rank)
         self._subgroups: list[EngineGroup] = []
-        self._ended: str | None = None
-        self._lock = threading.Lock()  # owns the two
+        self._end_reason: str | None = None
+        self._lock = threading.Lock()  # guards _subgroups and _end_reason
         self.rank = rank
-        self.size = len(origin.peers)
-        self.members = origin.members
-        self.fence = origin.fence
-        self.timeout = origin.timeout
+        self.size = len(spec.peers)
+        self.members = spec.members
+        self.fence = spec.fence
+        self.timeout = spec.timeout
 
     def reducescatter(
         self,
@@ -183,23 +189,23 @@ class EngineGroup(ReducingGroup):
         compression: str | None = None,
     ) -> Array:
         view = as_rows(array)
-        reduction = self._by_weight(as_reduction(view, op, dtype, weight, scale, compression))
+        reduction = self._resolve_weight(as_reduction(view, op, dtype, weight, scale, compression))
         if op == "adasum":
             raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
         if reduction.before != 1.0:
-            view = np.zeros_like(view) if reduction.silent else view.copy()
+            view = np.zeros_like(view) if reduction.is_ignored else view.copy()
         counts = even_parts(len(view), self.size)
         part = np.empty((counts[self.rank], *view.shape[1:]), view.dtype)
-        row = _elements_of_a_row(view)
+        row = _row_size(view)
         native = [count * row for count in counts]
-        self._native.reducescatter(_memory(view), native, _memory(part), _native_form(reduction))
+        self._native.reducescatter(_as_bytes(view), native, _as_bytes(part), _to_native(reduction))
         return part
 
     def broadcast(self, array: Any, root: int) -> None:
         view = as_array(array, writable=self.rank != root)
-        checked_root(root, self.size)
-        if not self._alone():
-            data = _memory(view if view.flags.writeable else view.copy())
+        validate_root(root, self.size)
+        if not self._is_single():
+            data = _as_bytes(view if view.flags.writeable else view.copy())
             whole = data.nbytes if data.nbytes > BROADCAST_PART else 0
             same = signature(view.dtype.str, root, whole)
             for begin in range(0, max(data.nbytes, 1), BROADCAST_PART):
@@ -208,39 +214,39 @@ class EngineGroup(ReducingGroup):
     def allgather(self, array: Any) -> Array:
         view = as_array(array, writable=False)
         gathered = np.empty((self.size, *view.shape), view.dtype)
-        if self._alone():
+        if self._is_single():
             gathered[0:1] = view
         else:
             same = signature(view.dtype.str, view.shape)
-            self._native.allgather(_memory(view), _memory(gathered), [view.nbytes] * self.size, same)
+            self._native.allgather(_as_bytes(view), _as_bytes(gathered), [view.nbytes] * self.size, same)
         return gathered
 
     def allgatherv(self, array: Any) -> list[Array]:
         view = as_rows(array)
-        if self._alone():
+        if self._is_single():
             return [view.copy()]
         same = signature(view.dtype.str, view.shape[1:])
         lengths = np.empty(self.size, np.int64)
         self._native.allgather(np.array([len(view)]), lengths, [8] * self.size, same)
         gathered = np.empty((int(lengths.sum()), *view.shape[1:]), view.dtype)
-        row = view.dtype.itemsize * _elements_of_a_row(view)
+        row = view.dtype.itemsize * _row_size(view)
         if gathered.nbytes:
             sizes = [length * row for length in lengths.tolist()]
-            self._native.allgather(_memory(view), _memory(gathered), sizes, same)
+            self._native.allgather(_as_bytes(view), _as_bytes(gathered), sizes, same)
         return split(gathered, lengths.tolist())
 
     def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
         view = as_rows(array)
-        outgoing = np.array(checked_splits(len(view), splits, self.size), np.int64)
-        if self._alone():
+        outgoing = np.array(validate_splits(len(view), splits, self.size), np.int64)
+        if self._is_single():
             return view.copy(), outgoing.tolist()
         same = signature(view.dtype.str, view.shape[1:])
         incoming, each = np.empty_like(outgoing), [8] * self.size
         self._native.alltoall(outgoing, each, incoming, each, same)
         received = np.empty((int(incoming.sum()), *view.shape[1:]), view.dtype)
-        row = view.dtype.itemsize * _elements_of_a_row(view)
+        row = view.dtype.itemsize * _row_size(view)
         sent, came = (outgoing * row).tolist(), (incoming * row).tolist()
-        self._native.alltoall(_memory(view), sent, _memory(received), came, same)
+        self._native.alltoall(_as_bytes(view), sent, _as_bytes(received), came, same)
         return received, incoming.tolist()
 
     def buffer(self, nbytes: int) -> Array:
@@ -248,15 +254,15 @@ class EngineGroup(ReducingGroup):
         return np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
 
     def barrier(self) -> None:
-        if not self._alone():
+        if not self._is_single():
             self._native.barrier()
 
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> EngineGroup:
-        members = checked_members(channel, ranks, self.rank, self.size)
-        group = EngineGroup(self._origin.among(members, channel), members.index(self.rank))
+        members = validate_members(channel, ranks, self.rank, self.size)
+        group = EngineGroup(self._spec.restrict(members, channel), members.index(self.rank))
         with self._lock:
             self._subgroups.append(group)
-            ended = self._ended
+            ended = self._end_reason
         if ended is not None:
             group.abort(ended)
         return group
@@ -272,40 +278,42 @@ class EngineGroup(ReducingGroup):
         self._native.close()
 
     def limit(self, seconds: float | None) -> None:
-        if seconds is not None and not SHORTEST <= seconds <= LONGEST:
-            raise ValueError(f"a limit must be seconds within {SHORTEST} and {LONGEST:g}; got {seconds}.")
+        if seconds is not None and not MIN_TIMEOUT <= seconds <= MAX_TIMEOUT:
+            raise ValueError(
+                f"a limit must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
+            )
         self._native.limit(seconds or 0.0)
 
-    def watch(self, called: Watch | None) -> None:
-        self._native.watch(called)
+    def watch(self, callback: WaitObserver | None) -> None:
+        self._native.watch(callback)
 
     def _end(self, reason: str) -> list[EngineGroup]:
         with self._lock:
-            self._ended = self._ended or reason
+            self._end_reason = self._end_reason or reason
             return list(self._subgroups)
 
     def _allreduce(self, reduction: Reduction) -> None:
-        reduction = self._by_weight(reduction)
-        if reduction.silent:
+        reduction = self._resolve_weight(reduction)
+        if reduction.is_ignored:
             reduction.array.fill(0)
-        self._native.allreduce(_memory(reduction.array), _native_form(reduction))
+        self._native.allreduce(_as_bytes(reduction.array), _to_native(reduction))
 
-    def _alone(self) -> bool:
-        """Whether there is nobody to exchange with; a failed group fails even then."""
+    def _is_single(self) -> bool:
+        """Whether this rank is the only one. Raises if the group has failed."""
         self._native.check()
         return self.size == 1
 
 
-def _elements_of_a_row(view: Array) -> int:
+def _row_size(view: Array) -> int:
     return int(np.prod(view.shape[1:], dtype=np.int64))
 
 
-def _memory(view: Array) -> Array:
-    """Bytes to the native side, which need not know of dtypes that numpy itself does not know."""
+def _as_bytes(view: Array) -> Array:
+    """View an array as bytes: the native side must handle dtypes that numpy lacks, such as bfloat16."""
     return view.reshape(-1).view(np.uint8)
 
 
-def _native_form(reduction: Reduction) -> _engine.Reduction:
+def _to_native(reduction: Reduction) -> _engine.Reduction:
     return _native_reduction(
         reduction.dtype,
         reduction.op,
@@ -317,7 +325,7 @@ def _native_form(reduction: Reduction) -> _engine.Reduction:
     )
 
 
-@lru_cache(maxsize=1024)  # each step reduces the same
+@lru_cache(maxsize=1024)  # every step reduces the same shapes
 def _native_reduction(
     dtype: str,
     op: str,

@@ -6,7 +6,7 @@
     ├── CollectiveTimeout    peers did not come in time
     └── MismatchError        the ranks did not call the same collective with the same sizes
 
-The rank that notices tells the others: class, ranks and reason are the same on all that could be told.
+The rank that notices a failure informs the others: all reachable ranks raise the same class, ranks and reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class CollectiveError(RuntimeError):
-    """A group failed and is of no more use. `ranks`: those at fault, as far as known; `reason`: one sentence.
+    """The group failed and cannot be used again. `ranks`: those at fault, as far as known; `reason`: one sentence.
 
-    A message or an error alone is the reason: so programs for Horovod raise it, to have their state restored.
+    A message or an error may be passed alone: programs written for Horovod raise it so, to have their state restored.
     """
 
     def __init__(self, ranks: Sequence[int] | str | Exception = (), reason: str = "") -> None:
@@ -32,7 +32,7 @@ class CollectiveError(RuntimeError):
         self.reason = reason
 
     def among(self, members: Sequence[int]) -> Self:
-        """What a subgroup raised, for those who know its ranks as the `Group.members` that they are."""
+        """Translate a subgroup's error to the rank numbers of the whole group (`Group.members`)."""
         if list(members) == list(range(len(members))):
             return self
         listed = ", ".join(map(str, members))
@@ -45,11 +45,11 @@ class PeerLost(CollectiveError):
 
 
 class GroupAborted(CollectiveError):
-    """`abort` was called on this rank or on a peer, or the group was closed; `ranks` tells the origin's culprits."""
+    """`abort` was called on this rank or on a peer, or the group was closed; `ranks`: those that the caller blamed."""
 
 
 class CollectiveTimeout(CollectiveError):
-    """Peers did not come within the group's timeout; `ranks` are those that were waited for."""
+    """Peers did not come within the group's timeout; `ranks` are those that this rank waited for."""
 
 
 class MismatchError(CollectiveError):
@@ -60,5 +60,5 @@ BY_CAUSE: tuple[type[CollectiveError], ...] = (PeerLost, GroupAborted, Collectiv
 
 
 def raise_by_cause(cause: int, ranks: Sequence[int], reason: str) -> None:
-    """What the engine calls to raise; `cause` indexes BY_CAUSE."""
+    """Raise the class for an engine error; `cause` indexes BY_CAUSE."""
     raise BY_CAUSE[cause](ranks, reason)

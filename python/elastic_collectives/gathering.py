@@ -1,6 +1,6 @@
-"""The collectives of a group that has but one: each rank hands in a part and gets those of all, in rank order.
+"""All collectives of a `Group` built on a single one: each rank passes an array in and receives those of all ranks.
 
-What reductions compute is `arithmetic.py`'s. State and threads are the subclass's.
+`arithmetic.py` computes the reductions. State and threads belong to the subclass.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ from typing import Any
 
 import numpy as np
 
-from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
+from elastic_collectives.arithmetic import apply_scale, narrow, reduce_parts, widen
 from elastic_collectives.group import Array
 from elastic_collectives.operands import (
     Reduction,
     as_array,
     as_reduction,
     as_rows,
-    checked_root,
-    checked_splits,
     even_parts,
     split,
+    validate_root,
+    validate_splits,
 )
 from elastic_collectives.reducing import ReducingGroup
 
 
 class GatheringGroup(ReducingGroup):
-    """What of a `Group` follows from `_meet`."""
+    """The methods of a `Group` that build on `_exchange_parts`."""
 
     @abstractmethod
-    def _meet(self, call: tuple[Any, ...], part: Array) -> list[Array]:
-        """Bring `part`, get all. call: what all ranks must call alike; parts may differ in their first dimension."""
+    def _exchange_parts(self, call: tuple[Any, ...], part: Array) -> list[Array]:
+        """Send `part` to all ranks and return all parts in rank order.
+
+        Args:
+            call: must be equal on all ranks.
+            part: may differ between ranks in its first dimension.
+        """
 
     def reducescatter(
         self,
@@ -46,48 +51,50 @@ class GatheringGroup(ReducingGroup):
         reduction = as_reduction(view, op, dtype, weight, scale, compression)
         if op == "adasum":
             raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
-        return split(self._reduced("reducescatter", reduction), even_parts(len(view), self.size))[self.rank]
+        return split(self._reduce("reducescatter", reduction), even_parts(len(view), self.size))[self.rank]
 
     def broadcast(self, array: Any, root: int) -> None:
         view = as_array(array, writable=self.rank != root)
-        checked_root(root, self.size)
-        parts = self._meet(("broadcast", view.nbytes, view.dtype.str, root), view)
+        validate_root(root, self.size)
+        parts = self._exchange_parts(("broadcast", view.nbytes, view.dtype.str, root), view)
         if self.rank != root:
             view.reshape(-1).view(np.uint8)[:] = parts[root].reshape(-1).view(np.uint8)
 
     def allgather(self, array: Any) -> Array:
         view = as_array(array, writable=False)
-        return np.stack(self._meet(("allgather", view.shape, view.dtype.str), view))
+        return np.stack(self._exchange_parts(("allgather", view.shape, view.dtype.str), view))
 
     def allgatherv(self, array: Any) -> list[Array]:
         view = as_rows(array)
-        return [part.copy() for part in self._meet(("allgatherv", view.shape[1:], view.dtype.str), view)]
+        return [
+            part.copy() for part in self._exchange_parts(("allgatherv", view.shape[1:], view.dtype.str), view)
+        ]
 
     def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
         view = as_rows(array)
-        outgoing = np.array(checked_splits(len(view), splits, self.size))
-        lengths = np.stack(self._meet(("splits", view.shape[1:], view.dtype.str), outgoing))
-        parts = self._meet(("alltoall", view.shape[1:], view.dtype.str), view)
+        outgoing = np.array(validate_splits(len(view), splits, self.size))
+        lengths = np.stack(self._exchange_parts(("splits", view.shape[1:], view.dtype.str), outgoing))
+        parts = self._exchange_parts(("alltoall", view.shape[1:], view.dtype.str), view)
         mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
         return np.concatenate(mine), lengths[:, self.rank].tolist()
 
     def barrier(self) -> None:
-        self._meet(("barrier",), np.empty(0))
+        self._exchange_parts(("barrier",), np.empty(0))
 
     def _allreduce(self, reduction: Reduction) -> None:
-        reduction.array[...] = self._reduced("allreduce", reduction)
+        reduction.array[...] = self._reduce("allreduce", reduction)
 
-    def _reduced(self, kind: str, reduction: Reduction) -> Array:
-        reduction = self._by_weight(reduction)
+    def _reduce(self, kind: str, reduction: Reduction) -> Array:
+        reduction = self._resolve_weight(reduction)
         view, dtype = reduction.array, reduction.dtype
-        own = np.zeros_like(view) if reduction.silent else view
-        own = narrowed(scaled(widened(own, dtype), reduction.before), dtype)
-        # 16-bit floats are told apart by name: bfloat16 looks like uint16.
+        own = np.zeros_like(view) if reduction.is_ignored else view
+        own = narrow(apply_scale(widen(own, dtype), reduction.before), dtype)
+        # The name tells 16-bit floats apart: numpy holds bfloat16 as uint16.
         wire = dtype if reduction.wire == "plain" else reduction.wire
         call = (kind, reduction.shapes, dtype, reduction.op, wire, reduction.algorithm)
-        result = self._folded(call, own if wire == dtype else narrowed(own, wire), wire, reduction)
-        return result if wire == dtype else widened(result, wire)
+        result = self._fold_parts(call, own if wire == dtype else narrow(own, wire), wire, reduction)
+        return result if wire == dtype else widen(result, wire)
 
-    def _folded(self, call: tuple[Any, ...], part: Array, dtype: str, reduction: Reduction) -> Array:
-        """All ranks' parts, of `dtype`, as one."""
-        return reduced(self._meet(call, part), dtype, reduction.op, reduction.after)
+    def _fold_parts(self, call: tuple[Any, ...], part: Array, dtype: str, reduction: Reduction) -> Array:
+        """Reduce the parts of all ranks, which have this dtype, to one array."""
+        return reduce_parts(self._exchange_parts(call, part), dtype, reduction.op, reduction.after)

@@ -1,8 +1,8 @@
-"""What a group is, whoever implements it: the ranks of one generation and the collectives among them.
+"""The interface of a group: the ranks of one generation and the collectives among them.
 
-Arrays are anything numpy can view without a copy. One collective at a time per group, from one thread; `abort` and
-`close` from any thread. After any error a group can no longer be used. This is the interface for other backends, such
-as NCCL: a backend implements `Group`, and a function like `connect` returns it.
+Arrays are anything that numpy can view without a copy. A group runs one collective at a time, from one thread; any
+thread may call `abort` and `close`. After an error a group cannot be used again. Another backend implements `Group` and
+offers a function like `connect` that returns it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Watch = Callable[[float, Sequence[int]], None]
-"""Hears for how many seconds a rank has been waiting, and for which ranks."""
+WaitObserver = Callable[[float, Sequence[int]], None]
+"""Called with the seconds that this rank has been waiting and the ranks that it waits for."""
 
 
 class Group(Protocol):
-    """The collectives. All raise `CollectiveError`; every wait ends after the group's timeout."""
+    """Collectives raise `CollectiveError`; every wait ends after the group's timeout."""
 
     @property
     def rank(self) -> int: ...
@@ -29,7 +29,7 @@ class Group(Protocol):
 
     @property
     def members(self) -> Sequence[int]:
-        """What its ranks are in the group that `connect` made: for a subgroup of some of them not 0, 1, and so on."""
+        """Each rank's number in the group that `connect` built; differs from 0, 1, ... for a subgroup of some ranks."""
         ...
 
     @property
@@ -49,12 +49,16 @@ class Group(Protocol):
     ) -> None:
         """Reduce `array` over all ranks, in place; identical bits everywhere.
 
-        array: C-contiguous and writable, of a dtype in operands.DTYPES; dtype and shape are the same on all ranks.
-        op: sum, average, min, max, product or adasum. Integers wrap around and their average is rounded towards zero; a
-        bool's sum and max are "or", its min and product "and"; 16-bit floats are accumulated as float32.
-        algorithm: auto, ring (large arrays) or bcube (small ones). dtype: "bfloat16" if the array's uint16 are such.
-        weight: of this rank's array in an average, such as its number of rows; an array of weight 0 is not read.
-        scale: factors for the array before, and for the result. compression: "fp16" or "bf16": float32 travels so.
+        Args:
+            array: C-contiguous and writable, of a dtype in operands.DTYPES; same dtype and shape on all ranks.
+            op: sum, average, min, max, product or adasum. Integers wrap around and their average is truncated towards
+                zero; for bool, sum and max mean "or", min and product mean "and"; 16-bit floats are accumulated as
+                float32.
+            algorithm: auto, ring (for large arrays) or bcube (for small ones).
+            dtype: "bfloat16" if the array is uint16 that holds bfloat16.
+            weight: of this rank's array in an average, such as its number of rows; an array of weight 0 is not read.
+            scale: factors on the operand and on the result.
+            compression: "fp16" or "bf16": float32 is sent in this format.
         """
         ...
 
@@ -67,7 +71,7 @@ class Group(Protocol):
         scale: tuple[float, float] = (1.0, 1.0),
         compression: str | None = None,
     ) -> None:
-        """`allreduce` of several arrays, in place, as one exchange for each dtype among them."""
+        """`allreduce` several arrays in place, with one exchange per dtype."""
         ...
 
     def reducescatter(
@@ -79,9 +83,9 @@ class Group(Protocol):
         scale: tuple[float, float] = (1.0, 1.0),
         compression: str | None = None,
     ) -> Array:
-        """This rank's rows of the result of `allreduce`, summed in rank order; `array` is not changed.
+        """Return this rank's rows of the result of `allreduce`, summed in rank order; `array` is not changed.
 
-        The first dimension is cut evenly; if it does not divide, the first ranks get one row more. No adasum.
+        The first dimension is split evenly; if it does not divide, the first ranks get one row more. No adasum.
         """
         ...
 
@@ -92,28 +96,29 @@ class Group(Protocol):
     def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
         """Send rank r the r-th part of the first dimension; returns the parts received, in rank order, and their rows.
 
-        splits: rows for each rank; None: equal parts, and the first dimension must divide. The other dimensions and
-        the dtype are the same on all ranks.
+        Args:
+            array: its dtype and all but the first dimension must be equal on all ranks.
+            splits: rows for each rank; None: equal parts, and the first dimension must divide.
         """
         ...
 
     def allgather(self, array: Any) -> Array:
-        """All ranks' arrays (of equal shape and dtype), as one of shape (size, *array.shape)."""
+        """Return the arrays of all ranks (equal shape and dtype) as one array of shape (size, *array.shape)."""
         ...
 
     def allgatherv(self, array: Any) -> list[Array]:
-        """All ranks' arrays in rank order; they may differ in the length of their first dimension."""
+        """Return the arrays of all ranks in rank order; the first dimension may differ between ranks."""
         ...
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """All ranks' bytes in rank order; lengths may differ."""
+        """Return the bytes of all ranks in rank order; lengths may differ."""
         ...
 
     def buffer(self, nbytes: int) -> Array:
-        """Memory for operands, as zero bytes: large operands that lie there on all ranks are reduced without a copy.
+        """Allocate zeroed memory for operands: large operands in it, on all ranks, are reduced without a copy.
 
-        All ranks must call it in the same order as collectives. The memory lives as long as the array or a view of it,
-        but belongs to this group: once the group has failed or is closed, copy what you need and use the next group's.
+        All ranks must call this in the same order as collectives. The memory lives as long as the array or a view of
+        it, but belongs to this group: after a failure or `close`, copy what you need and use the next group's memory.
         """
         ...
 
@@ -123,40 +128,43 @@ class Group(Protocol):
 
     @property
     def timeout(self) -> float:
-        """Seconds that one wait for a peer may last, unless `limit` says otherwise."""
+        """Seconds that one wait for a peer may last, unless `limit` changed it."""
         ...
 
     def limit(self, seconds: float | None) -> None:
-        """One wait for a peer may last so long from now on, and one that is under way as if it had begun now.
+        """Set how long one wait for a peer may last; a wait under way counts as if it began now.
 
-        None: without end, but for abort, a peer's death and the end of the group. Of this rank alone, in collectives of
-        this group alone. Any thread.
+        With None a wait ends only by abort, by the death of a peer or with the group. Applies to this rank and this
+        group only. Any thread.
         """
         ...
 
-    def watch(self, called: Watch | None) -> None:
-        """Who is called, a few times a second, while a collective of this rank has to wait for more than two seconds.
+    def watch(self, callback: WaitObserver | None) -> None:
+        """Set a callback for collectives of this rank that wait longer than two seconds; called a few times a second.
 
-        By the thread that waits; what it raises ends the group. Ranks that wait for others themselves are not among
-        those that it is told, and of several ranks on a host one alone is told. Any thread.
+        The waiting thread calls it; an exception from it ends the group. The ranks passed to it do not include ranks
+        that wait themselves, and only one of several waiting ranks on a host is called. Any thread.
         """
         ...
 
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> Group:
-        """A group beside this one, of the same generation, with collectives in an order of its own.
+        """Create another group of the same generation whose collectives are ordered independently.
 
-        channel: tells it from others, 1 or more; the same on all its ranks, and used once per generation and rank.
-        ranks: those of this group that are in it, ascending; None: all. Nothing is exchanged before its first
-        collective. Whatever ends this group ends it; it does not end this group. Any thread.
+        Nothing is exchanged before its first collective. The end of this group ends the subgroup, not vice versa. Any
+        thread.
+
+        Args:
+            channel: identifies the subgroup, 1 or more; equal on all its ranks, used once per generation and rank.
+            ranks: members among the ranks of this group, ascending; None: all.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Fail the group at once, here and at the peers that can be told; any thread, any number of times."""
+        """Fail the group at once, here and at all reachable peers; any thread, any number of times."""
         ...
 
     def close(self) -> None:
-        """Give up sockets and memory."""
+        """Release sockets and memory."""
         ...
 
     def __enter__(self) -> Group: ...

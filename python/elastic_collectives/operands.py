@@ -1,6 +1,6 @@
-"""What collectives take: checks of arrays and arguments, before anything is sent, for every implementation of `Group`.
+"""Validates the arrays and arguments of collectives before anything is sent, for every implementation of `Group`.
 
-Pure. Whatever makes no sense is a ValueError that says what to change; the group is as good as before.
+Pure. An invalid argument raises a ValueError that says what to change; the group stays usable.
 """
 
 from __future__ import annotations
@@ -20,37 +20,48 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = ("bool", *INTEGERS, *FLOATS)
 OPS = ("sum", "average", "min", "max", "product", "adasum")
 ALGORITHMS = ("auto", "ring", "bcube")
-_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}  # numpy makes a name anew each time
+_NAMES = {
+    np.dtype(name): name for name in DTYPES if name != "bfloat16"
+}  # dtype.name builds a new string each time
 WIRES = {None: "plain", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One allreduce or reducescatter whose arguments make sense."""
+    """A validated allreduce or reducescatter."""
 
+    # The operand, C-contiguous.
     array: Array
-    dtype: str  # of DTYPES; the array's own, or what its uint16 stands for
+    # One of DTYPES: the array's own dtype, or bfloat16 stored as uint16.
+    dtype: str
+    # One of OPS.
     op: str
-    shapes: tuple[tuple[int, ...], ...]  # of the array, or of those that it was put together from
+    # Shape of the array, or the shapes of the arrays that were fused into it.
+    shapes: tuple[tuple[int, ...], ...]
+    # One of ALGORITHMS.
     algorithm: str = "auto"
+    # This rank's weight in an average; None: all ranks weigh the same.
     weight: float | None = None
+    # Factor on the operand of this rank.
     before: float = 1.0
+    # Factor on the result.
     after: float = 1.0
+    # Dtype on the wire: "plain" for the array's own.
     wire: str = "plain"
 
-    def weighted(self, weights: Sequence[float], rank: int) -> Reduction:
-        """The sum that makes the average by these weights of all ranks."""
+    def with_weights(self, weights: Sequence[float], rank: int) -> Reduction:
+        """The weighted average as a sum; `weights` are those of all ranks."""
         total, own = sum(weights), weights[rank]
         return replace(self, op="sum", weight=None, before=self.before * (own / total if total else 0.0))
 
     @property
-    def silent(self) -> bool:
-        """Whether the array counts for nothing; then not even its NaNs do."""
+    def is_ignored(self) -> bool:
+        """Whether this rank's factor is 0; then its array is not read, and NaNs in it do not count."""
         return self.before == 0.0 and self.op in ("sum", "average")
 
 
 def signature(*parts: object) -> int:
-    """A hash of 32 bits, the same in all processes, of tuples, numbers and strings."""
+    """A 32-bit hash of tuples, numbers and strings that is equal in all processes."""
     return zlib.crc32(repr(parts).encode())
 
 
@@ -69,7 +80,7 @@ def as_array(data: Any, writable: bool) -> Array:
 
 
 def as_rows(data: Any) -> Array:
-    """A view of what is cut along its first dimension.
+    """A numpy view of an array that the collective splits along its first dimension.
 
     Raises:
         ValueError: it has none, or is not C-contiguous.
@@ -89,12 +100,12 @@ def as_reduction(
     compression: str | None,
     algorithm: str = "auto",
 ) -> Reduction:
-    """The reduction of a checked array, once all other arguments make sense.
+    """Validate the arguments of a reduction.
 
     Raises:
-        ValueError: with the argument that does not.
+        ValueError: names the invalid argument.
     """
-    name = _name_of(array, dtype)
+    name = _dtype_name(array, dtype)
     if op not in OPS or algorithm not in ALGORITHMS:
         raise ValueError(
             f"op must be one of {OPS} and algorithm one of {ALGORITHMS}; got {op!r}, {algorithm!r}."
@@ -118,7 +129,7 @@ def as_reduction(
     return Reduction(array, name, op, (array.shape,), algorithm, weight, *scale, WIRES[compression])
 
 
-def _name_of(array: Array, dtype: str | None) -> str:
+def _dtype_name(array: Array, dtype: str | None) -> str:
     own = _NAMES.get(array.dtype)
     name = dtype or own
     if own is None or name not in DTYPES or not array.flags.aligned:
@@ -130,11 +141,12 @@ def _name_of(array: Array, dtype: str | None) -> str:
     return name
 
 
-def fused(reductions: Iterable[Reduction]) -> Iterator[Reduction]:
-    """Reductions of all arrays of a kind as one; once the caller has carried it out, the arrays are filled from it."""
+def fuse_reductions(reductions: Iterable[Reduction]) -> Iterator[Reduction]:
+    """Fuse reductions of equal dtype. The caller carries out each yielded one before it asks for the next; then the
+    original arrays are filled from the result."""
     batches: dict[object, list[Reduction]] = {}
     for number, reduction in enumerate(reductions):
-        alone = reduction.op == "adasum"  # combines each array by its own angle
+        alone = reduction.op == "adasum"  # Adasum combines each array by its own angle
         batches.setdefault(number if alone else (reduction.dtype, reduction.array.dtype), []).append(
             reduction
         )
@@ -149,17 +161,17 @@ def fused(reductions: Iterable[Reduction]) -> Iterator[Reduction]:
             reduction.array[...] = part.reshape(reduction.array.shape)
 
 
-def checked_root(root: int, size: int) -> None:
-    """Raises ValueError unless `root` is a rank."""
+def validate_root(root: int, size: int) -> None:
+    """Raise ValueError unless `root` is a rank."""
     if not 0 <= root < size:
         raise ValueError(f"root must be in [0, {size}); got {root}.")
 
 
-def checked_members(channel: int, ranks: Sequence[int] | None, rank: int, size: int) -> list[int]:
-    """The ranks of a subgroup, in order; all, where None are given.
+def validate_members(channel: int, ranks: Sequence[int] | None, rank: int, size: int) -> list[int]:
+    """Return the ranks of a subgroup in order; all ranks if `ranks` is None.
 
     Raises:
-        ValueError: they make no group of which `rank` is a member, or the channel is the whole group's.
+        ValueError: they do not form a group that includes `rank`, or the channel is that of the whole group.
     """
     members = list(range(size)) if ranks is None else list(ranks)
     if sorted(set(members)) != members or not members or members[0] < 0 or members[-1] >= size:
@@ -171,8 +183,8 @@ def checked_members(channel: int, ranks: Sequence[int] | None, rank: int, size: 
     return members
 
 
-def checked_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """How many of `rows` go to each of `size` ranks.
+def validate_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Return how many of `rows` go to each of `size` ranks.
 
     Raises:
         ValueError: `splits` do not fit, or are None and `rows` cannot be shared evenly.
@@ -189,11 +201,11 @@ def checked_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[i
 
 
 def even_parts(rows: int, size: int) -> list[int]:
-    """Rows cut evenly; the first parts have one more where they do not divide."""
+    """Split `rows` evenly; the first parts get one row more if they do not divide."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def split(gathered: Array, lengths: Sequence[int]) -> list[Array]:
-    """Cut the first dimension into parts of `lengths`."""
+    """Split the first dimension into parts of these lengths."""
     ends = np.cumsum(lengths)
     return [gathered[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -1,23 +1,37 @@
-"""What of a `Group` is the same whoever sums: arguments are checked, fused by dtype, and weighed by what ranks say.
+"""The part of `Group` that does not depend on who sums: validates arguments, fuses arrays by dtype, resolves weights.
 
-State and threads are the subclass's.
+State and threads belong to the subclass.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from elastic_collectives.closing import Closing
 from elastic_collectives.group import Array
-from elastic_collectives.operands import Reduction, as_array, as_reduction, fused
+from elastic_collectives.operands import Reduction, as_array, as_reduction, fuse_reductions
+
+T = TypeVar("T", bound="Closing")
+
+
+class Closing(ABC):
+    """A context manager that calls `close` at the end of the `with` block."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class ReducingGroup(Closing):
-    """What of a `Group` follows from `_allreduce` and the two ways to gather."""
+    """The methods of a `Group` that build on `_allreduce`, `allgather` and `allgatherv`."""
 
     rank: int
     size: int
@@ -56,14 +70,15 @@ class ReducingGroup(Closing):
     ) -> None:
         views = [as_array(array, writable=True) for array in arrays]
         whole = [as_reduction(view, op, dtype, weight, scale, compression) for view in views]
-        for reduction in fused(whole):
+        for reduction in fuse_reductions(whole):
             self._allreduce(reduction)
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
 
-    def _by_weight(self, reduction: Reduction) -> Reduction:
+    def _resolve_weight(self, reduction: Reduction) -> Reduction:
+        """Gather the ranks' weights and turn a weighted average into a sum with a factor per rank."""
         if reduction.weight is None:
             return reduction
         weights = self.allgather(np.array([reduction.weight], np.float64))
-        return reduction.weighted(weights.ravel().tolist(), self.rank)
+        return reduction.with_weights(weights.ravel().tolist(), self.rank)

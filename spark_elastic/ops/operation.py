@@ -16,9 +16,9 @@ from typing import NoReturn
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.arithmetic import narrowed
+from elastic_collectives.arithmetic import narrow
 from elastic_collectives.group import Array
-from elastic_collectives.operands import as_array, as_reduction, as_rows, checked_root, checked_splits
+from elastic_collectives.operands import as_array, as_reduction, as_rows, validate_root, validate_splits
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import (
@@ -185,8 +185,8 @@ def validate(own: Operation, size: int) -> None:
             if request.kind in (REDUCESCATTER, ALLGATHER, ALLTOALL):
                 as_rows(array)
         if request.kind == ALLTOALL:
-            checked_splits(len(own.arrays[0]), own.splits, size)
-        checked_root(request.root, size)
+            validate_splits(len(own.arrays[0]), own.splits, size)
+        validate_root(request.root, size)
     except ValueError as error:
         raise InvalidInput(f"{own.label!r}: {error}") from error
 
@@ -252,7 +252,7 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
     """What a rank that has joined adds to a reduction: nothing that changes its result."""
     return tuple(
-        narrowed(np.full(shape, _neutral_element_of(request.op, name), _numpy_name(name)), name)
+        narrow(np.full(shape, _neutral_element_of(request.op, name), _numpy_name(name)), name)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 

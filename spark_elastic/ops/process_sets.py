@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from elastic_collectives import Group
-from elastic_collectives.arithmetic import narrowed, reduced, scaled, widened
+from elastic_collectives.arithmetic import apply_scale, narrow, reduce_parts, widen
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.context import get_call_context, get_context
@@ -45,8 +45,8 @@ class SingleProcessGroup:
         compression: str | None,
     ) -> Array:
         name = dtype or array.dtype.name
-        own = narrowed(scaled(widened(array, name), scale[0]), name)
-        return reduced([own], name, op, scale[1])
+        own = narrow(apply_scale(widen(array, name), scale[0]), name)
+        return reduce_parts([own], name, op, scale[1])
 
     def broadcast(self, array: Array, root: int) -> None:
         """Nothing to do."""

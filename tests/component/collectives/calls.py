@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import Group, connect
-from elastic_collectives.arithmetic import narrowed, reduced, widened
+from elastic_collectives.arithmetic import narrow, reduce_parts, widen
 from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, even_parts
 from tests.component.collectives.ranks import Member
 
@@ -31,7 +31,7 @@ def _numbers(rank: int, count: int) -> Any:
 def share(rank: int, count: int, dtype: str) -> Any:
     """What `rank` hands in: never two alike, and products stay in range."""
     if dtype == "bfloat16":
-        return narrowed(_numbers(rank, count).astype(np.float32), dtype)
+        return narrow(_numbers(rank, count).astype(np.float32), dtype)
     return (_numbers(rank, count) * (1 if dtype in FLOATS else 1.5)).astype(dtype)
 
 
@@ -48,7 +48,7 @@ def reduce_everything(member: Member, dtypes: Sequence[str] = DTYPES) -> tuple[l
             # All ranks' results are equal by the digest, so that one rank at a time compares the whole with numpy.
             turn += 1
             judges = turn % group.size == group.rank
-            expected = reduced(parts, dtype, op, 1.0) if judges else None
+            expected = reduce_parts(parts, dtype, op, 1.0) if judges else None
             ways = ALGORITHMS if op == "sum" and dtype not in HALVES else ("auto",)
             for way in ways:
                 array = parts[group.rank].copy()
@@ -58,7 +58,7 @@ def reduce_everything(member: Member, dtypes: Sequence[str] = DTYPES) -> tuple[l
                     wrong.append(f"allreduce {op} {dtype} {way} {count}")
             if op != "adasum":
                 mine = group.reducescatter(parts[group.rank], op, name)
-                if not np.array_equal(mine, reduced([part[own] for part in parts], dtype, op, 1.0)):
+                if not np.array_equal(mine, reduce_parts([part[own] for part in parts], dtype, op, 1.0)):
                     wrong.append(f"reducescatter {op} {dtype} {count}")
     return wrong, digest.hexdigest()
 
@@ -74,7 +74,7 @@ def _same(found: Any, expected: Any, dtype: str, op: str) -> bool:
     if op in ("min", "max") or dtype not in FLOATS or (dtype in HALVES and op != "adasum"):
         return np.array_equal(found, expected)
     rtol = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
-    return np.allclose(widened(found, dtype), widened(expected, dtype), rtol=rtol, atol=0)
+    return np.allclose(widen(found, dtype), widen(expected, dtype), rtol=rtol, atol=0)
 
 
 def packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (), after: float = 1.0) -> Any:
@@ -85,10 +85,10 @@ def packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (), after
     if len(hosts) > 1:
         ends = itertools.accumulate(hosts)
         parts = [
-            reduced(parts[end - count : end], "float32", "sum", after)
+            reduce_parts(parts[end - count : end], "float32", "sum", after)
             for count, end in zip(hosts, ends, strict=True)
         ]
-    return widened(reduced([narrowed(part, wire) for part in parts], wire, "sum", 1.0), wire)
+    return widen(reduce_parts([narrow(part, wire) for part in parts], wire, "sum", 1.0), wire)
 
 
 def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
@@ -111,11 +111,13 @@ def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
         if not np.allclose(large, 20000.0, rtol=1e-2):
             wrong.append(f"average of large numbers {compression}")
         mine = group.reducescatter(whole[group.rank], "average", compression=compression)
-        expected = widened(reduced([narrowed(part[own], wire) for part in whole], wire, "average", 1.0), wire)
+        expected = widen(
+            reduce_parts([narrow(part[own], wire) for part in whole], wire, "average", 1.0), wire
+        )
         if not np.array_equal(mine, expected):
             wrong.append(f"reducescatter {compression}")
     mine = group.reducescatter(whole[group.rank])
-    if not np.array_equal(mine, reduced([part[own] for part in whole], "float32", "sum", 1.0)):
+    if not np.array_equal(mine, reduce_parts([part[own] for part in whole], "float32", "sum", 1.0)):
         wrong.append("reducescatter")
     return wrong
 

@@ -21,7 +21,7 @@ from elastic_collectives import (
     PeerLost,
     connect,
 )
-from elastic_collectives.arithmetic import narrowed, reduced, widened
+from elastic_collectives.arithmetic import narrow, reduce_parts, widen
 from elastic_collectives.fakes import FakeFabric
 from elastic_collectives.operands import DTYPES, FLOATS, OPS
 from tests.component.collectives.calls import packed_sum
@@ -73,7 +73,7 @@ def brought(rank: int, dtype: str) -> Any:
     """Five numbers of a rank: small, so that nothing is out of range, and never two ranks alike."""
     values = np.array([1.5, -2.0, 3.0, 0.0, 7.25]) * (rank + 1)
     if dtype == "bfloat16":
-        return narrowed(values.astype(np.float32), dtype)
+        return narrow(values.astype(np.float32), dtype)
     return np.abs(values).astype(dtype) if dtype.startswith("u") else values.astype(dtype)
 
 
@@ -89,9 +89,9 @@ def test_allreduce(make: Make, dtype: str) -> None:
             group.allreduce(array, op, dtype=name)
             return array
 
-        expected = reduced([brought(rank, dtype) for rank in range(SIZE)], dtype, op, 1.0)
+        expected = reduce_parts([brought(rank, dtype) for rank in range(SIZE)], dtype, op, 1.0)
         for found in each(groups, call):
-            assert np.allclose(widened(found, dtype), widened(expected, dtype), rtol=1e-6), op
+            assert np.allclose(widen(found, dtype), widen(expected, dtype), rtol=1e-6), op
 
 
 def test_averages_by_weight_and_factors(make: Make) -> None:
@@ -120,13 +120,13 @@ def test_compression(request: pytest.FixtureRequest, make: Make, compression: st
         part = group.reducescatter(shares[group.rank], "sum", compression=compression)
         return array, part
 
-    packed = [narrowed(share, wire) for share in shares]
+    packed = [narrow(share, wire) for share in shares]
     if len(hosts) > 1:
         averaged = packed_sum([2 * share for share in shares], wire, hosts, 0.5 / SIZE)
     else:
-        halved = reduced([narrowed(2 * share, wire) for share in shares], wire, "average", 0.5)
-        averaged = widened(halved, wire)
-    summed = widened(reduced(packed, wire, "sum", 1.0), wire)
+        halved = reduce_parts([narrow(2 * share, wire) for share in shares], wire, "average", 0.5)
+        averaged = widen(halved, wire)
+    summed = widen(reduce_parts(packed, wire, "sum", 1.0), wire)
     found = each(make(10), call)
     assert all(np.array_equal(array, averaged.astype(np.float32)) for array, _ in found)
     assert np.array_equal(np.concatenate([part for _, part in found]), summed)

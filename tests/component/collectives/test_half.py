@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import _engine
-from elastic_collectives.arithmetic import narrowed, widened
+from elastic_collectives.arithmetic import narrow, widen
 
 HALVES = ("float16", "bfloat16")
 ALL = np.arange(1 << 16, dtype=np.uint16)
@@ -39,7 +39,7 @@ def _floats() -> Any:
 @pytest.mark.parametrize("half", HALVES)
 def test_every_half_is_widened_as_numpy_does_and_alike_with_and_without_vectors(half: str) -> None:
     fast, portable = _widen(half, ALL, False), _widen(half, ALL, True)
-    expected = widened(ALL.view(np.float16) if half == "float16" else ALL, half)
+    expected = widen(ALL.view(np.float16) if half == "float16" else ALL, half)
     assert np.array_equal(fast.view(np.uint32), portable.view(np.uint32))
     assert np.array_equal(np.isnan(fast), np.isnan(expected))
     numbers = ~np.isnan(expected)
@@ -52,7 +52,7 @@ def test_floats_are_narrowed_to_nearest_even_and_alike_with_and_without_vectors(
     fast, portable = _narrow(half, floats, False), _narrow(half, floats, True)
     assert np.array_equal(fast, portable)
     with np.errstate(invalid="ignore"):
-        expected = narrowed(floats, half).view(np.uint16)
+        expected = narrow(floats, half).view(np.uint16)
     numbers = ~np.isnan(floats)
     assert np.array_equal(fast[numbers], expected[numbers])
     assert np.isnan(_widen(half, fast[~numbers], False)).all()
@@ -62,4 +62,4 @@ def test_floats_are_narrowed_to_nearest_even_and_alike_with_and_without_vectors(
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 17])
 def test_ends_that_fill_no_vector_are_converted_too(half: str, count: int) -> None:
     floats = np.linspace(-3, 3, count, dtype=np.float32)
-    assert np.array_equal(_narrow(half, floats, False), narrowed(floats, half).view(np.uint16))
+    assert np.array_equal(_narrow(half, floats, False), narrow(floats, half).view(np.uint16))

@@ -10,10 +10,10 @@ import pytest
 from elastic_collectives.operands import (
     as_reduction,
     as_rows,
-    checked_splits,
     even_parts,
-    fused,
+    fuse_reductions,
     signature,
+    validate_splits,
 )
 
 PLAIN: dict[str, Any] = {"op": "sum", "dtype": None, "weight": None, "scale": (1.0, 1.0), "compression": None}
@@ -53,11 +53,11 @@ def test_an_unaligned_array_is_refused() -> None:
 def test_rows_are_cut_evenly_and_splits_are_checked() -> None:
     assert even_parts(7, 3) == [3, 2, 2]
     assert even_parts(0, 2) == [0, 0]
-    assert checked_splits(6, None, 3) == [2, 2, 2]
-    assert checked_splits(3, [0, 3], 2) == [0, 3]
+    assert validate_splits(6, None, 3) == [2, 2, 2]
+    assert validate_splits(3, [0, 3], 2) == [0, 3]
     for splits in (None, [1], [1, 1], [-1, 4]):
         with pytest.raises(ValueError, match="splits"):
-            checked_splits(3, splits, 2)
+            validate_splits(3, splits, 2)
     with pytest.raises(ValueError, match="scalar"):
         as_rows(np.array(1.0))
 
@@ -70,7 +70,7 @@ def test_arrays_of_a_kind_are_fused_and_filled_from_the_result() -> None:
         np.zeros(0, np.int64),
     ]
     seen = []
-    for whole in fused([as_reduction(array, **PLAIN) for array in arrays]):
+    for whole in fuse_reductions([as_reduction(array, **PLAIN) for array in arrays]):
         seen.append((whole.dtype, whole.array.tolist(), whole.shapes))
         np.multiply(whole.array, 2, out=whole.array)
     assert seen == [("float32", [1, 1, 1, 1, 5], ((2, 2), (1,))), ("int64", [1, 1, 1], ((3,), (0,)))]
@@ -79,7 +79,7 @@ def test_arrays_of_a_kind_are_fused_and_filled_from_the_result() -> None:
 
 def test_adasum_is_never_fused() -> None:
     arrays = [np.ones(2), np.ones(3)]
-    whole = list(fused([as_reduction(array, **{**PLAIN, "op": "adasum"}) for array in arrays]))
+    whole = list(fuse_reductions([as_reduction(array, **{**PLAIN, "op": "adasum"}) for array in arrays]))
     assert [reduction.array.size for reduction in whole] == [2, 3]
 
 

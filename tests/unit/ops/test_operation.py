@@ -44,9 +44,9 @@ def test_what_a_joined_rank_adds_changes_nothing(op: str, dtype: str) -> None:
     values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])
     own = values.astype("uint16" if dtype == "bfloat16" else dtype)
     assert added.dtype == own.dtype
-    from elastic_collectives.arithmetic import reduced
+    from elastic_collectives.arithmetic import reduce_parts
 
-    assert reduced([own, added], dtype, op, 1.0).tolist() == own.tolist()
+    assert reduce_parts([own, added], dtype, op, 1.0).tolist() == own.tolist()
     group.close()
 
 

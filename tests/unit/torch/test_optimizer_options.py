@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.arithmetic import reduced
+from elastic_collectives.arithmetic import reduce_parts
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Compressor
@@ -155,7 +155,7 @@ def test_adasum_combines_the_steps_of_all_ranks(here: Here) -> None:
         model = net()
         model(part).pow(2).mean().backward()
         changes.append([-0.1 * p.grad.numpy() for p in model.parameters() if p.grad is not None])
-    combined = [reduced(list(pair), "float64", "adasum", 1.0) for pair in zip(*changes, strict=True)]
+    combined = [reduce_parts(list(pair), "float64", "adasum", 1.0) for pair in zip(*changes, strict=True)]
     wanted = weights(net()) + torch.from_numpy(np.concatenate([part.reshape(-1) for part in combined]))
     assert torch.allclose(first, wanted, rtol=0, atol=1e-12)
 
