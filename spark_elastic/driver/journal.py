@@ -66,7 +66,7 @@ class Journal:
         if commands or not isinstance(event, Tick | SlotBeat):
             self._entries.append((at, "event", event))
             self._entries.extend((at, "command", command) for command in commands)
-        if commands or after is None or not _same(self._state, after):
+        if commands or after is None or self._state is None or not after.is_same(self._state):
             self._write({"at": round(at, 6), "event": encoded((event,))[0], "commands": encoded(commands)})
         self._state = after
         self._tell(event, commands, after)
@@ -118,13 +118,6 @@ def _open(path: str) -> FileIO:
             "that exists, or to none."
         ) from error
 
-
-def _same(before: DriverState | None, after: DriverState) -> bool:
-    """Whether the machine will answer as if the event had not been."""
-    return before is not None and all(getattr(before, name) is getattr(after, name) for name in STATE)
-
-
-STATE = tuple(field.name for field in dataclasses.fields(DriverState))
 
 # ---- values to JSON and back, derived from the type hints of events and commands
 

@@ -167,7 +167,7 @@ class JobHistory:
         if (
             world is None
             or after is None
-            or after.unformed
+            or after.workers.unformed
             or event.fence != world.fence
             or self._phase == "training"
         ):

@@ -102,10 +102,10 @@ def _slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
         "worker": slot.worker or "",
         "rank": None if worker is None else worker.rank,
         "status": "no worker" if worker is None else worker.status.value,
-        "heard": round(max(0.0, now - slot.heard), 1),
+        "heard": round(max(0.0, now - slot.last_seen), 1),
         "draining": "" if worker is None else worker.draining,
         "cools": None if cools is None else _plain_number(cools - now),
-        "stuck": worker is not None and worker.worker in state.stalled,
+        "stuck": worker is not None and worker.worker in state.current.stalled,
     }
 
 
@@ -113,7 +113,7 @@ def _stuck(state: DriverState | None) -> list[dict[str, Any]]:
     if state is None:
         return []
     found = []
-    for name, why in _first(state.stalled.items(), MOST_STUCK):
+    for name, why in _first(state.current.stalled.items(), MOST_STUCK):
         worker = state.workers.get(name)
         rank = None if worker is None else worker.rank
         found.append({"worker": name, "rank": rank, "text": why[:MOST_TEXT]})

@@ -1,24 +1,25 @@
 """The driver's decisions: `step(state, event) -> (state, commands)`, pure.
 
-Its parts are in the folder `driver`. Handlers (`slot_events`, `worker_events`) turn an event into records (`registry`)
-and evidence (`evidence`, `failures`). Then `forming.settle` looks at the new state and decides on worlds, announcements
-and the end. None of them knows clocks, sockets or Spark.
+A handler per kind of event (package `driver`) changes the records. Then `forming.settle` looks at the new state and
+decides on worlds, announcements and the end. None of them knows clocks, sockets or Spark.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import DriverCommand, Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver import durable, jobs, listing, slot_events, stall, worker_events
-from spark_elastic.protocol.driver.durable import connection_back, connection_ended
-from spark_elastic.protocol.driver.ending import end
-from spark_elastic.protocol.driver.evidence import hear, judge, mark_hiccup, notice_sleep, scan
+from spark_elastic.protocol.commands import (
+    DriverCommand,
+    Outcome,
+    PublishCheckpoint,
+    ReleaseSlot,
+    StopWorker,
+)
+from spark_elastic.protocol.driver import failure_detector, slots, workers
 from spark_elastic.protocol.driver.forming import settle
-from spark_elastic.protocol.driver.state import DriverState, JobRecord, Stage, Turn
+from spark_elastic.protocol.driver.state import DriverState, SlotLaunch, Stage, Transition
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]
@@ -28,105 +29,75 @@ def initial(
     limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...] = ()
 ) -> tuple[DriverState, tuple[DriverCommand, ...]]:
     """A job that begins, or goes on from the first of `checkpoints`: ask for all the slots it may have."""
-    turn = Turn(DriverState(limits, attempt, checkpoints=checkpoints), 0.0)
+    tx = Transition(DriverState(limits, attempt, checkpoints=checkpoints), 0.0)
     for number in range(1, limits.max_workers + 1):
-        jobs.launch(turn, JobRecord(number), f"slot {number} of {limits.max_workers}")
-    return turn.state, tuple(turn.commands)
+        slots.launch(tx, SlotLaunch(number), f"slot {number} of {limits.max_workers}")
+    return tx.state, tuple(tx.commands)
 
 
 def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[DriverCommand, ...]]:
     """What follows from an event. `state` itself is never changed."""
-    turn = Turn(state, event.now)
+    tx = Transition(state, event.now)
     if state.stage is Stage.ENDED:
-        _after_the_end(turn, event)
-        return state, tuple(turn.commands)
-    notice_sleep(turn)
-    handler: Callable[[Turn, Any], None] = HANDLERS[type(event)]
-    handler(turn, event)
-    if not isinstance(event, on.SlotBeat) or turn.commands:  # a mere sign of life changes nothing
-        settle(turn)
-        listing.carry_out_early_orders(turn)
-    return turn.state, tuple(turn.commands)
+        _answer_after_end(tx, event)
+        return state, tuple(tx.commands)
+    failure_detector.notice_pause(tx)
+    handler: Callable[[Transition, Any], None] = HANDLERS[type(event)]
+    handler(tx, event)
+    if not isinstance(event, on.SlotBeat) or tx.commands:  # a mere heartbeat makes nothing due
+        settle(tx)
+        slots.carry_out_waiting_drains(tx)
+    return tx.state, tuple(tx.commands)
 
 
-# ---- connections
+def _tick(tx: Transition, event: on.Tick) -> None:
+    failure_detector.scan(tx)
 
 
-def _connection_lost(turn: Turn, event: on.ConnectionLost) -> None:
-    state = turn.state
-    connection_ended(turn, event)
-    slot = state.slots.get(event.slot)
-    if event.worker is None:
-        if slot is not None and slot.cut is None:
-            turn.put_slot(replace(slot, cut=turn.now))
-    elif event.worker in state.workers and event.worker not in state.cut:
-        state.cut = state.cut.put(event.worker, turn.now)
-        judge(turn, event.worker)
-    mark_hiccup(turn)
-
-
-def _connection_back(turn: Turn, event: on.ConnectionBack) -> None:
-    state = turn.state
-    mark_hiccup(turn)
-    connection_back(turn, event)
-    slot = state.slots.get(event.slot)
-    worker = state.workers.get(event.worker) if event.worker is not None else None
-    if worker is not None:
-        hear(turn, worker)
-    elif event.worker is None and slot is not None:
-        turn.put_slot(replace(slot, cut=None, heard=turn.now))
-
-
-# ---- orders from outside
-
-
-def _slots_wanted(turn: Turn, event: on.SlotsWanted) -> None:
-    """Slots that another job has are taken, not missing."""
-    state = turn.state
-    if not state.lacks_slots:
+def _checkpoint_written(tx: Transition, event: on.CheckpointWritten) -> None:
+    """R18 (publication): a checkpoint counts if it is of this attempt and further than all that count; others are too
+    late."""
+    state, new = tx.state, event.checkpoint
+    of_this_run = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
+    newest = state.checkpoints[0] if state.checkpoints else None
+    if not of_this_run or (newest and (new.fence, new.position) <= (newest.fence, newest.position)):
         return
-    if not event.in_use:
-        jobs.yield_slots(turn, event.reason)
-    if state.short_since is not None:
-        state.short_since = turn.now
+    state.checkpoints = (new, *state.checkpoints)[: state.limits.checkpoints_kept]
+    tx.emit(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints))
 
 
-def _cancel_requested(turn: Turn, event: on.CancelRequested) -> None:
-    end(turn, Outcome.CANCELLED, event.reason)
+def _cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
+    tx.end(Outcome.CANCELLED, event.reason)
 
 
-def _tick(turn: Turn, event: on.Tick) -> None:
-    scan(turn)
-
-
-def _after_the_end(turn: Turn, event: on.DriverEvent) -> None:
+def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
     """The job is over: slots and workers that still ask are told to end."""
     match event:
         case on.SlotRegistered() | on.SlotBeat() | on.WorkerStarted():
-            turn.say(ReleaseSlot("the job is over", event.slot))
+            tx.emit(ReleaseSlot("the job is over", event.slot))
         case on.WorkerJoins() | on.WorkerDone():
-            turn.say(StopWorker("the job is over", event.worker))
+            tx.emit(StopWorker("the job is over", event.worker))
 
 
-HANDLERS: dict[type[on.DriverEvent], Callable[[Turn, Any], None]] = {
+HANDLERS: dict[type[on.DriverEvent], Callable[[Transition, Any], None]] = {
     on.Tick: _tick,
-    on.SlotRegistered: slot_events.slot_registered,
-    on.SlotBeat: slot_events.slot_beat,
-    on.LaunchEnded: slot_events.slot_job_ended,
-    on.HostAppeared: slot_events.host_appeared,
-    on.HostLost: slot_events.host_lost,
-    on.HostsDiscovered: listing.hosts_listed,
-    on.WorkerStarted: worker_events.worker_started,
-    on.WorkerJoins: worker_events.worker_joins,
-    on.WorkerFormed: worker_events.worker_formed,
-    on.ConnectionLost: _connection_lost,
-    on.ConnectionBack: _connection_back,
-    on.WorkerExited: worker_events.worker_exited,
-    on.WorkerFailed: worker_events.worker_failed,
-    on.WorkerDone: worker_events.worker_done,
-    on.WorkerStalled: stall.worker_stalled,
-    on.CheckpointWritten: durable.checkpoint_written,
-    on.DrainRequested: listing.drain_requested,
-    on.SlotsWanted: _slots_wanted,
+    on.SlotRegistered: slots.slot_registered,
+    on.SlotBeat: slots.slot_beat,
+    on.LaunchEnded: slots.launch_ended,
+    on.HostAppeared: slots.host_appeared,
+    on.HostLost: slots.host_lost,
+    on.HostsDiscovered: slots.hosts_discovered,
+    on.WorkerStarted: slots.worker_started,
+    on.WorkerJoins: workers.worker_joins,
+    on.WorkerFormed: workers.worker_formed,
+    on.ConnectionLost: failure_detector.connection_lost,
+    on.ConnectionBack: failure_detector.connection_back,
+    on.WorkerExited: workers.worker_exited,
+    on.WorkerFailed: workers.worker_failed,
+    on.WorkerDone: workers.worker_done,
+    on.WorkerStalled: workers.worker_stalled,
+    on.CheckpointWritten: _checkpoint_written,
+    on.DrainRequested: slots.drain_requested,
+    on.SlotsWanted: slots.slots_wanted,
     on.CancelRequested: _cancel_requested,
 }

@@ -14,6 +14,26 @@ WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<
 SlotId: TypeAlias = str  # one attempt of a slot task, never used twice in a job: "<job number>-<attempt>"
 HostId: TypeAlias = str  # one live executor
 
+
+def slot_of(worker: WorkerId) -> SlotId:
+    """The slot that the worker ran in."""
+    return worker.rpartition(".")[0]
+
+
+def worker_number(worker: WorkerId) -> int:
+    """The worker's number within its slot, from 1; 0 for a name that has none."""
+    return _number(worker.rpartition(".")[2])
+
+
+def launch_of(name: SlotId | WorkerId) -> int:
+    """The number of the launch whose task the slot, or the worker's slot, is an attempt of; 0 for a name without."""
+    return _number(name.partition("-")[0])
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
 NOT_RUNNING = frozenset(
     "TZX"
 )  # letters of process states in which a process does not run: stopped, zombie, dead
@@ -186,18 +206,28 @@ class Limits:
     max_runtime: float | None = None
     all_results: bool = False
 
+    @property
+    def capacity(self) -> int:
+        """The largest world. R8 (weighting): never more workers than rows in a step."""
+        if self.max_global_batch is None:
+            return self.max_workers
+        return min(self.max_workers, self.max_global_batch)
 
-# How often slots beat. Pure.
+    @property
+    def wanted_at_start(self) -> int:
+        """R16 (start): with so many workers the first world begins at once."""
+        return min(self.num_workers, self.capacity)
 
 
-SHORTEST = 1.0  # seconds between two beats of a slot, in a small job with an ordinary lease
-PER_LEASE = 5  # beats of a slot in a lease, at ease
-# Of these one may be lost, and half a lease without any tells that the driver is deaf (R12).
-FEWEST_PER_LEASE = 2.5
-ALL_PER_SECOND = 250  # beats of all slots together, about a quarter of what one core serves
+MAX_HEARTBEAT_INTERVAL = 1.0  # seconds, in a small job with an ordinary lease
+HEARTBEATS_PER_LEASE = 5  # in a small job
+# In any job. One of them may be lost, and half a lease without any shows that the driver is cut off: R12 (driver
+# silence).
+MIN_HEARTBEATS_PER_LEASE = 2.5
+HEARTBEATS_PER_SECOND = 250  # of all slots together, about a quarter of what one core serves
 
 
 def heartbeat_interval(lease: float, slots: int) -> float:
-    """Seconds between two beats of each of so many slots: it grows with them, and the lease bounds it."""
-    at_ease = min(SHORTEST, lease / PER_LEASE)
-    return max(at_ease, min(slots / ALL_PER_SECOND, lease / FEWEST_PER_LEASE))
+    """Seconds between two heartbeats of each of so many slots: it grows with them, and the lease bounds it."""
+    small_job = min(MAX_HEARTBEAT_INTERVAL, lease / HEARTBEATS_PER_LEASE)
+    return max(small_job, min(slots / HEARTBEATS_PER_SECOND, lease / MIN_HEARTBEATS_PER_LEASE))

@@ -10,8 +10,7 @@ import pytest
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.table import Table
+from spark_elastic.protocol.driver.state import DriverState, EvictedMembers
 from spark_elastic.protocol.worker_machine import Answer, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.run_lease import RunLease
@@ -62,17 +61,18 @@ def test_r10_a_driver_that_lost_its_run_ends() -> None:
 # ---- the invariants can fail
 
 
-def _forgets_the_unsure(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _forgets_old_members(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: does not wait for old members that may live."""
-    return driver_machine.step(replace(state, unsure=Table()), event)
+    return driver_machine.step(replace(state, evicted_members=EvictedMembers()), event)
 
 
 def _believes_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: an executor that Spark calls lost is dead."""
     after, commands = driver_machine.step(state, event)
-    disowned = [name for name, unsure in after.unsure.items() if unsure.disowned]
-    for name in disowned:
-        after = replace(after, unsure=after.unsure.drop(name))
+    after = after.copy()
+    for name, member in after.evicted_members.possibly_alive.items():
+        if member.executor_lost:
+            after.evicted_members.confirm_dead(name)
     return after, commands
 
 
@@ -102,7 +102,7 @@ def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
     plans = [scene(cut, seed=seed, hosts=2, num_workers=1, max_workers=2, steps=200) for seed in range(6)]
     for plan in plans:
         simulate(plan)
-    assert any(_caught(plan, driver_step=_forgets_the_unsure, match="train on (R18)") for plan in plans)
+    assert any(_caught(plan, driver_step=_forgets_old_members, match="train on (R18)") for plan in plans)
 
 
 def test_r18_a_driver_that_takes_sparks_word_for_proof_is_caught() -> None:

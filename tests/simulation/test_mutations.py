@@ -53,8 +53,8 @@ def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
 
 def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Forms the next world before everybody has left the last."""
-    if isinstance(event, on.WorkerJoins) and event.planned and state.absent > 1:
-        state = replace(state, absent=1)
+    if isinstance(event, on.WorkerJoins) and event.planned and state.workers.absent > 1:
+        state = replace(state, workers=replace(state.workers, absent=1))
     return driver_machine.step(state, event)
 
 

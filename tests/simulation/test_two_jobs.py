@@ -156,5 +156,5 @@ def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_l
     second.loses(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
     assert len(first.all(Publish)) == 1
-    assert first.state.absent == 1
+    assert first.state.workers.absent == 1
     assert not second.all(ReleaseSlot), "its survivors stay warm for a new host"

@@ -11,7 +11,6 @@ from dataclasses import fields
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.membership import capacity
 from spark_elastic.protocol.driver.state import DriverState, Stage
 from spark_elastic.protocol.types import Checkpoint, Fence, Position, WorkerId, WorkerStatus, World
 
@@ -122,7 +121,7 @@ class DriverInvariants:
                 self._require(fence.generation not in self._aborted, "a world aborted twice")
                 self._aborted.add(fence.generation)
             case do.Announce(_, version):
-                self._require(version > before.version, "an announced version that does not grow")
+                self._require(version > before.current.version, "an announced version that does not grow")
             case do.StopWorker(_, worker):
                 self._require(worker in self._named, "an order to a worker that nobody spoke of")
             case do.ReleaseSlot(_, slot):
@@ -142,7 +141,7 @@ class DriverInvariants:
         self._require([m.rank for m in members] == list(range(len(members))), "ranks that are not 0..n-1")
         self._require(len({m.worker for m in members}) == len(members), "a worker twice in a world")
         self._require(len({m.slot for m in members}) == len(members), "two members of one slot")
-        self._require(limits.min_workers <= len(members) <= capacity(limits), "a world outside its limits")
+        self._require(limits.min_workers <= len(members) <= limits.capacity, "a world outside its limits")
         self._require(all(m.worker in after.workers for m in members), "a member that is not alive")
         self._check_seniority(world, old)
         self._check_source(world)
@@ -150,7 +149,7 @@ class DriverInvariants:
             self._check_old_is_over(old, before)
 
     def _check_newcomers(self, world: World, old: World | None, after: DriverState, now: float) -> None:
-        listed = None if after.listed is None else dict(after.listed)
+        listed = None if after.hosts.discovered is None else dict(after.hosts.discovered)
         for m in world.members:
             if (old is not None and old.member(m.worker) is not None) or m.worker not in after.workers:
                 continue
@@ -187,7 +186,7 @@ class DriverInvariants:
             return
         lost = [m.worker for m in old.members if m.worker not in before.workers]
         self._require(not lost, f"world {old.fence.generation} lost {lost} and was never aborted")
-        inside = [m.worker for m in old.members if not before.workers[m.worker].came]
+        inside = [m.worker for m in old.members if not before.workers[m.worker].has_left]
         # The last of them came with this very event.
         self._require(len(inside) <= 1, f"two worlds open: {inside} have not left {old.fence.generation}")
 
@@ -195,22 +194,27 @@ class DriverInvariants:
         """The counters agree with the records, and the records with each other."""
         members = [w for w in state.workers.values() if w.rank is not None]
         if state.stage in (Stage.RUNNING, Stage.REGROUPING):
-            self._require(state.absent == sum(not w.came for w in members), "absent is miscounted")
-            self._require(state.unformed == sum(not w.formed for w in members), "unformed is miscounted")
+            self._require(
+                state.workers.absent == sum(not w.has_left for w in members), "absent is miscounted"
+            )
+            self._require(
+                state.workers.unformed == sum(not w.formed for w in members), "unformed is miscounted"
+            )
         self._require(
-            state.draining == sum(bool(w.draining) for w in state.workers.values()), "draining is miscounted"
+            state.workers.draining == sum(bool(w.draining) for w in state.workers.values()),
+            "draining is miscounted",
         )
         starting = sum(w.status is WorkerStatus.STARTING for w in state.workers.values())
-        self._require(state.starting == starting, "starting is miscounted")
-        for index, key in ((state.slots_on, "host"), (state.slots_of, "job")):
+        self._require(state.workers.starting == starting, "starting is miscounted")
+        for index, key in ((state.slots._by_host, "host"), (state.slots._by_launch, "launch")):
             listed = {name: value for value, names in index.items() for name in names}
             self._require(
                 listed == {slot.slot: getattr(slot, key) for slot in state.slots.values()},
                 f"slots are listed under another {key}",
             )
-        gone = [w for w in state.workers if w in state.gone_workers]
+        gone = [w for w in state.workers if w in state.workers.evicted]
         self._require(not gone, f"both living and gone: {gone}")
-        waiting = [w for w in state.waiting if state.workers[w].rank is not None]
+        waiting = [w for w in state.workers.waiting if state.workers[w].rank is not None]
         self._require(not waiting, f"waiting members: {waiting}")
         homeless = [w.worker for w in state.workers.values() if w.slot not in state.slots]
         self._require(not homeless, f"workers without a slot: {homeless}")

@@ -1,1 +1,1 @@
-"""The parts of the driver machine: what it knows, and how each kind of event changes that."""
+"""The driver's state machine: its state and, by concept, what each kind of event changes."""

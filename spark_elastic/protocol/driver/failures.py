@@ -1,43 +1,120 @@
-"""Failures that are the workers' own: the budget over a sliding window, the user's exception that ends the job, and
-worlds that break in vain."""
+"""Failures that are the workers' own: what they cost their slot and the job, and when another try is no use.
+
+R13 (deterministic failures): the same failure at the same position in two worlds ends the job. Everything else counts
+against `failure_budget`, within a sliding window. Losses with an external cause are no failures.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
 
+from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome
-from spark_elastic.protocol.driver.state import DriverState, Failure, Turn
-from spark_elastic.protocol.types import START, Position, WorkerId
+from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
+from spark_elastic.protocol.driver.state import DriverState, Failure, Stage, Transition
+from spark_elastic.protocol.types import (
+    DRIVER_SILENT_EXIT_CODE,
+    KILLED_EXIT_CODES,
+    START,
+    HostId,
+    Position,
+    SlotId,
+    WorkerId,
+    slot_of,
+)
 
-STARVED_BORNE = 2  # kills because memory ran out that a job tolerates within the failure window
-TRIES = 2  # of worlds, or of a slot's workers, that crashed at one place
-VAIN_BORNE = 2  # worlds in a row that broke in vain
-Ending = Callable[[Turn, Outcome, str, str], None]
+MAX_OOM_KILLS = 2  # kills because memory ran out that a job tolerates within the failure window
+MIN_TRIES = 2  # worlds, or workers of a slot, that must crash at one place to end the job
+MAX_NO_PROGRESS = 2  # worlds in a row without progress that a job tolerates
+MAX_KILLS_PER_SLOT = 20  # kills within the failure window that count as losses, not as failures
+# Kills of one slot's workers in a row, before they took part in a world, that count as losses.
+MAX_KILLS_IN_A_ROW = 2
+WORKER_EXIT_CODES = (
+    1,
+    DRIVER_SILENT_EXIT_CODE,
+)  # with which the worker, not the user's function, ends its process
+
+# ---- recording
 
 
-def blame(turn: Turn, failure: Failure, end: Ending) -> None:
-    """Count a failure, and end the job where it is the user's (R13) or one too many.
+def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True) -> None:
+    """Count a failure, end the job where it is deterministic or one too many, and let its slot cool down if that is at
+    fault. Failures of excluded slots do no harm and do not count."""
+    state = tx.state
+    name = slot_of(failure.worker)
+    if name in state.slots.excluded:
+        return
+    _count(tx, failure)
+    slot = state.slots.get(name)
+    if slot_at_fault and slot is not None and state.stage is not Stage.ENDED:
+        _record_slot_failure(tx, slot.slot, slot.host)
 
-    end: called with outcome, reason and detail.
+
+def record_exit(tx: Transition, event: on.WorkerExited, took_part: bool, alive: bool, detail: str) -> None:
+    """Count the end of a process.
+
+    A process that was killed, or ended itself under R12 (driver silence), is a loss like that of a host. Its slot is
+    not to blame, unless its workers end so one after the other before they ever take part in a world, or again and
+    again within the failure window.
+
+    Args:
+        alive: the worker was on the records until now.
     """
-    state = turn.state
-    oldest = turn.now - state.limits.failure_window
-    earlier = tuple(f for f in state.failures if f.at >= oldest)
-    state.failures = (*earlier, failure)
-    poison = _poison(state, earlier, failure) or _crashes(state, failure)
-    if poison:
-        end(turn, Outcome.USER_ERROR, poison, failure.detail)
+    state = tx.state
+    slot = slot_of(event.worker)
+    if slot in state.slots.excluded:
         return
-    of_all, detail = _raised_by_all(state, failure)
-    if of_all:
-        end(turn, Outcome.USER_ERROR, of_all, detail)
+    window = state.limits.failure_window
+    if event.out_of_memory:
+        _record_oom_kill(tx, detail)
+    elif event.exit_code in KILLED_EXIT_CODES:
+        in_a_row, recent = state.failures.add_kill(slot, took_part, tx.now, window)
+        if in_a_row > MAX_KILLS_IN_A_ROW:
+            detail += f"; {in_a_row} of its slot ended so in a row before they took part in a world"
+        elif recent > MAX_KILLS_PER_SLOT:
+            detail += f"; {recent} of its slot ended so within {window:g} s"
+        else:
+            return
+    # The step is not known: failures in worlds that began at the same position count as failures at one place.
+    position = state.world.start_position if state.world is not None else None
+    crash = ""
+    if event.crashed_at:
+        detail = f"{detail} in {event.crashed_at}"
+        if took_part or state.world is None:  # crashes of newcomers need not stop those who train
+            crash = f"{event.reason} in {event.crashed_at}"
+    fingerprint = ""
+    if alive and took_part and state.limits.all_results and _is_chosen(event.exit_code):
+        fingerprint = f"exit code {event.exit_code}"
+    host = state.slots[slot].host if slot in state.slots else ""
+    record_failure(
+        tx, Failure(tx.now, state.generation, event.worker, position, fingerprint, detail, crash, host)
+    )
+
+
+def _is_chosen(exit_code: int) -> bool:
+    """Whether the function chose the code (`os._exit(5)`), which is like an exception."""
+    return exit_code > 0 and exit_code not in WORKER_EXIT_CODES
+
+
+def _count(tx: Transition, failure: Failure) -> None:
+    state, history = tx.state, tx.state.failures
+    oldest = tx.now - state.limits.failure_window
+    earlier = tuple(f for f in history.records if f.at >= oldest)
+    history.records = (*earlier, failure)
+    reason, detail = (
+        _repeated_exception(state, earlier, failure) or _repeated_crash(state, failure),
+        failure.detail,
+    )
+    if not reason:
+        reason, detail = _raised_by_all(state, failure)
+    if reason:
+        tx.end(Outcome.USER_ERROR, reason, detail)
         return
-    bereft = state.bereft
-    count = len({_once(f) for f in state.failures if not (f.fingerprint and f.generation in bereft)})
+    affected = history.generations_with_losses
+    count = len({_key(f) for f in history.records if not (f.fingerprint and f.generation in affected)})
     if count > state.limits.failure_budget:
-        end(
-            turn,
+        tx.end(
             Outcome.FAILURE_BUDGET,
             f"workers failed {count} times within {state.limits.failure_window:g} s and the job bears "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
@@ -45,145 +122,170 @@ def blame(turn: Turn, failure: Failure, end: Ending) -> None:
         )
 
 
-def starve(turn: Turn, detail: str, end: Ending) -> None:
+def _key(failure: Failure) -> Hashable:
+    """What members of one world raise is one failure, since the other exceptions may be consequences of the first."""
+    return failure.generation if failure.generation and failure.fingerprint else failure.worker
+
+
+def _record_oom_kill(tx: Transition, detail: str) -> None:
     """A worker was killed because memory ran out. If another process took the memory, the next try may succeed; if it
     happens again and again, a setting is wrong, and the job ends."""
-    state = turn.state
-    oldest = turn.now - state.limits.failure_window
-    state.starved = (*(at for at in state.starved if at >= oldest), turn.now)
-    if len(state.starved) > STARVED_BORNE:
-        end(
-            turn,
+    window = tx.state.limits.failure_window
+    kills = tx.state.failures.add_oom_kill(tx.now, window)
+    if kills > MAX_OOM_KILLS:
+        tx.end(
             Outcome.OUT_OF_MEMORY,
-            f"workers ran out of memory {len(state.starved)} times within {state.limits.failure_window:g} s; the "
+            f"workers ran out of memory {kills} times within {window:g} s; the "
             "training process is outside the JVM: raise spark.executor.memoryOverhead (or the container's memory), "
             "or lower batch_size or the number of slots per executor",
             detail,
         )
 
 
-def _once(failure: Failure) -> Hashable:
-    """The key by which failures count: what members of one world raise is one failure, since the others' exceptions may
-    only tell of the first one's end."""
-    return failure.generation if failure.generation and failure.fingerprint else failure.worker
+def _record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
+    """A worker of that slot failed by its own doing: slot or host are not used for a while."""
+    state = tx.state
+    slots = state.slots.on_host(host)
+    discovered = dict(state.hosts.discovered or ()).get(host, 0)
+    state.blacklist = state.blacklist.record_failure(
+        slot, host, max(len(slots), discovered), tx.now, state.limits
+    )
+    until = state.blacklist.host_until(host, tx.now)
+    if until is None or until - tx.now <= PARKING_LIMIT:
+        return
+    for record in slots:
+        worker = tx.worker_of(record)
+        if worker is None or worker.rank is None:
+            give_back(tx, record, f"host {host} is blacklisted for {until - tx.now:.1f} s")
 
 
-def _poison(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
+# ---- R13 (deterministic failures)
+
+
+def _repeated_exception(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
     """Why the program and not a host must be to blame for this exception; "" if that is not certain."""
     if not new.fingerprint:
         return ""
     if new.generation == 0:
-        return _before_any_world(state)
-    bereft = state.bereft
+        return _raised_on_all_slots(state)
+    affected = state.failures.generations_with_losses
     for old in earlier:
-        if old.generation in bereft:
+        if old.generation in affected:
             continue
         alike = old.fingerprint == new.fingerprint and (old.position or START) == (new.position or START)
         if alike and 0 < old.generation < new.generation:
             return (
                 f"worker {new.worker} raised in world {new.generation} what worker {old.worker} had raised in world "
-                f"{old.generation}, both at {spell(new.position)}"
+                f"{old.generation}, both at {format_position(new.position)}"
             )
     return ""
 
 
-def _crashes(state: DriverState, new: Failure) -> str:
+def _raised_on_all_slots(state: DriverState) -> str:
+    """Every slot's worker raises before it is warm, and none ever got warm."""
+    raised = [f for f in state.failures.records if f.generation == 0 and f.fingerprint]
+    slots = {slot_of(f.worker) for f in raised}
+    if state.world is None and not state.workers.waiting and len(raised) > 1 and slots >= set(state.slots):
+        return f"no worker could load the program: {len(raised)} tried on {len(slots)} slots and all raised"
+    return ""
+
+
+def _repeated_crash(state: DriverState, new: Failure) -> str:
     """Why the program's native code will crash again, "" if it need not: it did so at one place in two worlds, and of
     several hosts, one of which may be broken, on two. Before there is a world, each slot has to have seen it twice."""
     if not new.crash:
         return ""
-    bereft, begins_at = state.bereft, new.position or START
+    affected, position = state.failures.generations_with_losses, new.position or START
     alike = [
         f
-        for f in state.failures
-        if f.crash == new.crash and (f.position or START) == begins_at and f.generation not in bereft
+        for f in state.failures.records
+        if f.crash == new.crash and (f.position or START) == position and f.generation not in affected
     ]
-    if len(alike) < TRIES:
+    if len(alike) < MIN_TRIES:
         return ""
     if new.generation == 0:
-        tried = Counter(f.worker.rpartition(".")[0] for f in alike)
-        if state.waiting or any(tried[slot] < TRIES for slot in state.slots):
+        tried = Counter(slot_of(f.worker) for f in alike)
+        if state.workers.waiting or any(tried[slot] < MIN_TRIES for slot in state.slots):
             return ""
         where = f"before they were warm, on all {len(state.slots)} slots"
     else:
         worlds = {f.generation for f in alike}
-        seen_on = {f.host for f in alike if f.host}
-        there = {member.host for member in state.world.members} if state.world is not None else set()
-        if len(worlds) < TRIES or len(seen_on) < min(TRIES, len(there)):
+        crashed_on = {f.host for f in alike if f.host}
+        hosts = {member.host for member in state.world.members} if state.world is not None else set()
+        if len(worlds) < MIN_TRIES or len(crashed_on) < min(MIN_TRIES, len(hosts)):
             return ""
-        where = f"in {len(worlds)} worlds that began at {spell(new.position)}"
+        where = f"in {len(worlds)} worlds that began at {format_position(new.position)}"
     return f"{len(alike)} workers crashed {where}, all of them {new.crash}"
 
 
 def _raised_by_all(state: DriverState, new: Failure) -> tuple[str, str]:
-    """Reason and detail, where nobody of its world is left to go on; of the first one, from whose end the others'
-    exceptions may follow."""
+    """Reason and detail, where every member of the world has raised. The detail is the first one's, since the other
+    exceptions may be consequences of it."""
     world = state.world
     if world is None or world.fence.generation != new.generation:
         return "", ""
-    raised = [f for f in state.failures if f.fingerprint and f.generation == new.generation]
+    raised = [f for f in state.failures.records if f.fingerprint and f.generation == new.generation]
     if len({f.worker for f in raised}) < world.size:
         return "", ""
     first = raised[0]
     who = f"all {world.size} workers" if world.size > 1 else "the only worker"
     which = f", the first was {first.worker}" if world.size > 1 else ""
-    reason = f"{who} of world {new.generation} raised an exception{which}, at {spell(first.position)}"
+    reason = (
+        f"{who} of world {new.generation} raised an exception{which}, at {format_position(first.position)}"
+    )
     return reason, first.detail
 
 
-def _before_any_world(state: DriverState) -> str:
-    """Every slot's worker raises before it is warm, and none ever got warm."""
-    raised = [f for f in state.failures if f.generation == 0 and f.fingerprint]
-    slots = {f.worker.rpartition(".")[0] for f in raised}
-    if state.world is None and not state.waiting and len(raised) > 1 and slots >= set(state.slots):
-        return f"no worker could load the program: {len(raised)} tried on {len(slots)} slots and all raised"
-    return ""
-
-
-def in_vain(turn: Turn, chosen: Collection[WorkerId], position: Position | None) -> str:
+def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Position | None) -> str:
     """Why another world of these workers at that position would break like those before it, "" if it need not.
 
-    One that broke, lost nobody and came no further broke in vain; so did one that lost none but those who did not come
-    to the regroup, since others did the same from the same state. An outage between peers looks like this, too, and is
-    borne for as long as one of the driver is.
+    A world made no progress if it broke, lost no member and came no further. The same holds if it lost only members
+    that did not come to the regroup, since others did the same from the same state. An outage between peers looks like
+    this, too, and is tolerated for as long as an outage of the driver is.
     """
-    state = turn.state
-    world = state.world
+    state, history, current = tx.state, tx.state.failures, tx.state.current
+    world = current.world
     members = {member.worker for member in world.members} if world is not None else set()
     lost = members - set(chosen)
-    same = members == set(chosen) or (position is not None and bool(lost) and lost <= state.late)
+    same = members == set(chosen) or (position is not None and bool(lost) and lost <= current.late)
     if (
         world is None
-        or not state.because  # it stopped as planned
+        or not current.break_reason  # it stopped as planned
         or not same
         or (world.position or START) != (position or START)
     ):
-        state.vain = 0
+        history.no_progress = 0
         return ""
-    state.vain += 1
-    if state.vain == 1:
-        state.vain_since = turn.now
-    if state.vain <= VAIN_BORNE or turn.now - state.vain_since < state.limits.driver_timeout:
+    history.no_progress += 1
+    if history.no_progress == 1:
+        history.no_progress_since = tx.now
+    if (
+        history.no_progress <= MAX_NO_PROGRESS
+        or tx.now - history.no_progress_since < state.limits.driver_timeout
+    ):
         return ""
     how = "since one did not come back in time" if lost else "although nobody was lost"
-    story = [state.because, *(stall for stall in state.stalled.values() if stall not in state.because)]
-    if state.stalled:
-        story.append("where such work just takes long, raise collective_timeout above it")
+    reason = current.break_reason
+    reasons = [reason, *(stall for stall in current.stalled.values() if stall not in reason)]
+    if current.stalled:
+        reasons.append("where such work just takes long, raise collective_timeout above it")
     return (
-        f"{state.vain} worlds in a row, up to world {state.generation}, broke at {whence(state, position)} {how}, and "
-        f"another would too: {'; '.join(story)}"
+        f"{history.no_progress} worlds in a row, up to world {state.generation}, broke at "
+        f"{resume_point(state, position)} {how}, and another would too: {'; '.join(reasons)}"
     )
 
 
-def whence(state: DriverState, position: Position | None) -> str:
-    """For sentences: where a world begins whose source stands at that position."""
+# ---- sentences
+
+
+def resume_point(state: DriverState, position: Position | None) -> str:
+    """Where a world begins whose source stands at that position."""
     if position is None and state.checkpoints:
         return f"checkpoint {state.checkpoints[0].name}"
-    return spell(position)
+    return format_position(position)
 
 
-def spell(position: Position | None) -> str:
-    """A position for sentences."""
+def format_position(position: Position | None) -> str:
     if position is None:
         return "the beginning"
     return f"epoch {position.epoch}, {position.phase.name.lower()}, step {position.step}"

@@ -1,389 +1,513 @@
-"""Worlds: when the running one is to stop, and when the next one is published. Looked at after every event.
+"""Worlds: when the running one shall stop, who is in the next one, and when that one is published.
 
-Level-triggered: only the present state counts, never which event led to it. So nothing is lost when two changes come
-together.
+`settle` runs after every event. It is level-triggered: only the present state counts, never which event led to it. So
+nothing is lost when two changes come together.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from spark_elastic.protocol.commands import Announce, Outcome, Publish, StopWorker
-from spark_elastic.protocol.driver.durable import old_members_may_live
-from spark_elastic.protocol.driver.ending import end, finish, promptly
-from spark_elastic.protocol.driver.evidence import break_world, lose, retire
-from spark_elastic.protocol.driver.failures import in_vain, whence
-from spark_elastic.protocol.driver.jobs import (
-    all_blacklisted,
+from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
+from spark_elastic.protocol.driver.failures import check_progress, resume_point
+from spark_elastic.protocol.driver.slots import (
+    admit_excluded,
+    blacklisted_hosts,
     give_back,
     launch_due,
-    recall,
+    newest_position,
+    relaunch,
     release_idle,
 )
-from spark_elastic.protocol.driver.listing import look_at_barred
-from spark_elastic.protocol.driver.membership import (
-    Place,
-    assign,
-    capacity,
-    compose,
-    names,
-    newest_position,
-    source_of,
-    wanted_at_start,
+from spark_elastic.protocol.driver.state import (
+    DrainCause,
+    DriverState,
+    EvictedWorker,
+    Stage,
+    Transition,
+    WorkerRecord,
 )
-from spark_elastic.protocol.driver.state import DriverState, Gone, Leave, Stage, Turn, WorkerRecord
-from spark_elastic.protocol.types import LAST_CHANGE, START, Fence, Position, SlotId, WorkerStatus, World
+from spark_elastic.protocol.types import (
+    LAST_CHANGE,
+    START,
+    Fence,
+    HostId,
+    Limits,
+    Member,
+    Position,
+    SlotId,
+    WorkerId,
+    WorkerStatus,
+    World,
+    slot_of,
+)
 
-# `max_runtime`: a job that has had its time is stopped at the next step boundary. Pure.
+LAST_STOP_TIMEOUT = (
+    60.0  # seconds for the way to a job's last boundary under `max_runtime`; some functions have none
+)
+# Seconds to build a world, to come to a planned stop, or to report a result after rank 0's.
+SHORT_TIMEOUT = 30.0
+LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has not come back has a state
+
+# ---- what is due
 
 
-GRACE = 60.0  # seconds for the way to the next boundary; some functions have none
+def settle(tx: Transition) -> None:
+    """Do whatever is due in the present state."""
+    state = tx.state
+    if state.stage is Stage.ENDED:
+        return
+    if state.timers.done_since is not None:
+        _finish(tx)
+        return
+    if state.slots.excluded:
+        admit_excluded(tx)
+    if state.launches.relaunch:
+        relaunch(tx)
+    if state.launches.delayed:
+        launch_due(tx)
+    over_time = check_max_runtime(tx)
+    if state.stage is Stage.RUNNING:
+        _check_running(tx, over_time)
+    if over_time and _may_end(tx):
+        tx.end(Outcome.TIME_LIMIT, over_time)
+        return
+    if state.stage is Stage.REGROUPING:
+        _regroup(tx)
+    if state.stage is Stage.GATHERING:
+        _gather(tx)
 
 
-def time_is_up(turn: Turn) -> str:
+def short_timeout(tx: Transition) -> float:
+    """Seconds that something may take which runs no user code."""
+    return min(SHORT_TIMEOUT, tx.state.limits.regroup_timeout)
+
+
+def _finish(tx: Transition) -> None:
+    """R15 (end): the results that make the job a success are in. Members that are about to finish get a moment."""
+    state = tx.state
+    assert state.world is not None
+    assert state.timers.done_since is not None
+    if state.workers.absent and tx.now - state.timers.done_since < short_timeout(tx):
+        return
+    members, reported = state.world.members, state.current.results
+    missing = [member.worker for member in members if member.worker not in reported]
+    reason = f"all {len(members)} workers of world {state.generation} are done"
+    if missing:
+        reason = f"rank 0 of world {state.generation} is done; no result came from {format_names(missing)}"
+    results = tuple(reported.get(member.worker, "null") for member in members)
+    tx.end(Outcome.SUCCESS, reason, results=results)
+
+
+# ---- max_runtime
+
+
+def check_max_runtime(tx: Transition) -> str:
     """Why the job shall stop at its next boundary; "" while it has time."""
-    state, limit = turn.state, turn.state.limits.max_runtime
-    if state.began is None:
-        state.began = turn.now
-    if limit is None or turn.now - state.began < limit:
+    timers, limit = tx.state.timers, tx.state.limits.max_runtime
+    if timers.began is None:
+        timers.began = tx.now
+    if limit is None or tx.now - timers.began < limit:
         return ""
     return f"the job has had its {limit:g} s (max_runtime)"
 
 
-def is_told(turn: Turn) -> bool:
-    """Whether the world's members were told that their next boundary is the job's last."""
-    state = turn.state
-    return state.world is not None and state.version >= state.world.version + LAST_CHANGE
-
-
-def may_end(turn: Turn) -> bool:
-    """Once its time is up: whether everybody has passed the last boundary, nobody is left to save anything, or the
-    grace is over, too. A world that broke, or may have stopped for another change, is followed by one that is told.
-    """
-    state = turn.state
-    assert state.began is not None
+def _may_end(tx: Transition) -> bool:
+    """Once its time is up: whether all members have passed the last boundary, no survivor is left to save anything, or
+    the time for that is over, too. A world that broke, or may have stopped for another change, is followed by one that
+    is told."""
+    state = tx.state
+    assert state.timers.began is not None
     assert state.limits.max_runtime is not None
-    if turn.now - state.began >= state.limits.max_runtime + GRACE:
+    if tx.now - state.timers.began >= state.limits.max_runtime + LAST_STOP_TIMEOUT:
         return True
     if state.stage is Stage.RUNNING:
         return False
-    told_only_that = state.world is not None and state.version == state.world.version + LAST_CHANGE
-    return not turn.anybody_survives() or (told_only_that and not state.because)
-
-
-# Whether a job has enough workers, and when it gives up waiting for them. Part of the driver machine; pure.
-
-
-def enough(turn: Turn, count: int) -> bool:
-    """Whether `count` workers are at least `min_workers`. Ends the job if there were too few for `start_timeout`."""
-    state = turn.state
-    if count >= state.limits.min_workers:
-        state.short_since = None
-        return True
-    state.recall |= state.withheld > 0  # what was given back is needed now
-    if state.short_since is None:
-        state.short_since = turn.now
-    elif turn.now - state.short_since >= state.limits.start_timeout:
-        end(turn, Outcome.NOT_ENOUGH_WORKERS, _shortage(turn, count))
-    else:
-        _give_up_on_the_blacklisted(turn, state.short_since + state.limits.start_timeout)
-    return False
-
-
-def _give_up_on_the_blacklisted(turn: Turn, deadline: float) -> None:
-    """Ends the job early if no host that is left could bring a worker before the deadline."""
-    found = all_blacklisted(turn) if turn.state.blacklist else None
-    if found is None or found[1] <= deadline:
-        return
-    hosts, first = found
-    when = "never" if first == float("inf") else f"in {first - turn.now:.0f} s"
-    end(
-        turn,
-        Outcome.NOT_ENOUGH_WORKERS,
-        f"all hosts are blacklisted since their workers failed: {names(hosts)}; the first returns {when} "
-        f"(cooldown_range), and the job waits for workers for {turn.state.limits.start_timeout:g} s (start_timeout)",
+    current = state.current
+    only_end_announced = (
+        current.end_announced
+        and current.world is not None
+        and current.version == current.world.version + LAST_CHANGE
     )
+    return not tx.has_survivors() or (only_end_announced and not current.break_reason)
 
 
-def _shortage(turn: Turn, count: int) -> str:
-    """The sentence with which such a job ends: who came, and what was still waited for."""
-    state = turn.state
-    hosts = sorted({slot.host for slot in state.slots.values()})
-    silent = [str(job.job) for job in state.jobs.values() if job.slots == 0 and job.job not in state.put_off]
-    starting = [turn.title(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
-    parts = [
-        f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
-        "(min_workers)",
-        f"hosts: {names(hosts) or 'none'}",
-    ]
-    if silent:
-        parts.append(f"waited for slot jobs that the cluster did not start: {names(silent)}")
-    if starting:
-        parts.append(f"waited for {names(starting)} to get warm")
-    cooling = [
-        f"{worker.worker} (its slot failed, for {until - turn.now:.0f} s)"
-        for worker in state.workers.values()
-        if (until := state.blacklist.slot_until(worker.slot, worker.host, turn.now)) is not None
-    ]
-    if cooling:
-        parts.append(f"cooling down: {names(cooling)}")
-    if state.yielded:
-        parts.append(f"its slots were given back in between: {state.yielded}")
-    if state.fruitless_end:
-        parts.append(f"the last slot that ended before its worker was warm said: {state.fruitless_end}")
-    return "; ".join(parts)
+# ---- a world that runs
 
 
-PATIENCE_WITH_THE_LAST = 10  # times regroup_timeout
-
-
-def settle(turn: Turn) -> None:
-    """Do whatever is due in the present state."""
-    state = turn.state
-    if state.stage is Stage.ENDED:
-        return
-    if state.done_since is not None:
-        finish(turn)
-        return
-    if state.barred:
-        look_at_barred(turn)
-    if state.recall:
-        recall(turn)
-    if state.put_off:
-        launch_due(turn)
-    over_time = time_is_up(turn)
-    if state.stage is Stage.RUNNING:
-        _mind_running(turn, over_time)
-    if over_time and may_end(turn):
-        end(turn, Outcome.TIME_LIMIT, over_time)
-        return
-    if state.stage is Stage.REGROUPING:
-        _regroup(turn)
-    if state.stage is Stage.GATHERING:
-        _gather(turn)
-
-
-def _mind_running(turn: Turn, over_time: str) -> None:
+def _check_running(tx: Transition, over_time: str) -> None:
     """A world is published: it has stopped as planned, is late with stopping or forming, or shall be asked to stop."""
-    state = turn.state
-    wait = GRACE if over_time else promptly(turn)  # a last checkpoint is written before they come
-    if state.absent == 0:
+    state, timers = tx.state, tx.state.timers
+    # Under max_runtime a last checkpoint is written before the members come.
+    timeout = LAST_STOP_TIMEOUT if over_time else short_timeout(tx)
+    if state.workers.absent == 0:
         state.stage = Stage.REGROUPING
-    elif state.regroup_since is not None:
-        if turn.now - state.regroup_since >= wait:
-            late = [worker.worker for worker in turn.survivors() if not worker.came]
-            break_world(turn, f"{names(late)} did not come to the planned stop within {wait:g} s")
-    elif state.unformed:
-        if turn.now - state.published_at >= wait:
-            late = [worker.worker for worker in turn.survivors() if not worker.formed]
-            break_world(turn, f"{names(late)} did not build world {state.generation} within {wait:g} s")
+    elif timers.regroup_since is not None:
+        if tx.now - timers.regroup_since >= timeout:
+            late = [worker.worker for worker in tx.survivors() if not worker.has_left]
+            break_world(tx, f"{format_names(late)} did not come to the planned stop within {timeout:g} s")
+    elif state.workers.unformed:
+        if tx.now - timers.published_at >= timeout:
+            late = [worker.worker for worker in tx.survivors() if not worker.formed]
+            break_world(
+                tx, f"{format_names(late)} did not build world {state.generation} within {timeout:g} s"
+            )
     else:
-        if state.waiting:
-            release_idle(turn)
-        _announce(turn, over_time)
+        if state.workers.waiting:
+            release_idle(tx)
+        _announce(tx, over_time)
 
 
-def _announce(turn: Turn, over_time: str) -> None:
+def _announce(tx: Transition, over_time: str) -> None:
     """Ask the world to stop for a planned change, or because the job's time is up. Changes that come close together are
     announced as one (`debounce`)."""
-    state = turn.state
-    if state.results or (state.announced and not (over_time and not is_told(turn))):
+    state, current, timers = tx.state, tx.state.current, tx.state.timers
+    if current.results or (current.announced and not (over_time and not current.end_announced)):
         return
     if not over_time and (_resets_used_up(state) or not _change_possible(state)):
-        state.change_since = None
+        timers.change_since = None
         return
-    if state.change_since is None:
-        state.change_since = turn.now
-    more_may_come = state.starting or state.draining or state.listed is not None or over_time
-    if more_may_come and turn.now - state.change_since < state.limits.debounce:
-        return  # what the next world would be is worth working out once, not at each of a thousand joins
-    why = over_time or _change_wanted(turn)
+    if timers.change_since is None:
+        timers.change_since = tx.now
+    more_may_come = (
+        state.workers.starting or state.workers.draining or state.hosts.discovered is not None or over_time
+    )
+    if more_may_come and tx.now - timers.change_since < state.limits.debounce:
+        return  # working out the next world is worth it once, not at each of a thousand joins
+    why = over_time or _change_wanted(tx)
     if not why:
-        state.change_since = None
-    else:
-        state.version += LAST_CHANGE if over_time else 1
-        state.announced = True
-        turn.say(
-            Announce(f"world {state.generation} shall stop at its next step boundary: {why}", state.version)
-        )
+        timers.change_since = None
+        return
+    current.version += LAST_CHANGE if over_time else 1
+    current.announced = True
+    current.end_announced |= bool(over_time)
+    reason = f"world {state.generation} shall stop at its next step boundary: {why}"
+    tx.emit(Announce(reason, current.version))
 
 
 def _change_possible(state: DriverState) -> bool:
     assert state.world is not None
-    room = state.world.size < capacity(state.limits)
-    return bool(state.draining or (room and state.waiting))
+    room = state.world.size < state.limits.capacity
+    return bool(state.workers.draining or (room and state.workers.waiting))
 
 
-def _change_wanted(turn: Turn) -> str:
-    """Who would join and leave if the next world were formed now; "" if nobody would."""
-    state = turn.state
+def _change_wanted(tx: Transition) -> str:
+    """Who would join and leave if the next world were formed now; "" if no worker would."""
     # At a planned boundary all members stand at one position, whichever that will be.
-    members = [replace(worker, position=START) for worker in turn.survivors()]
-    chosen = {worker.worker for worker in compose(members, turn.newcomers(), state.limits)}
-    now = {worker.worker for worker in members}
-    if chosen == now:
-        return ""
-    return _difference(
-        [worker.worker for worker in turn.newcomers() if worker.worker in chosen],
+    members = [replace(worker, position=START) for worker in tx.survivors()]
+    newcomers = tx.newcomers()
+    chosen = {worker.worker for worker in choose_members(members, newcomers, tx.state.limits)}
+    return _format_change(
+        [worker.worker for worker in newcomers if worker.worker in chosen],
         [worker.worker for worker in members if worker.worker not in chosen],
     )
 
 
-def _difference(joining: list[str], leaving: list[str]) -> str:
-    joined = f"joining: {names(joining)}" if joining else ""
-    left = f"leaving: {names(leaving)}" if leaving else ""
+def _format_change(joining: list[str], leaving: list[str]) -> str:
+    joined = f"joining: {format_names(joining)}" if joining else ""
+    left = f"leaving: {format_names(leaving)}" if leaving else ""
     return "; ".join(part for part in (joined, left) if part)
 
 
-def _patience(turn: Turn) -> float:
-    """Seconds to wait for a member that has not come back. It is far longer if nobody who came has a state (P3)."""
-    kept = any(worker.came and worker.position is not None for worker in turn.survivors())
-    return turn.state.limits.regroup_timeout * (1 if kept else PATIENCE_WITH_THE_LAST)
+# ---- between worlds
 
 
-def _regroup(turn: Turn) -> None:
+def _regroup(tx: Transition) -> None:
     """The world is over. The next one is formed once every member has come back or is lost."""
-    state = turn.state
-    if state.absent:
-        waited = math.inf if state.regroup_since is None else turn.now - state.regroup_since
-        if waited < state.limits.regroup_timeout:
-            return  # what `_patience` says is worth working out once it counts, not as each of a thousand comes back
-        wait = _patience(turn)
-        if waited < wait:
-            return
-        for worker in turn.survivors():
-            if not worker.came:
-                state.late |= {worker.worker}
-                reason = f"it did not come to the regroup within {wait:g} s (regroup_timeout)"
-                lose(turn, worker, reason, kill=True)
-    if not turn.anybody_survives():
+    state = tx.state
+    if state.workers.absent and not _evict_late_members(tx):
+        return
+    if not tx.has_survivors():
         state.stage = Stage.GATHERING
-        state.regroup_since = None
+        state.timers.regroup_since = None
         begins = f"from checkpoint {state.checkpoints[0].name}" if state.checkpoints else "from nothing"
-        state.because = (
-            f"nobody of world {state.generation} is left, so training begins {begins}: {state.because}"
+        state.current.break_reason = (
+            f"nobody of world {state.generation} is left, so training begins {begins}: "
+            f"{state.current.break_reason}"
         )
         return
-    most = len(state.workers) - state.starting
-    if most < state.limits.min_workers and not enough(turn, most):
+    most = len(state.workers) - state.workers.starting
+    if most < state.limits.min_workers and not _has_enough(tx, most):
         return
-    chosen = compose(turn.survivors(), turn.newcomers(), state.limits)
-    if enough(turn, len(chosen)) and not _would_not_try_again(turn, len(chosen)):
-        _publish(turn, chosen)
+    chosen = choose_members(tx.survivors(), tx.newcomers(), state.limits)
+    if _has_enough(tx, len(chosen)) and not _waits_for_failed_rank(tx, len(chosen)):
+        _publish(tx, chosen)
 
 
-def _would_not_try_again(turn: Turn, size: int) -> bool:
-    """R15: a rank of a job that needs all results has failed by its own fault, and the next world would end well
-    without that rank. Its slot's next worker is waited for, for a while, so that a failure of the program shows itself
-    (R13). In the middle of an elastic training nobody waits: there is more to come."""
-    state = turn.state
-    assert state.world is not None
-    if not state.limits.all_results or size >= min(state.world.size, capacity(state.limits)):
+def _evict_late_members(tx: Transition) -> bool:
+    """Evict members that do not come to the regroup; False while they are still waited for."""
+    state = tx.state
+    since, timeout = state.timers.regroup_since, state.limits.regroup_timeout
+    waited = math.inf if since is None else tx.now - since
+    if waited < timeout:
+        return (
+            False  # the following is worth working out once it counts, not as each of a thousand comes back
+        )
+    if not any(worker.has_left and worker.position is not None for worker in tx.survivors()):
+        timeout *= LAST_STATE_FACTOR  # P3: no member that came back has a state
+    if waited < timeout:
         return False
-    survivors = turn.survivors()
+    for worker in tx.survivors():
+        if not worker.has_left:
+            state.current.late |= {worker.worker}
+            reason = f"it did not come to the regroup within {timeout:g} s (regroup_timeout)"
+            evict(tx, worker, reason, kill=True)
+    return True
+
+
+def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
+    """R15 (end): a rank of a job that needs all results has failed by its own fault, and the next world would end well
+    without that rank. The next worker of its slot is waited for, for a while, so that a failure of the program shows
+    itself: R13 (deterministic failures). Nothing waits in the middle of an elastic training, where more is to come."""
+    state = tx.state
+    assert state.world is not None
+    if not state.limits.all_results or size >= min(state.world.size, state.limits.capacity):
+        return False
+    survivors = tx.survivors()
     returned = any(worker.status is WorkerStatus.SUCCESS for worker in survivors)
     if not returned and (newest_position(survivors) or START) != START:
         return False
-    since = state.regroup_since if state.regroup_since is not None else turn.now
-    until = since + min(state.limits.gather_timeout, promptly(turn))
-    failed = {f.worker.rpartition(".")[0] for f in state.failures if f.generation == state.generation}
-    return turn.now < until and any(_returns(turn, slot, until) for slot in failed)
+    since = state.timers.regroup_since if state.timers.regroup_since is not None else tx.now
+    until = since + min(state.limits.gather_timeout, short_timeout(tx))
+    failed = {slot_of(f.worker) for f in state.failures.records if f.generation == state.generation}
+    return tx.now < until and any(_may_return(tx, slot, until) for slot in failed)
 
 
-def _returns(turn: Turn, name: SlotId, until: float) -> bool:
+def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
     """Whether the slot lives and is out of its cooldown by then, so that its worker could be in the next world."""
-    slot = turn.state.slots.get(name)
+    slot = tx.state.slots.get(name)
     if slot is None:
         return False
-    cools = turn.state.blacklist.slot_until(slot.slot, slot.host, turn.now)
-    return cools is None or cools <= until
+    usable_at = tx.state.blacklist.slot_until(slot.slot, slot.host, tx.now)
+    return usable_at is None or usable_at <= until
 
 
-def _gather(turn: Turn) -> None:
-    """R16: a first world at `num_workers`, or at `min_workers` once `gather_timeout` has passed since the first."""
-    state = turn.state
-    count = turn.count_newcomers()
+def _gather(tx: Transition) -> None:
+    """R16 (start): a first world at `num_workers`, or at `min_workers` once `gather_timeout` has passed since the first
+    newcomer came."""
+    state, timers = tx.state, tx.state.timers
+    count = tx.count_newcomers()
     if count == 0:
-        state.gather_since = None
-    elif state.gather_since is None:
-        state.gather_since = turn.now
-    if not enough(turn, count) or old_members_may_live(turn):
+        timers.gather_since = None
+    elif timers.gather_since is None:
+        timers.gather_since = tx.now
+    if not _has_enough(tx, count) or state.evicted_members.may_run(tx.now):
         return
-    assert state.gather_since is not None
-    waited = turn.now - state.gather_since
-    if count >= wanted_at_start(state.limits) or waited >= state.limits.gather_timeout:
-        _publish(turn, turn.newcomers()[: capacity(state.limits)])
+    assert timers.gather_since is not None
+    waited = tx.now - timers.gather_since
+    if count >= state.limits.wanted_at_start or waited >= state.limits.gather_timeout:
+        _publish(tx, tx.newcomers()[: state.limits.capacity])
 
 
-def _resets_used_up(state: DriverState) -> bool:
-    """What would need another world ends the job, so no change is planned any more."""
-    limit = state.limits.reset_limit
-    return limit is not None and state.generation > limit
+# ---- too few workers
 
 
-def _publish(turn: Turn, chosen: list[WorkerRecord]) -> None:
-    state = turn.state
+def _has_enough(tx: Transition, count: int) -> bool:
+    """Whether `count` workers are at least `min_workers`. Ends the job if there were too few for `start_timeout`."""
+    state, timers = tx.state, tx.state.timers
+    if count >= state.limits.min_workers:
+        timers.short_since = None
+        return True
+    state.launches.relaunch |= state.launches.held_back > 0  # what was given back is needed now
+    if timers.short_since is None:
+        timers.short_since = tx.now
+    elif tx.now - timers.short_since >= state.limits.start_timeout:
+        tx.end(Outcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
+    else:
+        _end_if_all_blacklisted(tx, timers.short_since + state.limits.start_timeout)
+    return False
+
+
+def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
+    """End the job early if no host that is left could bring a worker before the deadline."""
+    found = blacklisted_hosts(tx) if tx.state.blacklist else None
+    if found is None or found[1] <= deadline:
+        return
+    hosts, first = found
+    when = "never" if first == math.inf else f"in {first - tx.now:.0f} s"
+    tx.end(
+        Outcome.NOT_ENOUGH_WORKERS,
+        f"all hosts are blacklisted since their workers failed: {format_names(hosts)}; the first returns {when} "
+        f"(cooldown_range), and the job waits for workers for {tx.state.limits.start_timeout:g} s (start_timeout)",
+    )
+
+
+def _explain_missing_workers(tx: Transition, count: int) -> str:
+    """The sentence with which the job ends: who came, and what was still waited for."""
+    state, launches = tx.state, tx.state.launches
+    hosts = sorted({slot.host for slot in state.slots.values()})
+    silent = [str(n) for n, each in launches.items() if each.slots == 0 and n not in launches.delayed]
+    starting = [tx.describe(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
+    parts = [
+        f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
+        "(min_workers)",
+        f"hosts: {format_names(hosts) or 'none'}",
+    ]
+    if silent:
+        parts.append(f"waited for slot jobs that the cluster did not start: {format_names(silent)}")
+    if starting:
+        parts.append(f"waited for {format_names(starting)} to get warm")
+    cooling = [
+        f"{worker.worker} (its slot failed, for {until - tx.now:.0f} s)"
+        for worker in state.workers.values()
+        if (until := state.blacklist.slot_until(worker.slot, worker.host, tx.now)) is not None
+    ]
+    if cooling:
+        parts.append(f"cooling down: {format_names(cooling)}")
+    if launches.preempted:
+        parts.append(f"its slots were given back in between: {launches.preempted}")
+    if launches.last_failure:
+        parts.append(f"the last slot that ended before its worker was warm said: {launches.last_failure}")
+    return "; ".join(parts)
+
+
+def format_names(names: Sequence[str], most: int = 8) -> str:
+    """All of a few names, some of many."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+# ---- publishing a world
+
+
+def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
+    state, current = tx.state, tx.state.current
     if _resets_used_up(state):
         formed = (
             f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
         )
-        end(turn, Outcome.RESET_LIMIT, f"a new world is needed and {formed}: {state.because}")
+        tx.end(Outcome.RESET_LIMIT, f"a new world is needed and {formed}: {current.break_reason}")
         return
-    picked = {worker.worker for worker in chosen}
-    dropped = [worker for worker in turn.survivors() if worker.worker not in picked]
-    places = [Place(worker.worker, worker.slot, worker.host, worker.position) for worker in chosen]
-    source = source_of(places)
+    names = {worker.worker for worker in chosen}
+    leaving = [worker for worker in tx.survivors() if worker.worker not in names]
+    assignments = [RankAssignment(w.worker, w.slot, w.host, w.position) for w in chosen]
+    source = find_source(assignments)
     position = None if source is None else chosen[source].position
-    vain = in_vain(turn, picked, position)
-    if vain:
-        end(turn, Outcome.USER_ERROR, vain)
+    no_progress = check_progress(tx, names, position)
+    if no_progress:
+        tx.end(Outcome.USER_ERROR, no_progress)
         return
-    state.generation += 1
-    reason = _reason(turn, chosen, dropped, position)
+    current.generation += 1
+    reason = _explain_world(tx, chosen, leaving, position)
     resume = state.checkpoints if source is None else ()
     fence = Fence(state.attempt, state.generation)
-    world = World(fence, assign(places), 0 if resume else source, reason, state.version, resume)
-    turn.say(Publish(reason, world))
-    for worker in dropped:
-        _dismiss(turn, worker)
-    _enter(turn, world, chosen)
+    members = assign_ranks(assignments)
+    world = World(fence, members, 0 if resume else source, reason, current.version, resume)
+    tx.emit(Publish(reason, world))
+    for worker in leaving:
+        _dismiss(tx, worker)
+    _enter(tx, world, chosen)
 
 
-def _reason(
-    turn: Turn, chosen: list[WorkerRecord], dropped: list[WorkerRecord], position: Position | None
+def _resets_used_up(state: DriverState) -> bool:
+    """Whether another world would end the job, so that no change is planned any more."""
+    limit = state.limits.reset_limit
+    return limit is not None and state.generation > limit
+
+
+def _explain_world(
+    tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], position: Position | None
 ) -> str:
-    state = turn.state
+    state = tx.state
     joining = [worker.worker for worker in chosen if worker.rank is None]
-    change = _difference(joining, [worker.worker for worker in dropped])
-    why = "; ".join(part for part in (state.because, change) if part)
-    onward = whence(state, position)
-    return (
-        f"world {state.generation} of {len(chosen)} workers goes on from {onward}: {why or 'nothing changed'}"
+    change = _format_change(joining, [worker.worker for worker in leaving])
+    why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
+    point = resume_point(state, position)
+    return f"world {state.generation} of {len(chosen)} workers goes on from {point}: {why}"
+
+
+def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
+    state, timers = tx.state, tx.state.timers
+    for rank, worker in enumerate(chosen):
+        entered = replace(worker, rank=rank, formed=False, has_left=False, status=WorkerStatus.JOINING)
+        state.workers.put(entered)
+    state.stage = Stage.RUNNING
+    state.current.enter(world)
+    timers.published_at = tx.now
+    timers.gather_since = timers.regroup_since = timers.change_since = timers.short_since = None
+    state.launches.preempted = ""
+
+
+def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
+    """A drained member, once the world without it is published."""
+    reason = f"worker {worker.worker} leaves: {worker.draining}"
+    remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
+    tx.emit(StopWorker(reason, worker.worker))
+    by_user = worker.drain_cause is DrainCause.BY_USER
+    give_back(tx, tx.state.slots[worker.slot], reason, hold_back=by_user)
+
+
+# ---- members and ranks
+
+
+def choose_members(
+    survivors: Sequence[WorkerRecord], newcomers: Sequence[WorkerRecord], limits: Limits
+) -> list[WorkerRecord]:
+    """Members of the next world in order of rank. A survivor that drains stays on only as far as it is needed: as the
+    holder of the newest state, or to keep `min_workers`. A drain loses no state.
+
+    Args:
+        survivors: the previous world's living members in its rank order: R4 (survivors).
+        newcomers: warm, without state, in order of arrival.
+    """
+    staying = [worker for worker in survivors if not worker.draining]
+    leaving = [worker for worker in survivors if worker.draining]
+    needed: list[WorkerRecord] = []
+    newest = newest_position(survivors)
+    if newest != newest_position(staying):
+        needed = [next(worker for worker in leaving if worker.position == newest)]
+    joining = list(newcomers[: max(0, limits.capacity - len(staying) - len(needed))])
+    missing = limits.min_workers - len(staying) - len(needed) - len(joining)
+    needed += [worker for worker in leaving if worker not in needed][: max(0, missing)]
+    chosen = {worker.worker for worker in (*staying, *needed)}
+    return [worker for worker in survivors if worker.worker in chosen] + joining
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """A worker that gets a rank."""
+
+    worker: WorkerId
+    slot: SlotId
+    host: HostId
+    position: Position | None  # of the state that it brings, None for a newcomer
+
+
+def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
+    """Members in the order given. Local ranks count a host's members; cross ranks count, over the hosts in order of
+    their first member, the members with an equal local rank (Horovod's definition)."""
+    on_host: Counter[HostId] = Counter()
+    local_ranks: list[int] = []
+    for each in assignments:
+        local_ranks.append(on_host[each.host])
+        on_host[each.host] += 1
+    cross: dict[HostId, list[int]] = {}  # host -> cross rank by local rank
+    width: Counter[int] = Counter()  # local rank -> how many hosts have it
+    for host, size in on_host.items():
+        cross[host] = [width[local] for local in range(size)]
+        width.update(range(size))
+    return tuple(
+        Member(
+            worker=each.worker,
+            slot=each.slot,
+            host=each.host,
+            rank=rank,
+            local_rank=local,
+            local_size=on_host[each.host],
+            cross_rank=cross[each.host][local],
+            cross_size=width[local],
+            position=each.position,
+        )
+        for rank, (each, local) in enumerate(zip(assignments, local_ranks, strict=True))
     )
 
 
-def _enter(turn: Turn, world: World, chosen: list[WorkerRecord]) -> None:
-    """The records of a world that was just published."""
-    state = turn.state
-    for rank, worker in enumerate(chosen):
-        turn.put(replace(worker, rank=rank, formed=False, came=False, status=WorkerStatus.JOINING))
-        state.waiting = state.waiting.drop(worker.worker)
-    state.stage = Stage.RUNNING
-    state.world = world
-    state.absent = state.unformed = len(chosen)
-    state.suspected = state.late = frozenset()
-    state.stalled = type(state.stalled)()
-    state.results = type(state.results)()
-    state.announced = False
-    state.published_at = turn.now
-    state.gather_since = state.regroup_since = state.change_since = state.short_since = None
-    state.because = state.yielded = ""
-
-
-def _dismiss(turn: Turn, worker: WorkerRecord) -> None:
-    """A drained member, once the world without it is published."""
-    reason = f"worker {worker.worker} leaves: {worker.draining}"
-    retire(turn, worker, Gone(reason, WorkerStatus.SUCCESS))
-    turn.say(StopWorker(reason, worker.worker))
-    give_back(turn, turn.state.slots[worker.slot], reason, withhold=worker.leave is Leave.BY_HAND)
+def find_source(assignments: Sequence[RankAssignment]) -> int | None:
+    """R4 (survivors): the lowest rank among those at the highest position; None where no worker brings one."""
+    positions = [each.position for each in assignments]
+    highest = max((position for position in positions if position is not None), default=None)
+    return None if highest is None else positions.index(highest)

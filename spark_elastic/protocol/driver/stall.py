@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_elastic.protocol.driver.state import Stage, Turn
-from spark_elastic.protocol.events import SlotBeat, WorkerStalled
+from spark_elastic.protocol.events import SlotBeat
 from spark_elastic.protocol.types import NOT_RUNNING, Member, SlotId, World
 
 SILENT_BEATS = 2.5  # that have not come from a slot
@@ -83,10 +82,3 @@ def _sentence(member: Member, waited: float, how: str, beat: SlotBeat | None) ->
         f"rank {member.rank} (worker {member.worker}, host {member.host}) has kept others waiting for "
         f"{waited:.1f} s: {how}{where}"
     )
-
-
-def worker_stalled(turn: Turn, event: WorkerStalled) -> None:
-    """Remembered until the next world: whatever becomes of this one, its story then says what the member was doing."""
-    state = turn.state
-    if event.fence == state.fence and state.stage in (Stage.RUNNING, Stage.REGROUPING):
-        state.stalled = state.stalled.put(event.worker, event.text)

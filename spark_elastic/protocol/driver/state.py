@@ -1,17 +1,18 @@
-"""The driver machine's state, and the turn in which one event changes it.
+"""What the driver machine knows of a job, and the transition in which one event changes it.
 
-A turn works on a shallow copy of the state, which nobody changes once the turn is over. All values in the fields are
-immutable, so a shallow copy is enough.
+`DriverState` is divided into parts. Each part owns its fields, and changes its indexes and counters together with the
+records that they count. A transition works on copies of the parts, and nobody changes them once the transition is
+over. All values in the fields are immutable, so shallow copies suffice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TypeVar
 
-from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.commands import DriverCommand, End, Outcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.table import Table
@@ -25,233 +26,591 @@ from spark_elastic.protocol.types import (
     WorkerId,
     WorkerStatus,
     World,
+    launch_of,
+    slot_of,
 )
 
-# The driver machine's records of slot jobs, slots and workers, alive or gone. Values only.
+K = TypeVar("K")
+V = TypeVar("V")
+P = TypeVar("P", bound="Part")
 
 
-class Leave(Enum):
-    """Why a worker drains."""
+class Part:
+    """A part of the state: a mutable object with immutable values in its fields."""
 
-    HOST = "its host goes"
-    UNLISTED = "its host is not listed"  # undone once it is listed again
-    BY_HAND = "it was asked to"  # its slot is not asked for again before a member is lost
+    def copy(self: P) -> P:
+        """A shallow copy. Every event makes one of each part: `replace` would take ten times as long."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def is_same(self: P, other: P) -> bool:
+        mine, others = self.__dict__, other.__dict__
+        return all(value is others[name] for name, value in mine.items())
+
+
+@dataclass
+class _Living(Part, Mapping[K, V]):
+    """A part that can be read as a mapping of the records of what is alive."""
+
+    alive: Table[K, V] = field(default_factory=Table)
+
+    def __getitem__(self, key: K) -> V:
+        return self.alive[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.alive
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self.alive)
+
+    def __len__(self) -> int:
+        return len(self.alive)
+
+    def values(self) -> ValuesView[V]:
+        return self.alive.values()
+
+    def items(self) -> ItemsView[K, V]:
+        return self.alive.items()
+
+
+# ---- slot launches
 
 
 @dataclass(frozen=True)
-class JobRecord:
-    """A slot job that is alive, or will be launched."""
+class SlotLaunch:
+    """A single-task Spark job that carries a slot, while it runs or waits to be launched."""
 
-    job: int
-    fruitless: int = 0  # how many of its predecessors in a row ended without a warm worker
-    slots: int = 0  # how many of its attempts are alive
-    warmed: bool = False  # an attempt brought a warm worker
-    host_lost: bool = False  # an attempt's host was lost
-    withheld: bool = False  # once it has ended, no other job follows it before a member is lost
+    launch: int  # its number
+    failed_attempts: int = 0  # how many of its predecessors in a row ended without a warm worker
+    slots: int = 0  # how many of its task's attempts are alive
+    got_warm: bool = False  # an attempt brought a warm worker
+    executor_lost: bool = False  # an attempt's host was lost
+    held_back: bool = False  # once it has ended, no other launch follows before a member is lost
 
 
 @dataclass(frozen=True)
-class PutOff:
-    """A slot job that is launched later."""
+class DelayedLaunch:
+    """A slot launch that waits for its time."""
 
     until: float
-    reason: str  # why it is launched at all
+    reason: str  # why there is a launch at all
+
+
+@dataclass
+class Launches(_Living[int, SlotLaunch]):
+    """Slot launches that run or are delayed, by number."""
+
+    next_launch: int = 1  # the number of the next one
+    delayed: Table[int, DelayedLaunch] = field(default_factory=Table)  # those that are not launched yet
+    held_back: int = 0  # how many are not asked for again before a member is lost
+    relaunch: bool = False  # a member was lost, so those that are held back are asked for again
+    preempted: str = ""  # why slots were given back although there are too few
+    last_failure: str = ""  # what the last launch said that ended before its worker was warm
+
+    def put(self, launch: SlotLaunch) -> None:
+        self.alive = self.alive.put(launch.launch, launch)
+        self.next_launch = max(self.next_launch, launch.launch + 1)
+
+    def remove(self, number: int) -> None:
+        self.alive = self.alive.drop(number)
+
+    def delay(self, number: int, until: float, reason: str) -> None:
+        self.delayed = self.delayed.put(number, DelayedLaunch(until, reason))
+
+    def hold_back(self, number: int) -> None:
+        """No other launch follows this one, unless a member is lost."""
+        launch = self.get(number)
+        if launch is not None:
+            self.put(replace(launch, held_back=True))
+
+    def mark_warm(self, number: int) -> None:
+        launch = self.get(number)
+        if launch is not None and not launch.got_warm:
+            self.put(replace(launch, got_warm=True))
+
+    def mark_executor_lost(self, number: int) -> None:
+        launch = self.get(number)
+        if launch is not None:
+            self.put(replace(launch, executor_lost=True))
+
+    def count_attempts(self, number: int, change: int) -> None:
+        """An attempt of the launch's task came up or ended."""
+        launch = self.get(number)
+        if launch is not None:
+            self.put(replace(launch, slots=launch.slots + change))
+
+
+# ---- hosts and slots
+
+
+@dataclass
+class Hosts(Part):
+    """Hosts that may carry slots, and the orders that concern them."""
+
+    known: frozenset[HostId] = frozenset()  # all that ever had a slot, or appeared
+    # Discovery's newest answer: hosts and how many slots each has. None: all hosts, without limit.
+    discovered: tuple[tuple[str, int], ...] | None = None
+    draining: Table[HostId, str] = field(default_factory=Table)  # and why
+    waiting_drains: tuple[DrainRequested, ...] = ()  # orders that wait for the first world
+
+    def add(self, host: HostId) -> bool:
+        """Whether the host was not known before."""
+        if host in self.known:
+            return False
+        self.known |= {host}
+        return True
 
 
 @dataclass(frozen=True)
 class SlotRecord:
-    """A slot task that is alive."""
+    """A slot task that is alive: one attempt of a launch's task."""
 
     slot: SlotId
-    job: int
+    launch: int
     host: HostId
-    heard: float  # when its last beat came
-    extra: bool = False  # another attempt of its job was alive when it came (R14)
+    last_seen: float  # when its last heartbeat came
+    extra: bool = False  # another attempt of its task was alive when it came: R14 (duplicates)
     worker: WorkerId | None = None
-    cut: float | None = None  # since when its control connection is broken
+    disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
 
 
+class SlotEnd(Enum):
+    """How the driver knows that a slot task is gone."""
+
+    OBSERVED = "it ended, and with it all that ran in it"
+    TOLD_TO_END = "it was told to end, or will be once it speaks"
+    EXECUTOR_LOST = "Spark says that its executor is lost, and may only have lost sight of it"
+
+
+@dataclass
+class Slots(_Living[SlotId, SlotRecord]):
+    """Slots that are alive, by name."""
+
+    _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
+    _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
+    evicted: Table[SlotId, str] = field(default_factory=Table)  # slots that are gone, and why
+    # Slots that take no part, but must not return yet: R14 (duplicates).
+    excluded: Table[SlotId, None] = field(default_factory=Table)
+
+    def put(self, slot: SlotRecord) -> None:
+        if slot.slot not in self.alive:
+            self._by_host = _with(self._by_host, slot.host, slot.slot)
+            self._by_launch = _with(self._by_launch, slot.launch, slot.slot)
+        self.alive = self.alive.put(slot.slot, slot)
+
+    def evict(self, slot: SlotRecord, reason: str) -> None:
+        """The slot is gone for good: its name is never used again."""
+        self.alive = self.alive.drop(slot.slot)
+        self._by_host = _without(self._by_host, slot.host, slot.slot)
+        self._by_launch = _without(self._by_launch, slot.launch, slot.slot)
+        self.excluded = self.excluded.drop(slot.slot)
+        self.refuse(slot.slot, reason)
+
+    def refuse(self, slot: SlotId, reason: str) -> None:
+        self.evicted = self.evicted.put(slot, reason)
+
+    def exclude(self, slot: SlotId) -> None:
+        self.excluded = self.excluded.put(slot, None)
+
+    def admit(self, slot: SlotId) -> None:
+        self.excluded = self.excluded.drop(slot)
+
+    def on_host(self, host: HostId) -> list[SlotRecord]:
+        return [self.alive[slot] for slot in self._by_host.get(host, ())]
+
+    def of_launch(self, launch: int) -> list[SlotRecord]:
+        return [self.alive[slot] for slot in self._by_launch.get(launch, ())]
+
+    def admitted(self) -> list[SlotRecord]:
+        """Slots that may take part, as far as discovery allows them."""
+        return [slot for slot in self.alive.values() if slot.slot not in self.excluded]
+
+
+def _with(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
+    return index.put(key, (*index.get(key, ()), slot))
+
+
+def _without(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
+    left = tuple(name for name in index[key] if name != slot)
+    return index.put(key, left) if left else index.drop(key)
+
+
+# ---- workers
+
+
+class DrainCause(Enum):
+    """Why a worker drains."""
+
+    HOST = "its host goes"
+    NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
+    BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
+
+
 @dataclass(frozen=True)
 class WorkerRecord:
-    """A living worker."""
+    """A worker that is alive."""
 
     worker: WorkerId
     slot: SlotId
     host: HostId
-    heard: float  # when it was last known to run
+    last_seen: float  # when it was last known to run
     status: WorkerStatus = WorkerStatus.STARTING
     arrival: int = 0  # its number in the order in which newcomers came; 0: it has not come yet
+    arrived_at: float = 0.0  # when it came as a newcomer
     rank: int | None = None  # in the newest world; None: it is no member
-    formed: bool = False  # it has built that world
-    came: bool = False  # it has left that world, by a join or a result, at `position`
+    formed: bool = False  # it has built that world's group
+    has_left: bool = False  # it has left that world at `position`, by a join or with a result
     position: Position | None = None
     draining: str = ""  # why it shall leave, "" if it need not
-    leave: Leave | None = None  # of which kind that reason is
-    arrived: float = 0.0  # when it came as a newcomer
+    drain_cause: DrainCause | None = None
     extra: bool = False  # as in its `SlotRecord`
 
-
-class SlotEnd(Enum):
-    """How a slot task is known to be gone."""
-
-    SEEN = "it ended"  # and whatever ran in it
-    TOLD = "it was told to end, or will be once it speaks"
-    DISOWNED = "its executor is lost"  # says Spark, which may only have lost sight of it
+    @property
+    def took_part(self) -> bool:
+        """Whether it has ever worked in a world, this one or an earlier one."""
+        return self.rank is not None and (self.formed or self.position is not None)
 
 
 @dataclass(frozen=True)
-class Unsure:
-    """A member that was given up and may be alive (R18)."""
-
-    until: float  # by then it has ended itself because the driver was silent
-    heard: float  # when it or its slot last spoke
-    # Its connection or its slot's was closed while it still spoke: so is a dying process's, not that of a host cut off.
-    hung_up: bool = False
-    disowned: bool = False  # Spark says that its executor is lost
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A worker that ended or was given up."""
+class EvictedWorker:
+    """A worker that ended or was evicted."""
 
     reason: str
     status: WorkerStatus
-    liable: bool = False  # a failed exit that its slot reports later is a failure of its own, not yet counted
+    # A failed exit that its slot reports later is a failure of its own, and is not counted yet.
+    unaccounted: bool = False
     took_part: bool = False  # it had been in a world
 
 
-K = TypeVar("K")
+@dataclass
+class Workers(_Living[WorkerId, WorkerRecord]):
+    """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
+
+    evicted: Table[WorkerId, EvictedWorker] = field(default_factory=Table)
+    waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
+    arrivals: int = 0  # how many newcomers have come so far
+    starting: int = 0  # workers that are not warm yet
+    draining: int = 0  # workers that drain
+    absent: int = 0  # members of the newest world that have not left it
+    unformed: int = 0  # members of the newest world that have not built its group
+
+    def put(self, worker: WorkerRecord) -> None:
+        self._count(self.alive.get(worker.worker), worker)
+        self.alive = self.alive.put(worker.worker, worker)
+
+    def mark_seen(self, worker: WorkerRecord, now: float) -> WorkerRecord:
+        """The renewed record of a worker that was seen to run."""
+        seen = replace(worker, last_seen=now)
+        self.alive = self.alive.put(worker.worker, seen)
+        return seen
+
+    def evict(self, worker: WorkerId, evicted: EvictedWorker) -> None:
+        """The worker is gone for good, whether it has been alive or not: its name is never used again."""
+        before = self.alive.get(worker)
+        if before is not None:
+            self._count(before, None)
+            self.alive = self.alive.drop(worker)
+        self.evicted = self.evicted.put(worker, evicted)
+
+    def _count(self, before: WorkerRecord | None, after: WorkerRecord | None) -> None:
+        was, now = _conditions(before), _conditions(after)
+        if was == now:
+            return
+        starting, draining, absent, unformed, waiting = (b - a for a, b in zip(was, now, strict=True))
+        self.starting += starting
+        self.draining += draining
+        self.absent += absent
+        self.unformed += unformed
+        if waiting > 0 and after is not None:
+            self.waiting = self.waiting.put(after.worker, None)
+        elif waiting < 0 and before is not None:
+            self.waiting = self.waiting.drop(before.worker)
+
+
+def _conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
+    """Whether it is starting, draining, absent, unformed and waiting, as `Workers` counts them."""
+    if worker is None:
+        return (False, False, False, False, False)
+    member = worker.rank is not None
+    return (
+        worker.status is WorkerStatus.STARTING,
+        bool(worker.draining),
+        member and not worker.has_left,
+        member and not worker.formed,
+        worker.arrival > 0 and not member,
+    )
+
+
+@dataclass(frozen=True)
+class PossiblyAlive:
+    """An evicted member whose process may run on: R18 (publication)."""
+
+    until: float  # by then it has ended itself because the driver was silent
+    last_seen: float  # when it or its slot last spoke
+    # Its connection or its slot's was closed while it still spoke. The kernel closes those of a process that dies;
+    # those of a host that is cut off stay open.
+    connection_closed: bool = False
+    executor_lost: bool = False  # Spark says that its executor is lost
+
+
+@dataclass
+class EvictedMembers(Part):
+    """Evicted members that are not known to be dead. A connection that was closed and an executor that is lost prove
+    together that a member is dead; one of them alone does not."""
+
+    possibly_alive: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
+    # By the launch of their slot, for most of ten thousand are of other launches. Some of them are dead by now.
+    _by_launch: Table[int, tuple[WorkerId, ...]] = field(default_factory=Table)
+
+    def add(self, worker: WorkerId, member: PossiblyAlive) -> None:
+        self.update(worker, member)
+        launch = launch_of(worker)
+        self._by_launch = self._by_launch.put(launch, (*self._by_launch.get(launch, ()), worker))
+
+    def update(self, worker: WorkerId, member: PossiblyAlive) -> None:
+        if member.connection_closed and member.executor_lost:
+            self.confirm_dead(worker)
+        else:
+            self.possibly_alive = self.possibly_alive.put(worker, member)
+
+    def confirm_dead(self, worker: WorkerId) -> None:
+        self.possibly_alive = self.possibly_alive.drop(worker)
+
+    def behind(self, slot: SlotId, worker: WorkerId | None) -> list[tuple[WorkerId, PossiblyAlive]]:
+        """Members that a connection speaks for: its worker, or, for a slot's connection, all that ran in the slot."""
+        return [
+            (name, member)
+            for name, member in self._of_launch(launch_of(slot))
+            if name == worker or (worker is None and slot_of(name) == slot)
+        ]
+
+    def end_slot(self, slot: SlotId, how: SlotEnd) -> None:
+        """A slot is gone, and what ran in it, as far as `how` proves that."""
+        for worker, member in self.behind(slot, None):
+            self._end(worker, member, how)
+
+    def end_launch(self, launch: int, executor_lost: bool) -> None:
+        """A launch is over, and all attempts of its task, including those that were told to end before."""
+        for worker, member in self._of_launch(launch):
+            lost = executor_lost or member.executor_lost
+            self._end(worker, member, SlotEnd.EXECUTOR_LOST if lost else SlotEnd.OBSERVED)
+        if not self._of_launch(launch):
+            self._by_launch = self._by_launch.drop(launch)
+
+    def may_run(self, now: float) -> bool:
+        """Whether a member of an old world may still train."""
+        return any(member.until > now for member in self.possibly_alive.values())
+
+    def _of_launch(self, launch: int) -> list[tuple[WorkerId, PossiblyAlive]]:
+        known = self.possibly_alive
+        return [(name, known[name]) for name in self._by_launch.get(launch, ()) if name in known]
+
+    def _end(self, worker: WorkerId, member: PossiblyAlive, how: SlotEnd) -> None:
+        if how is SlotEnd.OBSERVED:
+            self.confirm_dead(worker)
+        elif how is SlotEnd.EXECUTOR_LOST:
+            self.update(worker, replace(member, executor_lost=True))
+
+
+# ---- connections
+
+
+@dataclass
+class Connections(Part):
+    """What the failure detector knows of control connections and of the driver's own pauses."""
+
+    disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
+    # Workers and slots whose last connection was reset or timed out, hence not closed by a kernel.
+    reset: frozenset[str] = frozenset()
+    mass_disconnect: float = float("-inf")  # when last all workers were disconnected at once
+    driver_partitioned: float = float("-inf")  # when last the driver itself was cut off or paused
+    last_scan: float = float("inf")  # when the leases were last checked
+    next_scan: float = 0.0
+
+    def restore(self, worker: WorkerId) -> None:
+        self.disconnected = self.disconnected.drop(worker)
+
+    def forget(self, name: WorkerId | SlotId) -> None:
+        """The worker or slot is gone."""
+        self.disconnected = self.disconnected.drop(name)
+        self.reset -= {name}
+
+
+# ---- failures
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that is a worker's own."""
+
+    at: float
+    generation: int  # 0: before it was in any world
+    worker: WorkerId
+    position: Position | None
+    fingerprint: str  # of the exception; "" if there was none
+    detail: str  # the traceback, or a sentence
+    crash: str = ""  # how and where native code ended it, "" if nothing did
+    host: HostId = ""  # where that was, "" if its slot is gone
+
+
+@dataclass
+class FailureHistory(Part):
+    """Failures, kills and worlds without progress, as far as they still count."""
+
+    records: tuple[Failure, ...] = ()  # within the failure window, oldest first
+    oom_kills: tuple[float, ...] = ()  # when workers were killed because memory ran out
+    # By slot, how many of its workers were killed in a row before they took part in a world.
+    kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)
+    kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
+    # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
+    externally_lost: Table[WorkerId, int] = field(default_factory=Table)
+    no_progress: int = 0  # how many worlds in a row broke, lost nobody and came no further
+    no_progress_since: float = 0.0
+
+    @property
+    def generations_with_losses(self) -> frozenset[int]:
+        """Worlds that lost a member for an external reason. What other members raise there, or how they crash, may be
+        a consequence of that, as errors of NCCL are."""
+        return frozenset(self.externally_lost.values())
+
+    def add_oom_kill(self, now: float, window: float) -> int:
+        """How many kills there were within the window."""
+        self.oom_kills = (*(at for at in self.oom_kills if at >= now - window), now)
+        return len(self.oom_kills)
+
+    def add_kill(self, slot: SlotId, took_part: bool, now: float, window: float) -> tuple[int, int]:
+        """How many workers of the slot were killed in a row before they took part, and how many within the window."""
+        in_a_row = 0 if took_part else self.kills_in_a_row.get(slot, 0) + 1
+        times = (*(at for at in self.kill_times.get(slot, ()) if at >= now - window), now)
+        self.kills_in_a_row = self.kills_in_a_row.put(slot, in_a_row)
+        self.kill_times = self.kill_times.put(slot, times)
+        return in_a_row, len(times)
+
+    def forget_slot(self, slot: SlotId) -> None:
+        self.kills_in_a_row = self.kills_in_a_row.drop(slot)
+        self.kill_times = self.kill_times.drop(slot)
+
+
+# ---- the world
 
 
 class Stage(Enum):
-    GATHERING = "gathering"  # no world, and nobody left of one: the next begins from nothing
+    GATHERING = "gathering"  # no world, and no survivor of one: the next begins without a member's state
     RUNNING = "running"  # a world is published and not known to be broken
     REGROUPING = "regrouping"  # the world is over; its living members come, then the next is formed
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A worker's own failure. generation 0: before it was in any world. crash: how and where native code ended it, ""
-    if nothing did. host: where that was, "" if its slot is gone."""
+@dataclass
+class CurrentWorld(Part):
+    """The newest world, what was announced to it, and how it fares."""
 
-    at: float
-    generation: int
-    worker: WorkerId
-    position: Position | None
-    fingerprint: str
-    detail: str
-    crash: str = ""
-    host: HostId = ""
+    world: World | None = None
+    generation: int = 0
+    version: int = 0  # of the membership: grows with each announced change, over all worlds
+    announced: bool = False  # the world was told to stop at its next boundary
+    end_announced: bool = False  # and that this boundary is the job's last
+    break_reason: str = ""  # why the world broke, "" if it did not
+    suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
+    late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
+    stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
+    results: Table[WorkerId, str] = field(default_factory=Table)
+
+    def enter(self, world: World) -> None:
+        """A new world was published."""
+        self.world = world
+        self.announced = self.end_announced = False
+        self.break_reason = ""
+        self.suspected = self.late = frozenset()
+        self.stalled, self.results = Table(), Table()
+
+    def add_stall(self, worker: WorkerId, text: str) -> None:
+        """Kept until the next world, so that the reason of this one's end says what the member was doing."""
+        self.stalled = self.stalled.put(worker, text)
+
+    def add_result(self, worker: WorkerId, result: str) -> None:
+        self.results = self.results.put(worker, result)
 
 
 @dataclass
-class DriverState:
-    """What the driver knows of a job. Times are monotonic seconds, in the sense of `Event.now`."""
+class Timers(Part):
+    """Times from which deadlines count; None where nothing is waited for."""
 
-    limits: Limits
-    attempt: int
-    stage: Stage = Stage.GATHERING
-    began: float | None = None  # when the first event came
-
-    # Slot jobs
-    next_job: int = 1  # the number of the next one
-    jobs: Table[int, JobRecord] = field(default_factory=Table)  # that are alive, or put off
-    put_off: Table[int, PutOff] = field(default_factory=Table)  # those of `jobs` that are not launched yet
-    withheld: int = 0  # how many are not asked for again before a member is lost
-    recall: bool = False  # a member was lost, so those that are withheld are asked for again
-    yielded: str = ""  # why slots were given back although there are too few
-    fruitless_end: str = ""  # what the last one said that ended before its worker was warm
-
-    # Hosts and slots
-    slots: Table[SlotId, SlotRecord] = field(default_factory=Table)  # that are alive
-    slots_on: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)  # the same by host
-    slots_of: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same by slot job
-    gone_slots: Table[SlotId, str] = field(default_factory=Table)  # and why
-    barred: Table[SlotId, None] = field(default_factory=Table)  # take no part, but must not return yet (R14)
-    hosts: frozenset[HostId] = frozenset()  # all that ever had a slot, or appeared
-    listed: tuple[tuple[str, int], ...] | None = None  # discovery's newest answer: hosts and their slots
-    draining_hosts: Table[HostId, str] = field(default_factory=Table)  # and why
-    early: tuple[DrainRequested, ...] = ()  # orders that wait for the first world
-    blacklist: Blacklist = field(default_factory=Blacklist)
-    kills: Table[SlotId, int] = field(default_factory=Table)  # workers killed in a row before they took part
-    killed: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # when workers were killed
-
-    # Workers
-    workers: Table[WorkerId, WorkerRecord] = field(default_factory=Table)  # that are alive
-    gone_workers: Table[WorkerId, Gone] = field(default_factory=Table)
-    starting: int = 0  # how many of `workers` have that status
-    draining: int = 0  # how many of `workers` drain
-    waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
-    arrivals: int = 0  # how many newcomers have come so far
-    failures: tuple[Failure, ...] = ()
-    starved: tuple[float, ...] = ()  # when workers were killed because memory ran out
-    unsure: Table[WorkerId, Unsure] = field(default_factory=Table)  # given up members that may be alive (R18)
-    unsure_of: Table[str, tuple[WorkerId, ...]] = field(default_factory=Table)  # by slot job; some no more
-
-    # The world
-    world: World | None = None  # the newest
-    generation: int = 0
-    version: int = 0  # of the membership: grows with each announced change
-    announced: bool = False  # the world was told to stop at its next boundary
-    absent: int = 0  # living members that have not come back from it
-    unformed: int = 0  # living members that have not built it yet
-    suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
-    late: frozenset[WorkerId] = frozenset()  # members given up because they did not come to the regroup
-    stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
-    results: Table[WorkerId, str] = field(default_factory=Table)
-    because: str = ""  # why it broke
-    taken: Table[WorkerId, int] = field(
-        default_factory=Table
-    )  # whom a signal or a host's end took of which world
-    vain: int = 0  # how many worlds in a row broke with nobody lost and no progress
-    vain_since: float = 0.0
-    checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
-
-    # Connections and leases
-    cut: Table[WorkerId, float] = field(default_factory=Table)  # whose connection is broken, and since when
-    unclosed: frozenset[str] = frozenset()  # workers and slots whose last one was reset or timed out
-    hiccup: float = float("-inf")  # when last all workers were cut at once
-    deaf: float = float("-inf")  # when last the driver itself was cut off or asleep
-    scanned: float = float("inf")  # when the leases were last looked at
-    next_lease_scan: float = 0.0
-
-    # Deadlines count from these
+    began: float | None = None  # the first event came
     gather_since: float | None = None  # there is a newcomer, and no world
-    published_at: float = 0.0  # the newest world
+    published_at: float = 0.0  # the newest world was published
     change_since: float | None = None  # a planned change is wanted
     regroup_since: float | None = None  # absent members are waited for
     short_since: float | None = None  # there are too few workers
     done_since: float | None = None  # the job's result is there
 
+
+# ---- all of it
+
+
+@dataclass
+class DriverState(Part):
+    """What the driver knows of a job. Times are monotonic seconds, in the sense of `Event.now`."""
+
+    limits: Limits
+    attempt: int
+    stage: Stage = Stage.GATHERING
+    checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
+    blacklist: Blacklist = field(default_factory=Blacklist)
+    launches: Launches = field(default_factory=Launches)
+    hosts: Hosts = field(default_factory=Hosts)
+    slots: Slots = field(default_factory=Slots)
+    workers: Workers = field(default_factory=Workers)
+    evicted_members: EvictedMembers = field(default_factory=EvictedMembers)
+    connections: Connections = field(default_factory=Connections)
+    failures: FailureHistory = field(default_factory=FailureHistory)
+    current: CurrentWorld = field(default_factory=CurrentWorld)
+    timers: Timers = field(default_factory=Timers)
+
+    @property
+    def world(self) -> World | None:
+        """The newest world."""
+        return self.current.world
+
+    @property
+    def generation(self) -> int:
+        return self.current.generation
+
     @property
     def fence(self) -> Fence:
         """Of the last published world; generation 0 before the first."""
-        return Fence(self.attempt, self.generation)
-
-    @property
-    def bereft(self) -> frozenset[int]:
-        """Worlds of which somebody was taken. What others raise there, or crash of, may only tell of that, as errors of
-        NCCL do."""
-        return frozenset(self.taken.values())
+        return Fence(self.attempt, self.current.generation)
 
     @property
     def lacks_slots(self) -> bool:
         """Whether there is no world, and too few slots for one. Otherwise the job waits for its own workers alone."""
-        usable = len(self.slots) - len(self.barred)
+        usable = len(self.slots) - len(self.slots.excluded)
         return self.stage in (Stage.GATHERING, Stage.REGROUPING) and usable < self.limits.min_workers
 
     def copy(self) -> DriverState:
-        """A shallow one. Every event makes one: `replace` would take ten times as long."""
-        made = object.__new__(DriverState)
-        made.__dict__.update(self.__dict__)
-        return made
+        copied = super().copy()
+        values = copied.__dict__
+        for name in PARTS:
+            values[name] = values[name].copy()
+        return copied
+
+    def is_same(self, other: DriverState) -> bool:
+        """Whether the machine will answer as if the events between the two had not been."""
+        mine, others = self.__dict__, other.__dict__
+        return all(mine[name] is others[name] for name in VALUES) and all(
+            mine[name].is_same(others[name]) for name in PARTS
+        )
 
 
-class Turn:
-    """One event being answered: a private copy of the state, the time, and the commands so far."""
+VALUES = ("limits", "attempt", "stage", "checkpoints", "blacklist")
+PARTS = tuple(each.name for each in fields(DriverState) if each.name not in VALUES)
+
+
+class Transition:
+    """The answer to one event: a private copy of the state, the time, and the commands so far."""
 
     __slots__ = ("commands", "now", "state")
 
@@ -260,79 +619,59 @@ class Turn:
         self.now = now
         self.commands: list[DriverCommand] = []
 
-    def say(self, command: DriverCommand) -> None:
+    def emit(self, command: DriverCommand) -> None:
         self.commands.append(command)
 
-    def put(self, worker: WorkerRecord) -> None:
+    def end(self, outcome: Outcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
+        """The job is over: tell all workers and slots, then the caller."""
         state = self.state
-        before = state.workers.get(worker.worker)
-        was = before is not None and before.status is WorkerStatus.STARTING
-        state.starting += (worker.status is WorkerStatus.STARTING) - was
-        state.workers = state.workers.put(worker.worker, worker)
+        if state.stage is Stage.ENDED:
+            return
+        state.stage = Stage.ENDED
+        for worker in state.workers.values():
+            self.emit(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
+        for slot in state.slots.values():
+            self.emit(ReleaseSlot(f"the job is over ({outcome.value}): {reason}", slot.slot))
+        self.emit(End(reason, outcome, results, detail))
 
-    def drop(self, worker: WorkerRecord) -> None:
-        """Off the living."""
-        state = self.state
-        state.starting -= state.workers[worker.worker].status is WorkerStatus.STARTING
-        state.workers = state.workers.drop(worker.worker)
-
-    def put_slot(self, slot: SlotRecord) -> None:
-        state = self.state
-        if slot.slot not in state.slots:
-            state.slots_on = state.slots_on.put(slot.host, (*state.slots_on.get(slot.host, ()), slot.slot))
-            state.slots_of = state.slots_of.put(slot.job, (*state.slots_of.get(slot.job, ()), slot.slot))
-        state.slots = state.slots.put(slot.slot, slot)
-
-    def drop_slot(self, slot: SlotRecord) -> None:
-        state = self.state
-        state.slots = state.slots.drop(slot.slot)
-        state.slots_on = _without(state.slots_on, slot.host, slot.slot)
-        state.slots_of = _without(state.slots_of, slot.job, slot.slot)
-
-    def slots_on(self, host: HostId) -> list[SlotRecord]:
-        return [self.state.slots[slot] for slot in self.state.slots_on.get(host, ())]
-
-    def slots_of(self, job: int) -> list[SlotRecord]:
-        return [self.state.slots[slot] for slot in self.state.slots_of.get(job, ())]
+    def worker_of(self, slot: SlotRecord) -> WorkerRecord | None:
+        return self.state.workers.get(slot.worker) if slot.worker is not None else None
 
     def survivors(self) -> list[WorkerRecord]:
-        """Living members of the last world, in rank order (R4)."""
+        """Living members of the last world, in rank order: R4 (survivors)."""
         return list(self._members())
 
-    def anybody_survives(self) -> bool:
+    def has_survivors(self) -> bool:
         return next(self._members(), None) is not None
 
     def newcomers(self) -> list[WorkerRecord]:
-        """Warm workers outside the world that may be let in: in order of arrival, extra slots last (R14)."""
-        found = [self.state.workers[worker] for worker in self.state.waiting]
-        barred = self.state.barred
-        usable = (w for w in found if not w.draining and w.slot not in barred and not self.cools(w))
+        """Warm workers outside the world that may enter it, in order of arrival. Extra attempts come last: R14
+        (duplicates)."""
+        state = self.state
+        excluded = state.slots.excluded
+        found = [state.workers[worker] for worker in state.workers.waiting]
+        usable = (w for w in found if not w.draining and w.slot not in excluded and not self._cools_down(w))
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:
-        """How many `newcomers` has; without a look at each where all may be let in."""
+        """How many `newcomers` has; without a look at each where all may enter."""
         state = self.state
-        return len(self.newcomers()) if state.blacklist or state.barred else len(state.waiting)
+        if state.blacklist or state.slots.excluded:
+            return len(self.newcomers())
+        return len(state.workers.waiting)
 
-    def cools(self, worker: WorkerRecord) -> bool:
-        """Its slot or host failed and is not used for a while."""
-        blacklist = self.state.blacklist
-        return bool(blacklist) and blacklist.slot_until(worker.slot, worker.host, self.now) is not None
-
-    def title(self, worker: WorkerRecord) -> str:
+    def describe(self, worker: WorkerRecord) -> str:
         """How sentences name a worker."""
         place = f"rank {worker.rank} of world {self.state.generation}, " if worker.rank is not None else ""
         return f"worker {worker.worker} ({place}host {worker.host})"
 
+    def _cools_down(self, worker: WorkerRecord) -> bool:
+        blacklist = self.state.blacklist
+        return bool(blacklist) and blacklist.slot_until(worker.slot, worker.host, self.now) is not None
+
     def _members(self) -> Iterator[WorkerRecord]:
-        if self.state.world is None:
-            return
-        for member in self.state.world.members:
+        world = self.state.world
+        for member in world.members if world is not None else ():
             worker = self.state.workers.get(member.worker)
             if worker is not None:
                 yield worker
-
-
-def _without(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
-    left = tuple(name for name in index[key] if name != slot)
-    return index.put(key, left) if left else index.drop(key)

@@ -16,7 +16,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import TimeLimitReached
 from spark_elastic.protocol.driver import forming
-from spark_elastic.protocol.driver.forming import time_is_up
+from spark_elastic.protocol.driver.forming import check_max_runtime
 from spark_elastic.state.checkpoint import CheckpointStore
 from tests.component.injected_faults import kill
 from tests.component.torch.hand_written import Run, assert_exact, count, train
@@ -85,7 +85,9 @@ def test_max_runtime_leaves_a_checkpoint_of_the_very_step(
 ) -> None:
     """The time is up once steps were taken, however long the start took."""
     taken_some = threading.Event()
-    monkeypatch.setattr(forming, "time_is_up", lambda turn: time_is_up(turn) or "late" * taken_some.is_set())
+    monkeypatch.setattr(
+        forming, "check_max_runtime", lambda tx: check_max_runtime(tx) or "late" * taken_some.is_set()
+    )
     given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 100_000}
     first = Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=600.0, **given)
     first.at(10, taken_some.set)

@@ -141,10 +141,10 @@ def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
 def test_r10_a_question_that_the_world_answers_changes_nothing() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    before = replace(bench.state.workers[name(2)], heard=0.0)
+    before = replace(bench.state.workers[name(2)], last_seen=0.0)
     bench.join(name(2))
     assert bench.commands == ()
-    assert replace(bench.state.workers[name(2)], heard=0.0) == before
+    assert replace(bench.state.workers[name(2)], last_seen=0.0) == before
 
 
 def test_a_member_that_never_heard_of_its_broken_world_takes_part_in_the_next() -> None:
@@ -360,7 +360,7 @@ def test_after_the_end_everybody_is_sent_home() -> None:
 def test_step_leaves_the_state_that_it_was_given_alone() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
-    before, frozen = bench.state, replace(bench.state)
+    before, frozen = bench.state, bench.state.copy()
     bench.on(on.WorkerExited(0, name(2), -9))
     assert before == frozen
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.protocol.driver.membership import Place, assign, source_of
+from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
 from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position, World
 from spark_elastic.state.durable_commits import DurableCommits
 
@@ -148,11 +148,11 @@ class Stage:
         order = [session for session in self._members if session in self._here]
         order += [session for session in self._here if session not in order]
         self._generation += 1
-        places = [Place(f"w{id(s)}", "s", "h", s.position) for s in order]
+        places = [RankAssignment(f"w{id(s)}", "s", "h", s.position) for s in order]
         fence = Fence(1, self._generation)
-        source = source_of(places)
+        source = find_source(places)
         resume = self.resume if source is None else ()
-        self._world = World(fence, assign(places), 0 if resume else source, "", self._version, resume)
+        self._world = World(fence, assign_ranks(places), 0 if resume else source, "", self._version, resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
         for session, group in zip(order, self._fabric.groups, strict=True):
             group._meet = session.burning(group._meet)  # type: ignore[method-assign]

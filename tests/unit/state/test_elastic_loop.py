@@ -311,10 +311,10 @@ def test_one_state_may_be_trained_in_two_parts() -> None:
 
 
 def _world(*positions: Position | None) -> World:
-    from spark_elastic.protocol.driver.membership import Place, assign, source_of
+    from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
 
-    places = [Place(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
-    return World(Fence(1, 2), assign(places), source_of(places), "")
+    places = [RankAssignment(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
+    return World(Fence(1, 2), assign_ranks(places), find_source(places), "")
 
 
 def at(commits: int) -> Position:

@@ -10,14 +10,16 @@ import pytest
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.membership import Place, assign
+from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks
 from spark_elastic.protocol.types import Fence, World
 from spark_elastic.worker.program import Completed, WorkerExit
 from tests.unit.worker.loops import build_loop
 
 
 def _world(generation: int) -> World:
-    return World(Fence(1, generation), assign([Place("1-0.1", "1-0", "h", None)]), None, "start")
+    return World(
+        Fence(1, generation), assign_ranks([RankAssignment("1-0.1", "1-0", "h", None)]), None, "start"
+    )
 
 
 class _Group:

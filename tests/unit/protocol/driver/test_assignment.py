@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.driver.membership import Place, assign, source_of
+from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
 from spark_elastic.protocol.types import Position
 from tests.unit.protocol.driver_bench import at
 
 
-def _places(hosts: str) -> list[Place]:
-    return [Place(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
+def _places(hosts: str) -> list[RankAssignment]:
+    return [RankAssignment(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def _places(hosts: str) -> list[Place]:
 def test_local_and_cross_ranks(
     hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
 ) -> None:
-    members = assign(_places(hosts))
+    members = assign_ranks(_places(hosts))
     assert [m.rank for m in members] == list(range(len(hosts)))
     assert [(m.local_rank, m.local_size) for m in members] == local
     assert [(m.cross_rank, m.cross_size) for m in members] == cross
@@ -42,4 +42,4 @@ def test_local_and_cross_ranks(
 def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
     positions: list[Position | None], source: int | None
 ) -> None:
-    assert source_of([Place(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source
+    assert find_source([RankAssignment(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source

@@ -14,12 +14,12 @@ from tests.unit.protocol.driver_bench import FOUR, Bench, name
 RULES = Limits(4, 1, 4, failure_window=100.0, cooldown_range=(2.0, 30.0))
 
 
-def _strike(blacklist: Blacklist, slot: str, now: float, room: int = 4) -> Blacklist:
-    return blacklist.strike(slot, "h", room, now, RULES)
+def _fail(blacklist: Blacklist, slot: str, now: float, slots: int = 4) -> Blacklist:
+    return blacklist.record_failure(slot, "h", slots, now, RULES)
 
 
 def test_the_first_delay_is_the_lower_one_and_each_is_twice_the_last_up_to_the_upper() -> None:
-    delays = [delay("h", strikes, 2.0, 30.0) for strikes in range(1, 9)]
+    delays = [delay("h", failures, 2.0, 30.0) for failures in range(1, 9)]
     assert delays[0] == 2.0
     for count, seconds in enumerate(delays):
         assert min(30.0, 2.0 * 2**count) <= seconds <= min(30.0, 2.0 * 2**count * (1 + JITTER))
@@ -31,46 +31,48 @@ def test_the_first_delay_is_the_lower_one_and_each_is_twice_the_last_up_to_the_u
 
 
 def test_one_slot_of_several_leaves_the_host_in_use() -> None:
-    struck = _strike(_strike(Blacklist(), "1-0", 0.0), "1-0", 1.0)
-    assert struck.host_until("h", 1.0) is None
-    assert struck.slot_until("1-0", "h", 2.0) is not None
-    assert struck.slot_until("2-0", "h", 2.0) is None
+    failed = _fail(_fail(Blacklist(), "1-0", 0.0), "1-0", 1.0)
+    assert failed.host_until("h", 1.0) is None
+    assert failed.slot_until("1-0", "h", 2.0) is not None
+    assert failed.slot_until("2-0", "h", 2.0) is None
 
 
 @pytest.mark.parametrize(("second", "out"), [(50.0, True), (101.0, False)])
 def test_two_slots_within_the_window_take_their_host_along(second: float, out: bool) -> None:
-    struck = _strike(_strike(Blacklist(), "1-0", 0.0), "2-0", second)
-    assert (struck.host_until("h", second) is not None) is out
-    assert struck.slot_until("3-0", "h", second) == struck.host_until("h", second)
+    failed = _fail(_fail(Blacklist(), "1-0", 0.0), "2-0", second)
+    assert (failed.host_until("h", second) is not None) is out
+    assert failed.slot_until("3-0", "h", second) == failed.host_until("h", second)
 
 
 def test_the_only_slot_is_its_host() -> None:
-    struck = _strike(Blacklist(), "1-0", 5.0, room=1)
-    assert struck.host_until("h", 5.0) == 7.0
-    assert struck.host_until("h", 7.0) is None
+    failed = _fail(Blacklist(), "1-0", 5.0, slots=1)
+    assert failed.host_until("h", 5.0) == 7.0
+    assert failed.host_until("h", 7.0) is None
 
 
 @pytest.mark.parametrize(
-    ("praised", "after", "strikes"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
+    ("succeeded", "after", "failures"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
 )
-def test_strikes_are_forgiven_by_success_and_time_together(praised: bool, after: float, strikes: int) -> None:
-    struck = _strike(Blacklist(), "1-0", 0.0, room=1)
-    if praised:
-        struck = struck.praise("1-0", "h")
-    assert _strike(struck, "1-0", after, room=1).hosts["h"].strikes == strikes
+def test_failures_are_forgiven_by_success_and_time_together(
+    succeeded: bool, after: float, failures: int
+) -> None:
+    failed = _fail(Blacklist(), "1-0", 0.0, slots=1)
+    if succeeded:
+        failed = failed.record_success("1-0", "h")
+    assert _fail(failed, "1-0", after, slots=1).hosts["h"].failures == failures
 
 
 def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_not() -> None:
-    struck = _strike(Blacklist(), "1-0", 0.0, room=1).forget("1-0")
-    assert "1-0" not in struck.slots
-    assert bool(struck)
-    assert struck.host_until("h", 1.0) == 2.0
+    failed = _fail(Blacklist(), "1-0", 0.0, slots=1).forget_slot("1-0")
+    assert "1-0" not in failed.slots
+    assert bool(failed)
+    assert failed.host_until("h", 1.0) == 2.0
 
 
 def test_a_host_that_is_gone_is_forgotten() -> None:
-    struck = _strike(Blacklist(), "1-0", 0.0, room=1).forget("1-0")
-    assert not struck.forget_host("h")
-    assert struck.forget_host("g") is struck
+    failed = _fail(Blacklist(), "1-0", 0.0, slots=1).forget_slot("1-0")
+    assert not failed.forget_host("h")
+    assert failed.forget_host("g") is failed
 
 
 # ---- in the machine
@@ -94,7 +96,7 @@ def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
     assert bench.members() == [name(1), name(3), name(4)]
     bench.form()
     bench.wait(2.5, beating=[1, 2, 3, 4])
-    assert bench.state.version == 0
+    assert bench.state.current.version == 0
     bench.wait(1.0, beating=[1, 2, 3, 4])
     bench.stop_planned(9, name(1), name(3), name(4))
     assert bench.members()[-1] == name(2, 2)
@@ -144,9 +146,9 @@ def test_a_killed_process_is_a_loss_and_no_crash() -> None:
         assert bench.members()[-1] == name(2, number + 1)
         bench.form()
     assert not bench.state.blacklist
-    assert not bench.state.failures
+    assert not bench.state.failures.records
     bench.on(on.WorkerExited(0, name(2, 21), -9))
-    assert "21 of its slot ended so within 600 s" in bench.state.failures[0].detail
+    assert "21 of its slot ended so within 600 s" in bench.state.failures.records[0].detail
     assert "2-0" in bench.state.blacklist.slots
 
 
@@ -158,7 +160,7 @@ def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> 
         bench.on(on.WorkerStarted(0, "2-0", name(2, number)))
         bench.on(on.WorkerExited(0, name(2, number), -9))
         if number == 2:
-            assert not bench.state.failures
+            assert not bench.state.failures.records
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
     assert "ended so in a row before they took part" in bench.end.detail
 

@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, Outcome
-from spark_elastic.protocol.driver.failures import spell
+from spark_elastic.protocol.driver.failures import format_position
 from spark_elastic.protocol.types import Checkpoint
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -226,7 +226,7 @@ def test_r13_worlds_that_break_in_vain_end_the_job_with_the_workers_own_reason(s
     _break_in_vain(bench, step)
     assert bench.end.outcome is Outcome.USER_ERROR
     assert f"3 worlds in a row, up to world {before + 3}" in bench.end.reason
-    assert f"broke at {spell(None if step is None else at(step))} although" in bench.end.reason
+    assert f"broke at {format_position(None if step is None else at(step))} although" in bench.end.reason
     assert "'loss' waited too long for rank(s) 1" in bench.end.reason
 
 
@@ -304,7 +304,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_program
         assert not bench.all(End)
         bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
         bench.join(other, bench.fence, None, suspects=(name(job),))
-        assert name(job) in bench.state.gone_workers
+        assert name(job) in bench.state.workers.evicted
         _crash(bench, name(job))
         bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
@@ -360,7 +360,7 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
     assert not bench.all(End)
     _crash(bench, name(1, 4))
     assert bench.end.outcome is Outcome.USER_ERROR
-    assert f"in 2 worlds that began at {spell(at(200))}" in bench.end.reason
+    assert f"in 2 worlds that began at {format_position(at(200))}" in bench.end.reason
 
 
 def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_it_twice() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, StopWorker
-from spark_elastic.protocol.driver.ending import PROMPTLY
-from spark_elastic.protocol.driver.forming import PATIENCE_WITH_THE_LAST
+from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
@@ -23,7 +22,7 @@ def test_the_last_that_holds_the_state_is_not_given_up_while_it_works() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
     bench.on(on.WorkerExited(0, name(2), -9))
-    bench.wait(SHORT.regroup_timeout * PATIENCE_WITH_THE_LAST - 0.1, beating=[1, 2])
+    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, beating=[1, 2])
     assert not _killed(bench)
     bench.regroup(7, name(1))
     assert (bench.members(), bench.world.position) == ([name(1)], at(7))
@@ -42,7 +41,7 @@ def test_it_is_given_up_at_last() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
     bench.on(on.WorkerExited(0, name(2), -9))
-    bench.wait(SHORT.regroup_timeout * PATIENCE_WITH_THE_LAST + 0.1, beating=[1, 2])
+    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, beating=[1, 2])
     assert _killed(bench) == {name(1)}
 
 
@@ -72,7 +71,7 @@ def test_building_a_world_has_its_own_bound() -> None:
     bench.warm(1, 2, 3, 4)
     for job in (1, 2, 3):
         bench.on(on.WorkerFormed(0, name(job), bench.fence))
-    bench.wait(PROMPTLY + 0.1, beating=[1, 2, 3, 4])
+    bench.wait(SHORT_TIMEOUT + 0.1, beating=[1, 2, 3, 4])
     (abort,) = bench.all(Abort)
     assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.driver.membership import compose, names
+from spark_elastic.protocol.driver.forming import choose_members, format_names
 from spark_elastic.protocol.driver.state import WorkerRecord
 from spark_elastic.protocol.types import Limits
 from tests.unit.protocol.driver_bench import at
@@ -42,15 +42,15 @@ def _workers(spec: str) -> list[WorkerRecord]:
 )
 def test_compose(survivors: str, newcomers: str, least: int, most: int, chosen: str) -> None:
     limits = Limits(num_workers=most, min_workers=least, max_workers=most)
-    found = compose(_workers(survivors), _workers(newcomers), limits)
+    found = choose_members(_workers(survivors), _workers(newcomers), limits)
     assert "".join(worker.worker for worker in found) == chosen
 
 
 def test_r08_a_world_is_no_larger_than_its_batch() -> None:
     limits = Limits(num_workers=4, min_workers=1, max_workers=4, max_global_batch=2)
-    assert len(compose([], _workers("N O P"), limits)) == 2
+    assert len(choose_members([], _workers("N O P"), limits)) == 2
 
 
 def test_names_are_cut_short() -> None:
-    assert names(["a", "b"]) == "a, b"
-    assert names([str(i) for i in range(10)], most=2) == "0, 1 and 8 more"
+    assert format_names(["a", "b"]) == "a, b"
+    assert format_names([str(i) for i in range(10)], most=2) == "0, 1 and 8 more"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Outcome, Publish
-from spark_elastic.protocol.driver.forming import GRACE
+from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
 from spark_elastic.protocol.types import START, Fence, Limits, is_last
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
@@ -53,8 +53,8 @@ def test_it_is_announced_and_the_job_ends_once_all_have_come() -> None:
 
 def test_who_reaches_no_boundary_is_ended_after_the_grace() -> None:
     driver = Driver().trains()
-    assert not any(ends(driver.beats(100.0 + second)) for second in range(int(GRACE)))
-    assert ends(driver.beats(100.0 + GRACE)) == [Outcome.TIME_LIMIT]
+    assert not any(ends(driver.beats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT)))
+    assert ends(driver.beats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
 
 
 def test_while_workers_are_gathered_it_ends_at_once() -> None:
@@ -135,7 +135,7 @@ def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
     bench.on(on.WorkerExited(0, name(2), -9))
     bench.regroup(50, name(1))
     bench.form()
-    bench.wait(GRACE - 2.0, beating=[1])
+    bench.wait(LAST_STOP_TIMEOUT - 2.0, beating=[1])
     assert not bench.all(End)
     bench.wait(2.0, beating=[1])
     assert bench.end.outcome is Outcome.TIME_LIMIT

@@ -37,8 +37,8 @@ def _free_of_work(bench: Bench, seconds: float, host: str) -> int:
     """How many slot jobs a host is asked for that takes each at once and may not be used."""
     before, end = len(bench.all(LaunchSlot)), bench.now + seconds
     while bench.now < end:
-        for job in tuple(bench.state.jobs):
-            if job not in bench.state.put_off:
+        for job in tuple(bench.state.launches):
+            if job not in bench.state.launches.delayed:
                 bench.on(on.SlotRegistered(0, f"{job}-0", host, job))
                 bench.on(on.LaunchEnded(0, job, "released"))
         bench.wait(0.5)
@@ -55,7 +55,7 @@ def test_a_host_that_is_listed_again_is_not_kept_waiting_by_the_jobs_that_it_ref
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.HostsDiscovered(0, (("h2", 1),)))
     _free_of_work(bench, 130.0, "h1")
-    (job,) = bench.state.put_off
+    (job,) = bench.state.launches.delayed
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
     assert bench.commands == (bench.all(LaunchSlot)[-1],)
     assert bench.all(LaunchSlot)[-1].launch == job
@@ -65,7 +65,7 @@ def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_afte
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.DrainRequested(0, "maintenance", host="h1"))
     _free_of_work(bench, 130.0, "h1")
-    (job,) = bench.state.put_off
+    (job,) = bench.state.launches.delayed
     bench.on(on.HostAppeared(0, "h2"))
     assert [command.launch for command in bench.commands if isinstance(command, LaunchSlot)] == [job]
     assert _free_of_work(bench, 120.0, "h1") <= 5
@@ -76,7 +76,7 @@ def test_a_host_that_appears_is_asked_although_all_others_are_blacklisted() -> N
     bench.warm(1)
     bench.on(on.WorkerFailed(0, name(1), None, None, "f", "boom"))
     bench.on(on.LaunchEnded(0, 1, "released"))
-    assert list(bench.state.put_off) == [2]
+    assert list(bench.state.launches.delayed) == [2]
     bench.on(on.HostAppeared(0, "h2"))
     assert [launch.launch for launch in bench.all(LaunchSlot)] == [1, 2]
 
@@ -137,7 +137,7 @@ def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_
     assert bench.members() == [name(1), name(2)]
     bench.on(on.HostLost(0, "h1", "executor lost"))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
-    assert not bench.state.barred
+    assert not bench.state.slots.excluded
 
 
 def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
@@ -151,7 +151,7 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
     bench.on(on.LaunchEnded(0, 1, "killed"))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"]
     assert bench.all(LaunchSlot)[-1].launch == 4
-    assert not bench.state.barred
+    assert not bench.state.slots.excluded
 
 
 def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent_back_alone() -> None:
@@ -176,7 +176,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_host_is_listed() -> None:
     bench.on(on.WorkerStarted(0, "1-1", "1-1.2"))
     bench.join("1-1.2")
     bench.form()
-    assert set(bench.state.barred) == {"1-1"}
+    assert set(bench.state.slots.excluded) == {"1-1"}
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 1))))
     bench.wait(0.5, beating=[1, 2])
     bench.stop_planned(3, *bench.members())
@@ -190,7 +190,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_hosts_cooldown_is_over() -> Non
     bench.on(on.WorkerExited(0, name(3), 1))
     bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
     bench.join("1-1.1")
-    assert set(bench.state.barred) == {"1-1"}
+    assert set(bench.state.slots.excluded) == {"1-1"}
     while bench.now < 21.0:
         bench.wait(0.5, beating=[1, 2])
         bench.on(on.SlotBeat(0, "1-1", "1-1.1", "S"))
@@ -226,8 +226,8 @@ def test_r14_crashes_of_an_attempt_that_takes_no_part_cost_nothing() -> None:
     for started in range(1, 30):
         bench.on(on.WorkerExited(0, f"1-1.{started}", 1, out_of_memory=started % 2 == 0))
         bench.on(on.WorkerStarted(0, "1-1", f"1-1.{started + 1}"))
-    assert not bench.state.failures
-    assert not bench.state.starved
+    assert not bench.state.failures.records
+    assert not bench.state.failures.oom_kills
     assert not bench.all(End)
 
 
@@ -333,6 +333,6 @@ def test_r18_a_slot_that_was_told_to_end_may_live_until_its_job_is_over() -> Non
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     bench.on(on.HostsDiscovered(0, (("h1", 1),)))
     assert set(bench.state.slots) == {"1-0"}
-    assert set(bench.state.unsure) == {name(2)}
+    assert set(bench.state.evicted_members.possibly_alive) == {name(2)}
     bench.on(on.LaunchEnded(0, 2, "released"))
-    assert not bench.state.unsure
+    assert not bench.state.evicted_members.possibly_alive

@@ -65,7 +65,7 @@ def test_who_is_no_longer_listed_leaves_at_a_boundary_and_nothing_is_aborted() -
     assert bench.world.source == 0
     assert not bench.all(Abort)
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-0"]
-    assert bench.state.version == 1
+    assert bench.state.current.version == 1
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert bench.all(LaunchSlot)[-1].launch == 5  # another host may have room
 
@@ -90,7 +90,7 @@ def test_w15_removed_and_listed_again_within_the_debounce_is_nothing() -> None:
     _list(bench, *ALL)
     bench.wait(1.0, beating=[1, 2, 3, 4])
     assert not bench.all(Announce)
-    assert not bench.state.draining
+    assert not bench.state.workers.draining
 
 
 def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
@@ -212,7 +212,7 @@ def test_a_drain_that_meets_nobody_is_said(order: dict[str, object], said: str) 
     (remark,) = bench.all(NotifyUser)
     assert said in remark.reason
     assert "wanted elsewhere" in remark.reason
-    assert not bench.state.draining
+    assert not bench.state.workers.draining
 
 
 def test_spark_decommissions_executors_that_this_job_has_no_slot_on() -> None:

@@ -178,4 +178,4 @@ def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
     bench.on(on.WorkerStarted(0, "2-0", name(2, 3)))
     bench.on(on.WorkerStarted(0, "2-0", name(2, 2)))
     assert name(2, 3) in bench.state.workers
-    assert name(2, 2) in bench.state.gone_workers
+    assert name(2, 2) in bench.state.workers.evicted

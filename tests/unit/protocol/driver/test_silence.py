@@ -105,7 +105,7 @@ def test_r12_workers_that_ended_for_want_of_the_driver_are_nobodys_failures(know
     assert not bench.state.workers
     assert not bench.all(End)
     assert not bench.state.blacklist
-    assert not bench.state.failures
+    assert not bench.state.failures.records
 
 
 def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:

@@ -1,0 +1,285 @@
+"""Decides which workers, slots and worlds are gone, and changes the records accordingly.
+
+Evidence comes from broken connections, reports of peers, silence (leases) and Spark. R12 (driver silence): while the
+driver itself was cut off or paused, silence proves nothing. R18 (publication): an evicted member may run on, and
+until it cannot, no world begins from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Abort, StopWorker
+from spark_elastic.protocol.driver.state import (
+    EvictedWorker,
+    PossiblyAlive,
+    SlotEnd,
+    SlotRecord,
+    Stage,
+    Transition,
+    WorkerRecord,
+)
+from spark_elastic.protocol.types import SlotId, WorkerId, WorkerStatus
+
+SCANS_PER_LEASE = 20
+# Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
+STARTING_LEASE = 30.0
+MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
+
+# ---- evictions
+
+
+def break_world(tx: Transition, reason: str) -> None:
+    """Abort the world, at the first evidence only. Nothing breaks it after the job's result: R15 (end)."""
+    state = tx.state
+    if state.stage is not Stage.RUNNING or state.timers.done_since is not None:
+        return
+    for stall in state.current.stalled.values():
+        reason = reason if stall in reason else f"{reason}; {stall}"
+    state.stage = Stage.REGROUPING
+    state.current.break_reason = reason
+    state.timers.regroup_since = tx.now
+    tx.emit(Abort(f"world {state.generation} is over: {reason}", state.fence))
+
+
+def evict(
+    tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, unaccounted: bool = False
+) -> None:
+    """A living worker is lost.
+
+    Args:
+        kill: it may be alive, and its slot shall end it.
+        unaccounted: see `EvictedWorker`.
+    """
+    state = tx.state
+    title = tx.describe(worker)
+    if worker.worker in state.current.stalled:
+        reason = f"{reason}; {state.current.stalled[worker.worker]}"
+    if kill:
+        _note_possibly_alive(tx, worker)
+    remove(tx, worker, EvictedWorker(reason, WorkerStatus.FAILURE, unaccounted, worker.took_part))
+    state.launches.relaunch |= worker.rank is not None and not worker.draining
+    if kill:
+        tx.emit(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))
+    if worker.rank is not None and worker.worker not in state.current.results:
+        break_world(tx, f"{title} is lost: {reason}")
+
+
+def evict_externally_lost(
+    tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, unaccounted: bool = False
+) -> None:
+    """Evict a worker where nothing points to the program: a signal, silence, or the end of its slot or host."""
+    if worker.rank is not None:
+        failures = tx.state.failures
+        failures.externally_lost = failures.externally_lost.put(worker.worker, tx.state.generation)
+    evict(tx, worker, reason, kill, unaccounted)
+
+
+def remove(tx: Transition, worker: WorkerRecord, evicted: EvictedWorker) -> None:
+    """Move a worker from the living to the evicted ones."""
+    state = tx.state
+    state.workers.evict(worker.worker, evicted)
+    state.connections.forget(worker.worker)
+    slot = state.slots.get(worker.slot)
+    if slot is not None and slot.worker == worker.worker:
+        state.slots.put(replace(slot, worker=None))
+
+
+def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
+    """A slot task is gone, and its worker with it."""
+    state = tx.state
+    worker = tx.worker_of(slot)
+    if worker is not None:
+        if how is SlotEnd.EXECUTOR_LOST:
+            _note_possibly_alive(tx, worker, executor_lost=True)
+        evict_externally_lost(tx, worker, reason)
+    state.slots.evict(slot, reason)
+    state.evicted_members.end_slot(slot.slot, how)
+    state.blacklist = state.blacklist.forget_slot(slot.slot)
+    state.failures.forget_slot(slot.slot)
+    state.connections.forget(slot.slot)
+    state.launches.count_attempts(slot.launch, -1)
+
+
+# ---- connections
+
+
+def connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
+    state, name = tx.state, event.worker or event.slot
+    connections = state.connections
+    connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
+    for worker, member in state.evicted_members.behind(event.slot, event.worker):
+        closed = _ended_early(tx, tx.now, member.last_seen) and (member.connection_closed or not event.reset)
+        state.evicted_members.update(worker, replace(member, connection_closed=closed))
+    slot = state.slots.get(event.slot)
+    if event.worker is None:
+        if slot is not None and slot.disconnected_at is None:
+            state.slots.put(replace(slot, disconnected_at=tx.now))
+    elif event.worker in state.workers and event.worker not in connections.disconnected:
+        connections.disconnected = connections.disconnected.put(event.worker, tx.now)
+        _check_connection(tx, event.worker)
+    _mark_mass_disconnect(tx)
+
+
+def connection_back(tx: Transition, event: on.ConnectionBack) -> None:
+    state = tx.state
+    _mark_mass_disconnect(tx)
+    for name, member in state.evicted_members.behind(event.slot, event.worker):
+        state.evicted_members.update(name, replace(member, connection_closed=False))
+    slot = state.slots.get(event.slot)
+    worker = state.workers.get(event.worker) if event.worker is not None else None
+    if worker is not None:
+        mark_seen(tx, worker)
+    elif event.worker is None and slot is not None:
+        state.slots.put(replace(slot, disconnected_at=None, last_seen=tx.now))
+
+
+def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
+    """The worker spoke, over a connection that stands. Returns its renewed record."""
+    _mark_mass_disconnect(tx)
+    tx.state.connections.restore(worker.worker)
+    return tx.state.workers.mark_seen(worker, tx.now)
+
+
+def suspect(tx: Transition, suspects: tuple[WorkerId, ...]) -> None:
+    """Note workers whom peers saw break. That alone evicts nobody."""
+    current = tx.state.current
+    world = current.world
+    current.suspected |= {name for name in suspects if world is not None and world.member(name) is not None}
+    for name in suspects:
+        _check_connection(tx, name)
+
+
+def _check_connection(tx: Transition, name: WorkerId) -> None:
+    """Evict a worker if what is known of its broken connection suffices.
+
+    If a peer saw it break, too: at once. If its slot's connection broke, too: once it is clear that not all connections
+    did. Otherwise after `reconnect_grace`. If all broke at once, the server lost them, and every worker has that grace
+    to come back before its connection counts.
+    """
+    state, connections = tx.state, tx.state.connections
+    worker, since = state.workers.get(name), connections.disconnected.get(name)
+    if worker is None or since is None or _is_mass_disconnect(tx):
+        return
+    broken = tx.now - max(since, connections.mass_disconnect, connections.driver_partitioned)
+    slot = state.slots.get(worker.slot)
+    own = connections.mass_disconnect < since
+    slot_since = slot.disconnected_at if slot is not None else None
+    if own and name in state.current.suspected:
+        reason = "its connection broke and a peer saw it break"
+    elif own and slot_since is not None and tx.now - max(since, slot_since) >= state.limits.disconnect_window:
+        reason = "its connection and its slot's broke"
+    elif broken >= state.limits.reconnect_grace:
+        reason = f"its connection has been broken for {broken:.1f} s"
+    else:
+        return
+    evict_externally_lost(tx, worker, reason, kill=True, unaccounted=True)
+
+
+def _mark_mass_disconnect(tx: Transition) -> None:
+    """Remember that all workers were disconnected, as long as it lasts."""
+    connections = tx.state.connections
+    if connections.disconnected and _is_mass_disconnect(tx):
+        connections.mass_disconnect = tx.now
+
+
+def _is_mass_disconnect(tx: Transition) -> bool:
+    """Whether every worker that ever had a connection has lost it. Workers that still start have none to lose."""
+    workers, disconnected = tx.state.workers, tx.state.connections.disconnected
+    if len(disconnected) < len(workers) - workers.starting:
+        return False
+    return all(
+        worker.worker in disconnected or worker.status is WorkerStatus.STARTING for worker in workers.values()
+    )
+
+
+# ---- silence
+
+
+def notice_pause(tx: Transition) -> None:
+    """Called before any event is answered. A scan that did not come for half a lease shows that the driver was paused.
+    It may still have to read what it was sent meanwhile, so what it reads first says nothing of the others: R12
+    (driver silence)."""
+    connections = tx.state.connections
+    if tx.now - connections.last_scan > tx.state.limits.lease / 2:
+        connections.driver_partitioned = tx.now
+
+
+def scan(tx: Transition) -> None:
+    """On a tick: check broken connections, and now and then the leases."""
+    state, connections = tx.state, tx.state.connections
+    _mark_mass_disconnect(tx)
+    for name in tuple(connections.disconnected):
+        _check_connection(tx, name)
+    if tx.now < connections.next_scan:
+        return
+    lease = state.limits.lease
+    connections.last_scan = tx.now
+    connections.next_scan = tx.now + lease / SCANS_PER_LEASE
+    if _is_driver_partitioned(tx):
+        connections.driver_partitioned = tx.now
+        return
+    heard = connections.driver_partitioned
+    for worker in tuple(state.workers.values()):
+        slot = state.slots.get(worker.slot)
+        patience = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
+        if slot is not None and tx.now - max(slot.last_seen, heard) > patience:
+            reason = f"its slot was silent for {tx.now - slot.last_seen:.1f} s"
+        elif tx.now - max(worker.last_seen, heard) > patience:
+            reason = f"its process has not run for {tx.now - worker.last_seen:.1f} s"
+        else:
+            continue
+        evict_externally_lost(tx, worker, reason, kill=True)
+    _evict_silent_slots(tx)
+
+
+def _evict_silent_slots(tx: Transition) -> None:
+    """Drop slots that must have ended themselves under R12 (driver silence). If Spark has started their task anew,
+    their launch goes on, and nothing else tells of their end. Slots with a worker stay."""
+    state = tx.state
+    patience = state.limits.driver_timeout + MARGIN
+    for slot in tuple(state.slots.values()):
+        silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned)
+        if slot.worker is None and silence > patience:
+            evict_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
+
+
+def _is_driver_partitioned(tx: Transition) -> bool:
+    """Whether no slot was heard for half a lease, in which each sends at least one heartbeat, although connections
+    stand: then the driver is cut off, or was paused. R12 (driver silence): training goes on without it until
+    `driver_timeout`, after which the workers have ended themselves."""
+    state = tx.state
+    slots = state.slots
+    silences = [tx.now - slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots]
+    return (
+        bool(silences)
+        and state.limits.lease / 2 < min(silences) <= state.limits.driver_timeout
+        and not _is_mass_disconnect(tx)
+    )
+
+
+# ---- evicted members that may be alive
+
+
+def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bool = False) -> None:
+    """Called before the records of the worker and its slot change."""
+    if worker.rank is None:
+        return
+    state, connections = tx.state, tx.state.connections
+    slot = state.slots.get(worker.slot)
+    seen = max(worker.last_seen, slot.last_seen if slot is not None else worker.last_seen)
+    until = seen + state.limits.driver_timeout + MARGIN
+    ends: tuple[tuple[WorkerId | SlotId, float | None], ...] = (
+        (worker.worker, connections.disconnected.get(worker.worker)),
+        (worker.slot, slot.disconnected_at if slot is not None else None),
+    )
+    closed = any(
+        at is not None and name not in connections.reset and _ended_early(tx, at, seen) for name, at in ends
+    )
+    state.evicted_members.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
+
+
+def _ended_early(tx: Transition, at: float, last_seen: float) -> bool:
+    """Whether a connection ended sooner than that of a host that is cut off would, by silence."""
+    return at - last_seen <= tx.state.limits.lease

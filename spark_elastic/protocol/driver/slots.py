@@ -1,0 +1,491 @@
+"""Slots: when they are launched, which may take part, and when they are given back.
+
+A slot launch is a single-task Spark job. Its task's attempts register as slots; the driver admits each, excludes it
+from all worlds, or sends it back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import LaunchSlot, NotifyUser, Outcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol.driver.failure_detector import evict, evict_slot
+from spark_elastic.protocol.driver.state import (
+    DrainCause,
+    EvictedWorker,
+    SlotEnd,
+    SlotLaunch,
+    SlotRecord,
+    Stage,
+    Transition,
+    WorkerRecord,
+)
+from spark_elastic.protocol.types import (
+    NOT_RUNNING,
+    HostId,
+    Position,
+    SlotId,
+    WorkerId,
+    WorkerStatus,
+    worker_number,
+)
+
+# Seconds before a launch, by failed attempts before it. A host that may not be used and has room would be found again
+# and again; the last value is how long another host that gets room meanwhile goes unnoticed.
+BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+# What was left to another job is asked for again as after so many failed attempts.
+ATTEMPTS_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
+# Seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back.
+PARKING_LIMIT = 5.0
+
+# ---- launches
+
+
+def launch(tx: Transition, slot_launch: SlotLaunch, reason: str) -> None:
+    """Launch a slot, at once or after the back-off."""
+    launches, number = tx.state.launches, slot_launch.launch
+    launches.put(slot_launch)
+    back_off = BACK_OFF[min(slot_launch.failed_attempts, len(BACK_OFF) - 1)]
+    delay = max(back_off, _seconds_until_a_host_returns(tx))
+    if delay:
+        launches.delay(number, tx.now + delay, reason)
+    else:
+        tx.emit(LaunchSlot(reason, number))
+
+
+def launch_due(tx: Transition) -> None:
+    """Launch what was delayed for long enough."""
+    launches = tx.state.launches
+    for number, delayed in tuple(launches.delayed.items()):
+        if delayed.until <= tx.now:
+            launches.delayed = launches.delayed.drop(number)
+            tx.emit(LaunchSlot(delayed.reason, number))
+
+
+def launch_now(tx: Transition) -> None:
+    """Other hosts may be used than before: failed attempts delay no launch any more."""
+    launches = tx.state.launches
+    until = tx.now + _seconds_until_a_host_returns(tx)
+    for number, delayed in tuple(launches.delayed.items()):
+        launches.delay(number, min(until, delayed.until), delayed.reason)
+
+
+def relaunch(tx: Transition) -> None:
+    """A member was lost: ask again for all slots that were held back."""
+    launches = tx.state.launches
+    launches.relaunch = False
+    count, launches.held_back = launches.held_back, 0
+    for _ in range(count):
+        reason = "a member was lost, so a slot that was given back is asked for again"
+        launch(tx, SlotLaunch(launches.next_launch), reason)
+
+
+def launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
+    state = tx.state
+    ended = state.launches.get(event.launch)
+    if ended is None:
+        return
+    how = SlotEnd.EXECUTOR_LOST if event.executor_lost else SlotEnd.OBSERVED
+    for slot in state.slots.of_launch(event.launch):
+        evict_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
+    state.evicted_members.end_launch(event.launch, event.executor_lost)
+    state.launches.remove(event.launch)
+    if event.cancelled:
+        tx.end(Outcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
+    elif state.timers.done_since is None:
+        _launch_successor(tx, ended, event.reason)
+
+
+def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
+    launches = tx.state.launches
+    if ended.held_back:
+        launches.held_back += 1
+        return
+    failed_attempts = 0 if ended.got_warm or ended.executor_lost else ended.failed_attempts + 1
+    if failed_attempts:
+        launches.last_failure = why
+    successor = SlotLaunch(launches.next_launch, failed_attempts)
+    launch(tx, successor, f"slot job {ended.launch} ended ({why})")
+
+
+def blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
+    """If every host that could take part is blacklisted: these hosts, and when the first returns; else None.
+
+    Without a list of discovery's, a host that was lost, with its failures forgotten, could come back.
+    """
+    state = tx.state
+    out = [host for host in state.blacklist.hosts if state.blacklist.host_until(host, tx.now) is not None]
+    discovered = state.hosts.discovered
+    if not out or (discovered is None and state.generation == 0):
+        return None
+    usable = state.hosts.known if discovered is None else set(dict(discovered))
+    if usable - set(out):
+        return None
+    return sorted(out), min(state.blacklist.hosts[host].until for host in out)
+
+
+def _seconds_until_a_host_returns(tx: Transition) -> float:
+    """For how long a new slot would only find blacklisted hosts."""
+    found = blacklisted_hosts(tx) if tx.state.blacklist else None
+    if found is None or found[1] == float("inf"):
+        return 0.0
+    return max(0.0, found[1] - tx.now - PARKING_LIMIT)
+
+
+# ---- giving back
+
+
+def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = False) -> None:
+    """End the slot, and with it its worker, which must not be a member of a world.
+
+    R14 (duplicates): beside another attempt that may take part it is excluded from all worlds instead, since Spark ends
+    a task's other attempts once one returns.
+
+    Args:
+        hold_back: the slot is not asked for again before a member is lost.
+    """
+    slots = tx.state.slots
+    if hold_back:
+        tx.state.launches.hold_back(slot.launch)
+    others = slots.of_launch(slot.launch)
+    if any(other.slot != slot.slot and other.slot not in slots.excluded for other in others):
+        slots.exclude(slot.slot)
+        return
+    _release(tx, slot, reason)
+
+
+def _release(tx: Transition, slot: SlotRecord, reason: str) -> None:
+    evict_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
+    tx.emit(ReleaseSlot(reason, slot.slot))
+
+
+def release_idle(tx: Transition) -> None:
+    """Give back slots that the world has had no room for since `idle_slot_timeout`."""
+    state = tx.state
+    assert state.world is not None
+    timeout = state.limits.idle_slot_timeout
+    if state.workers.draining or state.world.size < state.limits.capacity:
+        return
+    for name in tuple(state.workers.waiting):
+        worker = state.workers[name]
+        slot = state.slots[worker.slot]
+        slot_launch = state.launches.get(slot.launch)
+        # R14 (duplicates): an attempt that returns first would have Spark end the other one.
+        alone = slot_launch is None or slot_launch.slots == 1
+        if alone and tx.now - max(worker.arrived_at, state.timers.published_at) >= timeout:
+            give_back(tx, slot, f"slot {slot.slot} was not needed for {timeout:g} s", hold_back=True)
+
+
+def slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
+    """R17 (gathering): another job of the application needs slots, or trains on them. Slots that it has are in use, not
+    missing, so no time is counted."""
+    state = tx.state
+    if not state.lacks_slots:
+        return
+    if not event.in_use:
+        _preempt(tx, event.reason)
+    if state.timers.short_since is not None:
+        state.timers.short_since = tx.now
+
+
+def _preempt(tx: Transition, reason: str) -> None:
+    """Too few for a world: leave the slots to another job, with all attempts of their tasks, and ask again later. A
+    survivor that holds the newest state stays (P3)."""
+    state = tx.state
+    if state.stage is Stage.RUNNING or state.workers.absent:
+        return
+    state.launches.preempted = reason
+    survivors = tx.survivors()
+    newest = newest_position(survivors)
+    holders = [worker for worker in survivors if newest is not None and worker.position == newest]
+    holders.sort(
+        key=lambda worker: bool(worker.draining)
+    )  # preferably one that need not leave, else the first
+    # With all attempts of its task: R14 (duplicates).
+    staying = state.slots[holders[0].slot].launch if holders else None
+    for slot in tuple(state.slots.values()):
+        if slot.launch == staying:
+            continue
+        slot_launch = state.launches.get(slot.launch)
+        if slot_launch is not None:
+            state.launches.put(
+                replace(slot_launch, got_warm=False, failed_attempts=ATTEMPTS_AFTER_PREEMPTION)
+            )
+        _release(tx, slot, reason)
+
+
+def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
+    """The highest position among them; None where none has one."""
+    return max((worker.position for worker in workers if worker.position is not None), default=None)
+
+
+# ---- slots come up and speak
+
+
+def slot_registered(tx: Transition, event: on.SlotRegistered) -> None:
+    state = tx.state
+    known = state.slots.get(event.slot)
+    slot_launch = state.launches.get(event.launch)
+    if known is not None:
+        state.slots.put(replace(known, last_seen=tx.now))
+    elif event.slot in state.slots.evicted:
+        release_evicted(tx, event.slot)
+    elif slot_launch is None:
+        _refuse(tx, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
+    else:
+        extra = slot_launch.slots > 0
+        _receive(
+            tx,
+            SlotRecord(
+                event.slot, event.launch, event.host, tx.now, extra, node=event.node, unfit=event.unfit
+            ),
+        )
+
+
+def _receive(tx: Transition, slot: SlotRecord) -> None:
+    state = tx.state
+    why = _why_refused(tx, slot)
+    if why and not slot.extra:
+        _refuse(tx, slot.slot, why)
+        return
+    state.launches.count_attempts(slot.launch, 1)
+    state.hosts.add(slot.host)
+    state.slots.put(slot)
+    if why:
+        give_back(tx, slot, why)
+
+
+def _refuse(tx: Transition, slot: SlotId, reason: str) -> None:
+    tx.state.slots.refuse(slot, reason)
+    tx.emit(ReleaseSlot(reason, slot))
+
+
+def release_evicted(tx: Transition, slot: SlotId) -> None:
+    """A slot speaks that was given up: it shall end."""
+    reason = tx.state.slots.evicted.get(slot)
+    if reason is not None:
+        tx.emit(ReleaseSlot(f"slot {slot} was given up: {reason}", slot))
+
+
+def slot_beat(tx: Transition, event: on.SlotBeat) -> None:
+    state = tx.state
+    slot = state.slots.get(event.slot)
+    if slot is None:
+        release_evicted(tx, event.slot)
+        return
+    slot = replace(slot, last_seen=tx.now)
+    state.slots.put(slot)
+    evicted = state.workers.evicted.get(event.worker)
+    if evicted is not None:
+        tx.emit(StopWorker(f"worker {event.worker} was given up: {evicted.reason}", event.worker, kill=True))
+    elif event.worker:
+        if event.worker not in state.workers:
+            adopt_worker(tx, slot, event.worker)
+        worker = state.workers.get(event.worker)
+        if worker is not None and event.state not in NOT_RUNNING:
+            state.workers.mark_seen(worker, tx.now)
+
+
+def worker_started(tx: Transition, event: on.WorkerStarted) -> None:
+    state = tx.state
+    slot = state.slots.get(event.slot)
+    if slot is None:
+        release_evicted(tx, event.slot)
+    elif event.worker not in state.workers and event.worker not in state.workers.evicted:
+        adopt_worker(tx, replace(slot, last_seen=tx.now), event.worker)
+
+
+def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
+    """`name` is the slot's worker now; another that it had has ended."""
+    state = tx.state
+    previous = tx.worker_of(slot)
+    if previous is not None and worker_number(name) < worker_number(previous.worker):
+        # This message was delayed, and the slot has another worker since.
+        reason = f"its slot started worker {previous.worker} in its place"
+        state.workers.evict(name, EvictedWorker(reason, WorkerStatus.FAILURE, unaccounted=True))
+        return
+    if previous is not None:
+        evict(tx, previous, f"its slot started worker {name} in its place", unaccounted=True)
+    state.workers.put(WorkerRecord(name, slot.slot, slot.host, tx.now, extra=slot.extra))
+    slot = replace(slot, worker=name)
+    state.slots.put(slot)
+    why = _why_ordered_away(tx, slot) or _why_not_discovered(tx, slot)
+    if why:  # its member was about to leave, and was lost first
+        give_back(tx, slot, why)
+
+
+# ---- hosts
+
+
+def host_appeared(tx: Transition, event: on.HostAppeared) -> None:
+    """A host that was not asked for a slot yet is asked at once, however often others were asked for nothing."""
+    if tx.state.hosts.add(event.host):
+        launch_now(tx)
+
+
+def host_lost(tx: Transition, event: on.HostLost) -> None:
+    state = tx.state
+    state.hosts.draining = state.hosts.draining.drop(event.host)
+    state.blacklist = state.blacklist.forget_host(event.host)
+    for slot in state.slots.on_host(event.host):
+        evict_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
+        state.launches.mark_executor_lost(slot.launch)
+
+
+def hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
+    """An answer of discovery causes at most a planned change: members that it does not list drain, unless it lists them
+    again in time."""
+    state = tx.state
+    state.hosts.discovered = event.hosts
+    launch_now(tx)
+    allowed = _allowed_slots(tx)
+    for slot in tuple(state.slots.values()):
+        worker = tx.worker_of(slot)
+        if slot.slot in allowed:
+            if worker is not None and worker.drain_cause is DrainCause.NOT_DISCOVERED:
+                state.workers.put(replace(worker, draining="", drain_cause=None))
+        elif worker is not None and worker.rank is not None:
+            reason = f"discovery does not list host {worker.host} with that slot"
+            _drain(tx, worker, reason, DrainCause.NOT_DISCOVERED)
+        else:
+            give_back(tx, slot, f"discovery does not list host {slot.host} with slot {slot.slot}")
+
+
+def admit_excluded(tx: Transition) -> None:
+    """Admit an excluded slot once nothing speaks against it, and send it back once no attempt beside it is admitted."""
+    state = tx.state
+    for name in tuple(state.slots.excluded):
+        slot = state.slots[name]
+        why = _why_refused(tx, slot)
+        if why:
+            give_back(tx, slot, why)
+        else:
+            state.slots.admit(name)
+
+
+def _why_refused(tx: Transition, slot: SlotRecord) -> str:
+    """Why a slot that comes up, or is excluded, cannot take part, "" if it can."""
+    state = tx.state
+    if slot.unfit:
+        return slot.unfit
+    order = _why_ordered_away(tx, slot)
+    if order:
+        return order
+    until = state.blacklist.host_until(slot.host, tx.now)
+    if until is not None and until - tx.now > PARKING_LIMIT:
+        return f"host {slot.host} is blacklisted for another {until - tx.now:.1f} s"
+    if state.hosts.discovered is None:
+        return ""
+    room = dict(state.hosts.discovered)
+    name = _discovered_as(slot, room)
+    if name is None:
+        return f"host {slot.host} is not among those that discovery lists"
+    taken = sum(_discovered_as(other, room) == name for other in state.slots.admitted())
+    if taken < room[name]:
+        return ""
+    return f"discovery lists {room[name]} slots for host {name}, and they are taken"
+
+
+def _why_ordered_away(tx: Transition, slot: SlotRecord) -> str:
+    state = tx.state
+    drains = state.hosts.draining.get(slot.host) or state.hosts.draining.get(slot.node)
+    if drains:
+        return f"host {slot.host} drains: {drains}"
+    slot_launch = state.launches.get(slot.launch)
+    if slot_launch is not None and slot_launch.held_back:
+        return f"slot {slot.slot} was asked to leave"
+    return ""
+
+
+def _why_not_discovered(tx: Transition, slot: SlotRecord) -> str:
+    if tx.state.hosts.discovered is None or slot.slot in _allowed_slots(tx):
+        return ""
+    return f"discovery does not list host {slot.host} with slot {slot.slot}"
+
+
+def _allowed_slots(tx: Transition) -> set[SlotId]:
+    """Slots that discovery allows: of each host as many as it is listed with, members of the world first."""
+    state = tx.state
+    if state.hosts.discovered is None:
+        return {slot.slot for slot in state.slots.admitted()}
+    room = dict(state.hosts.discovered)
+    taken: Counter[str] = Counter()
+    allowed = set()
+    for slot in sorted(state.slots.admitted(), key=lambda slot: not _has_member(tx, slot)):
+        name = _discovered_as(slot, room)
+        if name is not None and taken[name] < room[name]:
+            taken[name] += 1
+            allowed.add(slot.slot)
+    return allowed
+
+
+def _discovered_as(slot: SlotRecord, room: dict[str, int]) -> str | None:
+    """The name by which discovery knows the slot's host: its id or its machine's name."""
+    return slot.host if slot.host in room else slot.node if slot.node in room else None
+
+
+def _has_member(tx: Transition, slot: SlotRecord) -> bool:
+    worker = tx.worker_of(slot)
+    return worker is not None and worker.rank is not None
+
+
+# ---- drains
+
+
+def drain_requested(tx: Transition, event: on.DrainRequested) -> None:
+    state = tx.state
+    if event.host is not None:
+        state.hosts.draining = state.hosts.draining.put(event.host, event.reason)
+    cause = DrainCause.BY_USER if event.host is None else DrainCause.HOST
+    by_user = cause is DrainCause.BY_USER
+    found = False
+    for slot in tuple(state.slots.values()):
+        worker = tx.worker_of(slot)
+        by_host = event.host is not None and event.host in (slot.host, slot.node)
+        by_worker = worker is not None and (
+            event.worker == worker.worker or (event.rank is not None and event.rank == worker.rank)
+        )
+        if not by_host and not by_worker:
+            continue
+        found = True
+        if worker is not None and worker.rank is not None:
+            _drain(tx, worker, event.reason, cause)
+            if by_user:
+                state.launches.hold_back(slot.launch)
+        else:
+            give_back(tx, slot, f"slot {slot.slot} drains: {event.reason}", hold_back=by_user)
+    if not found and event.by_user:
+        _drain_without_target(tx, event)
+
+
+def _drain(tx: Transition, worker: WorkerRecord, reason: str, cause: DrainCause) -> None:
+    """A member shall leave at the next boundary. A cause that lasts replaces one that can be undone."""
+    if not worker.draining or worker.drain_cause is DrainCause.NOT_DISCOVERED:
+        tx.state.workers.put(replace(worker, draining=reason, drain_cause=cause))
+
+
+def carry_out_waiting_drains(tx: Transition) -> None:
+    """Carry out the orders for workers and ranks that came before the first world."""
+    hosts = tx.state.hosts
+    if hosts.waiting_drains and tx.state.generation:
+        waiting, hosts.waiting_drains = hosts.waiting_drains, ()
+        for event in waiting:
+            drain_requested(tx, event)
+
+
+def _drain_without_target(tx: Transition, event: on.DrainRequested) -> None:
+    state = tx.state
+    if event.host is not None:
+        text = f"no slot is on host {event.host}; one that comes up there is not let in"
+    elif state.generation == 0:
+        state.hosts.waiting_drains = (*state.hosts.waiting_drains, event)
+        return
+    elif event.worker is not None:
+        text = f"worker {event.worker} is not alive in this job, so nothing changes"
+    else:
+        size = state.world.size if state.world is not None else 0
+        text = f"rank {event.rank} does not live in world {state.generation} of {size} workers, so nothing changes"
+    tx.emit(NotifyUser(f"a drain met nobody ({event.reason}): {text}"))

@@ -1,0 +1,177 @@
+"""What the driver machine makes of the events that concern workers: joins, worlds, failures, exits and results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import StopWorker
+from spark_elastic.protocol.driver.failure_detector import (
+    break_world,
+    evict,
+    evict_externally_lost,
+    mark_seen,
+    suspect,
+)
+from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
+from spark_elastic.protocol.driver.slots import adopt_worker
+from spark_elastic.protocol.driver.state import EvictedWorker, Failure, Stage, Transition, WorkerRecord
+from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
+
+# ---- joins
+
+
+def worker_joins(tx: Transition, event: on.WorkerJoins) -> None:
+    worker = _known_worker(tx, event.worker, event.slot, event.fence)
+    if worker is None:
+        return
+    worker = mark_seen(tx, worker)
+    if worker.rank is None:
+        _arrive(tx, worker)
+    elif event.fence == tx.state.fence:
+        _leave_world(tx, worker, event)
+    elif tx.state.stage is Stage.REGROUPING:
+        # It never received the world that it is a member of, and that one is over by now.
+        _come_back(tx, worker, event.position, WorkerStatus.READY)
+    # Else it has not received that world yet: the server answers its repeated question with it.
+
+
+def _known_worker(
+    tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
+) -> WorkerRecord | None:
+    """The record of the worker that asks; None, and it is told to stop, if it cannot take part."""
+    state = tx.state
+    evicted, slot = state.workers.evicted.get(name), state.slots.get(slot_name)
+    worker = state.workers.get(name)
+    if evicted is not None:
+        tx.emit(StopWorker(f"worker {name} was given up: {evicted.reason}", name))
+        return None
+    if worker is None and slot is None:
+        tx.emit(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
+        return None
+    if fence is not None and (worker is None or worker.rank is None or fence.attempt != state.attempt):
+        reason = f"worker {name} comes from world {fence.generation}, in which it is no member"
+        tx.emit(StopWorker(reason, name))
+        return None
+    if worker is None and slot is not None:
+        adopt_worker(tx, slot, name)
+    return state.workers.get(name)
+
+
+def _arrive(tx: Transition, worker: WorkerRecord) -> None:
+    """A warm worker asks for its first world."""
+    state = tx.state
+    if worker.arrival:
+        return
+    state.workers.arrivals += 1
+    arrival = state.workers.arrivals
+    state.workers.put(replace(worker, arrival=arrival, arrived_at=tx.now, status=WorkerStatus.WARM))
+    slot = state.slots.get(worker.slot)
+    if slot is not None:
+        state.launches.mark_warm(slot.launch)
+
+
+def _leave_world(tx: Transition, worker: WorkerRecord, event: on.WorkerJoins) -> None:
+    """A member comes back from its world."""
+    timers = tx.state.timers
+    _come_back(tx, worker, event.position, WorkerStatus.READY)
+    if timers.regroup_since is None:
+        timers.regroup_since = tx.now
+    if not event.planned:
+        saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
+        break_world(tx, f"{tx.describe(worker)} could not go on{saw}: {event.reason or 'its group broke'}")
+        suspect(tx, event.suspects)
+
+
+def _come_back(tx: Transition, worker: WorkerRecord, position: Position | None, status: WorkerStatus) -> None:
+    if worker.worker not in tx.state.current.results:
+        tx.state.workers.put(replace(worker, has_left=True, formed=True, position=position, status=status))
+
+
+# ---- in a world
+
+
+def worker_formed(tx: Transition, event: on.WorkerFormed) -> None:
+    state = tx.state
+    worker = state.workers.get(event.worker)
+    if worker is None or worker.rank is None or worker.formed or event.fence != state.fence:
+        return
+    state.workers.put(replace(worker, formed=True, status=WorkerStatus.RUNNING, last_seen=tx.now))
+    if state.blacklist:
+        state.blacklist = state.blacklist.record_success(worker.slot, worker.host)
+    state.failures.kills_in_a_row = state.failures.kills_in_a_row.drop(worker.slot)
+
+
+def worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
+    if event.fence == tx.state.fence and tx.state.stage in (Stage.RUNNING, Stage.REGROUPING):
+        tx.state.current.add_stall(event.worker, event.text)
+
+
+def worker_done(tx: Transition, event: on.WorkerDone) -> None:
+    """R15 (end)."""
+    state = tx.state
+    worker = state.workers.get(event.worker)
+    if worker is None:
+        evicted = state.workers.evicted.get(event.worker)
+        why = evicted.reason if evicted is not None else "it is not of this job"
+        tx.emit(StopWorker(f"worker {event.worker} is done but was given up: {why}", event.worker))
+        return
+    worker = mark_seen(tx, worker)
+    if worker.rank is None or event.fence != state.fence or worker.has_left:
+        return  # the server answers an older question with the world that it is in
+    all_results = state.limits.all_results
+    _come_back(tx, worker, event.position, WorkerStatus.SUCCESS)
+    if all_results and state.stage is not Stage.RUNNING:
+        return  # another member was lost: this one takes part in the next world, too
+    state.current.add_result(event.worker, event.result)
+    assert state.world is not None
+    complete = len(state.current.results) == state.world.size if all_results else worker.rank == 0
+    if complete:
+        state.timers.done_since = tx.now
+
+
+# ---- ends
+
+
+def worker_failed(tx: Transition, event: on.WorkerFailed) -> None:
+    """An exception in a world that is over says nothing of the slot: user code with connections of its own, as those of
+    torch.distributed, raises since a peer is gone."""
+    state = tx.state
+    over = state.stage is Stage.REGROUPING and event.fence == state.fence
+    worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
+    if worker is not None:
+        what = _last_line(event.traceback)
+        evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
+    elif evicted is not None and evicted.unaccounted:
+        state.workers.evict(event.worker, replace(evicted, unaccounted=False))
+    else:
+        return
+    generation = event.fence.generation if event.fence is not None else 0
+    failure = Failure(tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
+    record_failure(tx, failure, slot_at_fault=not over)
+
+
+def _last_line(traceback: str) -> str:
+    lines = traceback.strip().splitlines()
+    return lines[-1].strip() if lines else "no traceback"
+
+
+def worker_exited(tx: Transition, event: on.WorkerExited) -> None:
+    state = tx.state
+    state.evicted_members.confirm_dead(event.worker)
+    worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
+    how = event.reason or f"exit code {event.exit_code}"
+    was_killed = event.exit_code in KILLED_EXIT_CODES
+    if worker is not None:
+        evict_worker = evict_externally_lost if was_killed else evict
+        evict_worker(tx, worker, f"its process ended ({how})")
+        detail = f"the process of {tx.describe(worker)} ended: {how}"
+        record_exit(tx, event, worker.took_part, True, detail)
+    elif evicted is None:
+        state.workers.evict(event.worker, EvictedWorker(f"its process ended ({how})", WorkerStatus.FAILURE))
+    elif evicted.unaccounted and event.exit_code != 0:
+        if not was_killed:  # its connection broke because it failed by itself
+            state.failures.externally_lost = state.failures.externally_lost.drop(event.worker)
+        state.workers.evict(event.worker, replace(evicted, unaccounted=False))
+        detail = f"the process of worker {event.worker} ended: {how}"
+        record_exit(tx, event, evicted.took_part, False, detail)
