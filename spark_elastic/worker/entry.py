@@ -1,7 +1,8 @@
 """Main of a training process: `python -m spark_elastic.worker.entry`, started by a slot's agent or a fork server.
 
-Standard input brings a header line, the pickled program, and later one line that activates the process as a worker;
-until then it is a warm spare with everything imported. The end of standard input means that the slot is gone.
+Standard input brings a header line, the pickled program, and later one line that activates the process as a worker.
+Until then it is a warm spare with everything imported. At the end of standard input the slot is gone. The process ends
+with the exit code that the interpreter would give it, after a limited time for `atexit` functions.
 """
 
 from __future__ import annotations
@@ -36,57 +37,19 @@ from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReport
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingAsks
 
-# How a training process ends: with the code that the interpreter would give it, and with what `atexit` has.
-
-
-AT_EXIT_TIMEOUT = 2.0  # seconds that `atexit` has; less than a slot's patience
-
-
-def get_exit_code(error: BaseException) -> int:
-    """The exit code, as the interpreter would have it; says what it would say."""
-    if isinstance(error, SystemExit):
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        sys.stderr.write(f"{error.code}\n")
-    else:
-        traceback.print_exception(error)
-    return 1
-
-
-def exit_process(code: int) -> NoReturn:
-    """With what is registered with `atexit`, such as a logger's last words, but for no longer than it has time.
-
-    Threads of user code or of a framework do not keep a finished worker alive.
-    """
-    late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
-    late.daemon = True
-    late.start()
-    with contextlib.suppress(BaseException):  # told by the interpreter already
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it: no reason for another code
-            stream.flush()
-    os._exit(code)
-
-
-@contextlib.contextmanager
-def exit_forks() -> Iterator[None]:
-    """What the block's code forks (`os.fork`) ends with the block, as it would with a script: it is no worker, and must
-    not speak for the one that forked it."""
-    own = os.getpid()
-    code = 0
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == own:
-            raise
-        code = get_exit_code(error)
-    if os.getpid() != own:
-        exit_process(code)
-
-
+AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 PR_SET_PDEATHSIG = 1
-ChildFds = tuple[int, int, int]  # descriptors of the status pipe and of what is watched: see `Header`
+
+
+@dataclass(frozen=True)
+class ChildFds:
+    """Descriptors that a training process inherits from its slot."""
+
+    # Writing end of the pipe on which the process says that it is warm.
+    status: int
+    # Files of `stack_sampler`.
+    activity: int
+    stacks: int
 
 
 @dataclass(frozen=True)
@@ -99,10 +62,7 @@ class Header:
     parent: int
     # Length of the pickled program, which follows the header.
     payload_bytes: int
-    # The pipe on which the child reports that it is warm.
-    status_fd: int
-    # The files through which the slot watches the child: see `stack_sampler`.
-    watch_fds: tuple[int, int]
+    fds: ChildFds
 
     def to_line(self) -> bytes:
         return codec.dumps(self) + b"\n"
@@ -112,22 +72,21 @@ class Header:
         return codec.read(cls, codec.loads(line))
 
 
-def main(handed: ChildFds | None = None) -> int:
-    """Returns the process's exit code."""
+def main(fds: ChildFds | None = None) -> int:
+    """Returns the exit code of the process."""
     channel = sys.stdin.buffer
     header = Header.from_line(channel.readline())
-    if handed is not None:
-        header = replace(header, status_fd=handed[0], watch_fds=handed[1:])
+    fds = fds or header.fds
     die_with_parent(header.parent)
     stop_ignoring_interrupts()
     clock = SystemClock()
-    faulthandler.enable()  # a crash in native code says in which line of Python
-    sampler = StackSampler(*header.watch_fds, clock)
+    faulthandler.enable()  # prints the Python frames of a crash in native code
+    sampler = StackSampler(fds.activity, fds.stacks, clock)
     sampler.start()
     payload = channel.read(header.payload_bytes)
     program, failure = _load_program(payload, header.spec.preload)
-    os.write(header.status_fd, b"warm\n")
-    os.close(header.status_fd)
+    os.write(fds.status, b"warm\n")
+    os.close(fds.status)
     activation = channel.readline()
     if not activation:
         return 0
@@ -143,52 +102,52 @@ def main(handed: ChildFds | None = None) -> int:
         if program is None:
             driver.failed(None, None, *failure)
             return 1
-        return _work(me, program, driver, spec, sampler)
+        return _run_worker(me, program, driver, spec, sampler)
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process once its parent's spawning thread ends; exits at once if that has happened already."""
+    """Have the kernel kill this process when the thread that spawned it ends; exit if that has happened already."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def stop_ignoring_interrupts() -> None:
-    """Where Ctrl-C is ignored, since the driver answers it, what the program starts is not to ignore it as well: the
-    program may interrupt it. A handler, unlike SIG_IGN, ends with an exec."""
+    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not.
+
+    The program may want to interrupt them. A handler, unlike SIG_IGN, does not survive an exec.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 def _load_program(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
-    """The prepared program, or None with fingerprint and traceback of what its loading raised."""
-    gc.disable()  # a framework's import makes objects that stay: to look through them again and again is a tenth of it
+    """(the prepared program, ("", "")), or None with the fingerprint and traceback of what its loading raised."""
+    gc.disable()  # visiting the many lasting objects of an import again and again takes a tenth of its time
     try:
         program: Program = cloudpickle.loads(payload)
-        os.environ.update(get_environment(program))  # before what is preloaded looks at it
-        _print_log(operations_from_env().log_level)
+        os.environ.update(get_environment(program))  # before preloaded modules read it
+        _log_to_stderr(operations_from_env().log_level)
         for module in preload:
             importlib.import_module(module)
         program.prepare()
-    except (
-        Exception
-    ) as error:  # the driver decides what follows; it hears of it once this process is a worker
+    except Exception as error:  # reported once this process is a worker; the driver decides
         return None, (compute_fingerprint(error), format_traceback(error))
     finally:
-        gc.freeze()  # nor need the collector look through them once in the middle of the first epoch
+        gc.freeze()  # spares a collection of all of them in the middle of the first epoch
         gc.enable()
     return program, ("", "")
 
 
-def _print_log(level: str | None) -> None:
-    """Standard error is passed on to the driver; the user's own logging is left alone."""
+def _log_to_stderr(level: str | None) -> None:
+    """Print this package's log, which the slot passes on to the driver. The user's own logging is not changed."""
     if level is not None:
         log = logging.getLogger("spark_elastic")
         log.setLevel(level)
         log.addHandler(logging.StreamHandler())
 
 
-def _work(
+def _run_worker(
     me: WorkerIdentity, program: Program, driver: WorkerCalls, spec: SlotSpec, sampler: StackSampler
 ) -> int:
     clock = SystemClock()
@@ -208,44 +167,88 @@ def _work(
 
 
 def find_tls_problem() -> str | None:
-    """Why workers of this host could not talk inside TLS; None if they could."""
+    """Why workers of this host cannot use TLS; None if they can."""
     try:
-        Endpoint(b"nobody's", encrypted=True).close()
+        Endpoint(b"unused", encrypted=True).close()
     except RuntimeError as error:
         return str(error)
     return None
 
 
 def _detach_stdin() -> int:
-    """The descriptor that tells of the slot; standard input is empty from now on.
+    """Returns a descriptor of the pipe from the slot; standard input is empty from now on.
 
-    A process that `multiprocessing` forks closes its `sys.stdin` first, such as a DataLoader's worker: it would wait
-    without end for the lock that a thread holds which reads from there.
+    A process that `multiprocessing` forks, such as a DataLoader's worker, first closes `sys.stdin`. It would wait for
+    ever for the lock of a thread that reads from there.
     """
-    taken = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return taken
+    pipe = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return pipe
 
 
-def _exit_with_slot(descriptor: int) -> None:
-    while os.read(descriptor, 1024):
+def _exit_with_slot(pipe: int) -> None:
+    while os.read(pipe, 1024):
         pass
     os._exit(1)
 
 
-def _run(handed: ChildFds | None) -> int:
-    """The exit code."""
+def _run(fds: ChildFds | None) -> int:
     try:
-        return main(handed)
+        return main(fds)
     except BaseException as error:
         return get_exit_code(error)
 
 
-def run(handed: ChildFds | None = None) -> NoReturn:
-    """A training process's whole life. handed: where it has the header's descriptors under other numbers."""
-    exit_process(_run(handed))
+def run(fds: ChildFds | None = None) -> NoReturn:
+    """A training process's whole life. fds: replaces the header's descriptors in a forked process."""
+    exit_process(_run(fds))
+
+
+def get_exit_code(error: BaseException) -> int:
+    """The exit code that the interpreter would choose, after printing what the interpreter would print."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`.
+
+    Threads of user code or of a framework do not keep a finished worker alive.
+    """
+    late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(BaseException):  # the interpreter has printed it
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed or unread: no reason for another exit code
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def exit_forks() -> Iterator[None]:
+    """Processes that the block's code forks (`os.fork`) end with the block, as they would with a script.
+
+    Such a process is no worker and must not use the connections of the one that forked it.
+    """
+    own = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = get_exit_code(error)
+    if os.getpid() != own:
+        exit_process(code)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Main of a fork server: `python -m spark_elastic.worker.fork_server PARENT MODULE...`, started by a slot's process.
 
-Imports what is slow, then forks a training process for each request on the socket that is its standard input. A forked
-process goes on as `worker.entry` does in a spawned one and is adopted by the slot's process, so that nothing of it
-depends on the server. This has one thread and sees no job's key, program or rows, which come on the standard input of
-the forked process. It ends with the slot's process, or after `IDLE` seconds without a process of its making.
+Imports the slow modules, then forks a training process for each request on the socket that is its standard input. A
+forked process continues like a spawned one (`worker.entry`). The slot's process adopts it, so it does not depend on the
+server. The server has one thread and sees no job's key, program or rows: they arrive on the standard input of the
+forked process. It ends with the slot's process, or after `IDLE_SECONDS` without a process that it forked.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import Any, NoReturn
 
 from spark_elastic.worker import entry
 
-IDLE_SECONDS = 60.0  # seconds; as long as Spark keeps a Python worker without a task
+IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.Handed`, and where the answer goes
 FORK = b"fork"
-ADOPT, STARTED = b"adopt", b"born"  # the slot's word that it will be the parent, and the server's that it is
-_SPARE_DESCRIPTORS = 512  # the first descriptor that is tried for what has to make room
+# The slot announces that it will adopt the process; the server answers that the process has started.
+ADOPT, STARTED = b"adopt", b"started"
+_HIGH_DESCRIPTOR = 512  # descriptors that must not occupy low numbers are moved to here and above
 
 
 class _InForkedProcess(BaseException):
-    """Raised in a forked process, to leave the server's frames and what they hold."""
+    """Raised in a forked process, to unwind the server's frames and free their objects."""
 
     def __init__(self, request: _Request) -> None:
         super().__init__()
@@ -44,10 +45,11 @@ class _InForkedProcess(BaseException):
 
 @dataclass(frozen=True)
 class _Request:
-    """descriptors: the new process's input and output, and what it is handed. reply: to the slot, which cancels the
-    request by closing its end."""
+    """For one process."""
 
+    # Standard input and output of the new process, then its `ChildFds`.
     descriptors: tuple[int, ...]
+    # To the slot, which cancels the request by closing its end.
     reply: socket.socket
 
     def __enter__(self) -> _Request:
@@ -69,48 +71,52 @@ def main() -> None:
 
 
 def _detach_streams() -> socket.socket:
-    """The slot's socket. What imports write is kept for each forked process to write in its turn."""
+    """The slot's socket. The output of imports goes to a memory file; each forked process prints it again."""
     slot = socket.socket(fileno=_move_up(0))
-    nothing, words = os.open(os.devnull, os.O_RDONLY), os.memfd_create("elastic-words")
-    os.dup2(nothing, 0)
+    null, output = os.open(os.devnull, os.O_RDONLY), os.memfd_create("elastic-output")
+    os.dup2(null, 0)
     for stream in (1, 2):
-        os.dup2(words, stream)
-    os.close(nothing)
-    os.close(words)
+        os.dup2(output, stream)
+    os.close(null)
+    os.close(output)
     return slot
 
 
 def _move_up(descriptor: int) -> int:
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _SPARE_DESCRIPTORS)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR)
 
 
 def _import(modules: list[str]) -> str:
-    """Why they could not be imported, "" if they were. What they are made of is never looked through again, so that the
-    forked processes keep sharing its memory."""
+    """Import the modules; returns why that failed, "" on success.
+
+    The garbage collector never visits their objects again, so the forked processes keep sharing that memory.
+    """
     gc.disable()
     try:
         for module in modules:
             importlib.import_module(module)
-    except Exception as error:  # the training process will raise the same, and tell the driver
+    except Exception as error:  # a spawned process will raise the same and report it to the driver
         return f"importing failed: {error}"
     gc.freeze()
     return ""
 
 
 def _serve_until_forked(slot: socket.socket, failure: str) -> list[int]:
-    """The descriptors of each new process, in that; none in the server itself, once it is done."""
+    """Returns the descriptors of its request in each forked process, and none in the server, once that has ended."""
     try:
         with slot:
             _serve(slot, failure)
-    except _InForkedProcess as born:  # left here, or whatever the process raises would have it as its context
+    except (
+        _InForkedProcess
+    ) as born:  # handled here, or it would be the context of everything that the process raises
         return born.descriptors
     return []
 
 
 def _serve(slot: socket.socket, failure: str) -> None:
-    """Until the slot's process is gone or the server idle. failure: of the imports."""
+    """Answer requests until the slot's process is gone or the server is idle. failure: of the imports."""
     listening = slot.fileno()
-    alive: set[int] = set()  # a descriptor for each forked process
+    alive: set[int] = set()  # pidfds of the forked processes
     try:
         while True:
             ready, _, _ = select.select([listening, *alive], [], [], None if alive else IDLE_SECONDS)
@@ -124,8 +130,8 @@ def _serve(slot: socket.socket, failure: str) -> None:
                 if request is None:
                     return
                 with request:
-                    if refusal := failure or _find_obstacle():
-                        _answer(request.reply, refusal.encode())
+                    if obstacle := failure or _find_obstacle():
+                        _answer(request.reply, obstacle.encode())
                     elif process := _fork(request):
                         alive.add(process)
     finally:
@@ -140,8 +146,8 @@ def _receive(slot: socket.socket) -> _Request | None:
         return None
     if not data:
         return None
-    *given, reply = descriptors
-    return _Request(tuple(given), socket.socket(fileno=reply))
+    *descriptors, reply = descriptors
+    return _Request(tuple(descriptors), socket.socket(fileno=reply))
 
 
 def _find_obstacle() -> str:
@@ -149,7 +155,7 @@ def _find_obstacle() -> str:
     if devices := find_open_devices():
         return f"what it imported has opened {devices[0]}, which a fork cannot use"
     if _count_threads() > 1:
-        # OpenBLAS's end before a fork and are started again when they have something to do; no other kind is known.
+        # The threads of OpenBLAS end before a fork and are started again when needed; no other library does that.
         _fork_and_discard()
     if (threads := _count_threads()) > 1:
         return f"{threads} threads run in it"
@@ -157,7 +163,7 @@ def _find_obstacle() -> str:
 
 
 def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
-    """The accelerators that this process uses. Importing a framework opens none; to ask whether there are any may."""
+    """The accelerators that this process uses. Importing a framework opens none; asking for their number may."""
     found = []
     for descriptor in descriptors.iterdir():
         try:
@@ -181,35 +187,35 @@ def _fork_and_discard() -> None:
 
 
 def _fork(request: _Request) -> int:
-    """A descriptor of the new process, which the slot's process has adopted; 0: the slot has no more use for it.
+    """Fork the process of a request. Returns its pidfd once the slot has adopted it; 0 if the slot does not want it.
 
-    Forked by a process in between: when that is killed, the slot's process inherits its child.
+    An intermediate process forks it: when the intermediate process is killed, the slot's process inherits its child.
 
     Raises:
         _Born: in the new process.
     """
-    told_read, told_write = os.pipe()
+    pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()
-    between = os.fork()
-    if between == 0:
+    intermediate = os.fork()
+    if intermediate == 0:
         os.close(begin_write)
-        _fork_grandchild(server, told_write)  # returns in the new process alone
-        # Before it waits: the server is to see the end of one in between that says nothing.
-        os.close(told_read)
-        os.close(told_write)
+        _fork_grandchild(server, pid_write)  # returns in the new process only
+        # Closed before it waits: the server must see end of file if the intermediate process dies silently.
+        os.close(pid_read)
+        os.close(pid_write)
         if not os.read(begin_read, 1) or os.getppid() != slot:
-            os._exit(1)  # nobody adopted it; another process will read what there is to read
+            os._exit(1)  # it was not adopted; another process will read its input
         os.close(begin_read)
         raise _InForkedProcess(request)
-    os.close(told_write)
+    os.close(pid_write)
     os.close(begin_read)
     try:
-        pid = int(os.read(told_read, 32) or 0)
+        pid = int(os.read(pid_read, 32) or 0)
         process = os.pidfd_open(pid) if pid else 0
         adopted = pid != 0 and _await_adoption(request.reply, pid)
-        os.kill(between, signal.SIGKILL)
-        os.waitpid(between, 0)
+        os.kill(intermediate, signal.SIGKILL)
+        os.waitpid(intermediate, 0)
         if adopted:
             _let_begin(begin_write)
             _answer(request.reply, STARTED)
@@ -218,7 +224,7 @@ def _fork(request: _Request) -> int:
             os.close(process)
         return 0
     finally:
-        os.close(told_read)
+        os.close(pid_read)
         os.close(begin_write)
 
 
@@ -229,18 +235,19 @@ def _let_begin(process: int) -> None:
         pass  # it was killed already, as the slot will see
 
 
-def _fork_grandchild(server: int, told: int) -> None:
+def _fork_grandchild(server: int, pid_write: int) -> None:
+    """Fork, write the pid, and wait to be killed. Returns in the new process only."""
     try:
         entry.die_with_parent(server)
         pid = os.fork()
         if pid == 0:
             return
-        os.write(told, str(pid).encode())
+        os.write(pid_write, str(pid).encode())
         while True:
             signal.pause()
     finally:
         if os.getppid() == server:
-            os._exit(1)  # no process could be forked
+            os._exit(1)  # the fork failed
 
 
 def _await_adoption(reply: socket.socket, pid: int) -> bool:
@@ -251,49 +258,49 @@ def _await_adoption(reply: socket.socket, pid: int) -> bool:
         return False
 
 
-def _answer(reply: socket.socket, words: bytes) -> None:
+def _answer(reply: socket.socket, message: bytes) -> None:
     try:
-        reply.send(words)
+        reply.send(message)
     except OSError:
         pass  # the slot has cancelled
 
 
 def _run_training_process(descriptors: list[int]) -> NoReturn:
-    """As a process that was spawned to run `entry`, in what others can see of it and in what it has of its own."""
+    """Become like a process that was spawned to run `entry`, then run it."""
     try:
-        words = os.pread(1, os.fstat(1).st_size, 0)
-        stdin, stdout, *handed = descriptors
+        output = os.pread(1, os.fstat(1).st_size, 0)  # of the imports
+        stdin, stdout, *fds = descriptors
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.dup2(stdout, 2)
-        status, activity, stacks = map(os.dup, handed)  # the lowest numbers that are free
+        status, activity, stacks = map(os.dup, fds)  # to the lowest free numbers
         for descriptor in descriptors:
             os.close(descriptor)
         _look_like_entry()
         _reseed()
-        sys.stdout.buffer.write(words)
+        sys.stdout.buffer.write(output)
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    entry.run((status, activity, stacks))
+    entry.run(entry.ChildFds(status, activity, stacks))
 
 
 def _look_like_entry() -> None:
-    """To lists of processes, to the program that it runs, and to the Python processes that this starts."""
+    """Look like `entry` in process lists, to the program, and to Python processes that the program starts."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # CPython before 3.13 forgets it
     sys.modules["__main__"] = entry
     sys.argv = [str(entry.__file__)]
     sys.orig_argv = [*sys.orig_argv[: sys.orig_argv.index("-m") + 1], entry.__name__]
     fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
-    first, end = int(fields[45]), int(fields[46])  # where the kernel reads the command line
+    first, end = int(fields[45]), int(fields[46])  # where the kernel finds the command line
     shown = b"\0".join(os.fsencode(word) for word in sys.orig_argv)
     if 0 < len(shown) < end - first:
         ctypes.memmove(first, shown.ljust(end - first, b"\0"), end - first)
 
 
 def _reseed() -> None:
-    """What a process draws by chance when it imports these; `random` does so at each fork."""
+    """Seed anew what modules seeded when they were imported. `random` does so itself after each fork."""
     modules: dict[str, Any] = dict(sys.modules)
     if "numpy" in modules:
         modules["numpy"].random.seed()

@@ -1,7 +1,7 @@
-"""The slot's side of forked training processes: its fork server, and a process that comes out of it.
+"""Starts training processes, forked from a fork server or spawned, behind one interface (`ChildProcess`).
 
-A slot's process keeps one `ForkServer`, from which later jobs profit as well if Spark uses its Python worker again.
-Where no process comes out of a server, for whatever reason, it is spawned instead; the log says so (DEBUG).
+A slot's process keeps one `ForkServer`; later jobs use it, too, if Spark reuses its Python worker. If no process comes
+out of the server, for whatever reason, one is spawned instead, and the log says so (DEBUG).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import IO
+from dataclasses import astuple, dataclass, field
+from typing import IO, Protocol
 
-from spark_elastic.worker import fork_server
+from spark_elastic.worker import entry, fork_server
 from spark_elastic.worker.entry import ChildFds
 from spark_elastic.worker.fork_server import ADOPT, FORK, STARTED
 from spark_elastic.worker.program import get_environment
 
 log = logging.getLogger("spark_elastic.worker")
 
-# What a fork is known to do no harm to. TensorFlow is not: it starts threads when it is imported.
+# Modules known to work after a fork. TensorFlow does not: its import starts threads.
 FORK_SAFE = frozenset({"torch", "torch._dynamo", "spark_elastic.torch"})
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 def select_fork_imports(program: object, preload: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
-    """What a fork server may import for a program that preloads this; nothing: it is to be spawned.
+    """The modules that a fork server imports for a program that preloads these; none: its process is spawned.
 
-    wanted: `fork_workers`. An environment of the program's own must be there before anything is imported, and may hold
-    secrets.
+    wanted: the setting `fork_workers`. A program with an environment of its own is spawned, since the environment must
+    be set before anything is imported and may hold secrets.
     """
     if not wanted or get_environment(program) or "torch" not in preload or not FORK_SAFE.issuperset(preload):
         return ()
@@ -45,15 +45,17 @@ def select_fork_imports(program: object, preload: tuple[str, ...], wanted: bool)
 
 @dataclass(frozen=True)
 class InheritedSettings:
-    """What a server hands down to its processes: one serves only slots of the same."""
+    """What processes inherit from their server. A server serves only slots with equal settings."""
 
+    # Imported by the server.
     modules: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
+    # Of the process: folder, umask, limits, signal mask, processors and so on.
     others: tuple[object, ...] = ()
 
     @classmethod
     def capture(cls, modules: tuple[str, ...], environment: Mapping[str, str]) -> InheritedSettings:
-        """With what a process started here and now would take over from this one."""
+        """With what a process that this one starts now would inherit."""
         names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
         limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
         mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
@@ -68,46 +70,46 @@ def _read_umask() -> str:
 
 
 class ForkServer:
-    """The running process."""
+    """The running server."""
 
     def __init__(
-        self, shape: InheritedSettings, process: subprocess.Popen[bytes], requests: socket.socket
+        self, settings: InheritedSettings, process: subprocess.Popen[bytes], requests: socket.socket
     ) -> None:
-        self.settings = shape
-        self.failed = False  # somebody asked in vain: nobody is to ask again
+        self.settings = settings
+        self.failed = False  # a request failed: no more are sent
         self._process = process
         self._requests = requests
 
     @classmethod
-    def start(cls, shape: InheritedSettings) -> ForkServer:
-        """In a thread that outlives it: it ends with that."""
+    def start(cls, settings: InheritedSettings) -> ForkServer:
+        """Start it. It ends with the calling thread, which must outlive it."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", fork_server.__name__, str(os.getpid()), *shape.modules],
+                    [sys.executable, "-m", fork_server.__name__, str(os.getpid()), *settings.modules],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.STDOUT,
-                    env=dict(shape.environment),
+                    env=dict(settings.environment),
                 )
             except OSError:
                 requests.close()
                 raise
-        return cls(shape, process, requests)
+        return cls(settings, process, requests)
 
     @property
     def pid(self) -> int | None:
         """None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
-    def ask(self, streams: tuple[int, int], handed: ChildFds, reply: int) -> None:
-        """For a process with this standard input and output.
+    def request(self, streams: tuple[int, int], fds: ChildFds, reply: int) -> None:
+        """Request a process. streams: its standard input and output. reply: the server's end of a socket.
 
         Raises:
-            OSError: it is gone.
+            OSError: the server is gone.
         """
-        socket.send_fds(self._requests, [FORK], [*streams, *handed, reply])
+        socket.send_fds(self._requests, [FORK], [*streams, *astuple(fds), reply])
 
     def close(self) -> None:
         self._process.kill()
@@ -126,16 +128,16 @@ class ForkServerCache:
         """None where no server runs."""
         return None if self._server is None else self._server.pid
 
-    def get(self, shape: InheritedSettings) -> ForkServer | None:
-        """One that suits; made now if there is none. None: such a one has failed."""
-        if self._server is not None and self._server.settings == shape:
+    def get(self, settings: InheritedSettings) -> ForkServer | None:
+        """A server with these settings, started now if necessary. None: such a server has failed."""
+        if self._server is not None and self._server.settings == settings:
             if self._server.failed:
                 return None
             if self._server.pid is not None:
                 return self._server
         self.close()
         try:
-            self._server = ForkServer.start(shape)
+            self._server = ForkServer.start(settings)
         except OSError as error:
             log.debug("no fork server could be started: %s", error)
         return self._server
@@ -146,11 +148,64 @@ class ForkServerCache:
         self._server = None
 
 
+# Module state, since the server outlives the slots and jobs that this process serves one after another.
 fork_server_cache = ForkServerCache()
 
 
+class ChildProcess(Protocol):
+    """A training process, forked or spawned: the part of `subprocess.Popen` that a slot uses."""
+
+    @property
+    def pid(self) -> int | None:
+        """None until the process exists."""
+        ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal. Only one thread may call this."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Does nothing once the process has ended."""
+        ...
+
+    def kill(self) -> None:
+        """Also a process that does not exist yet: it is then never started."""
+        ...
+
+
+def start_process(fds: ChildFds, imports: tuple[str, ...], environment: Mapping[str, str]) -> ChildProcess:
+    """Start a process that runs `entry`. Main thread only.
+
+    fds: the process's; `fds.status` is closed in this process once the new one has it. imports: modules of the fork
+    server; none: spawn.
+    """
+
+    def spawn(stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", entry.__name__],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            pass_fds=astuple(fds),
+            env=environment,
+        )
+
+    server = fork_server_cache.get(InheritedSettings.capture(imports, environment)) if imports else None
+    if server is not None:
+        return ForkedProcess(server, fds, spawn)
+    process = spawn(subprocess.PIPE, subprocess.PIPE)
+    os.close(fds.status)
+    return process
+
+
 class AdoptedProcess:
-    """A child of this process that it did not start itself. Any thread."""
+    """A child of this process that another process started. Any thread."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -158,9 +213,8 @@ class AdoptedProcess:
         self._ended = False
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal; one thread alone may call this."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:  # its number may be another's as soon as it is collected
+        with self._lock:  # its pid may be reused as soon as it is reaped
             self._ended = True
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
@@ -171,18 +225,18 @@ class AdoptedProcess:
 
 
 class ForkedProcess:
-    """A training process to come: out of a fork server, which may not be ready yet, or else spawned.
+    """`ChildProcess` from a fork server, or a spawned process if the server fails.
 
-    The interface is that of `subprocess.Popen`, but it comes into being inside `wait`, for which there is a thread.
+    The server may still be importing, so the process comes into existence inside `wait`, which has its own thread.
     """
 
     def __init__(
         self,
         server: ForkServer,
-        handed: ChildFds,
+        fds: ChildFds,
         spawn: Callable[[int, int], subprocess.Popen[bytes]],
     ) -> None:
-        """handed: the first of these is closed here once the process has it. spawn: with these streams."""
+        """spawn: starts a process with this standard input and output."""
         self._server = server
         self._spawn = spawn
         self._lock = threading.Lock()
@@ -190,20 +244,18 @@ class ForkedProcess:
         self._killed = False
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._streams, self.stdin, self.stdout = _open_pipes()
-        self._status = handed[0]
+        self._status = fds.status
         with theirs:
             try:
-                server.ask(self._streams, handed, theirs.fileno())
+                server.request(self._streams, fds, theirs.fileno())
             except OSError:
-                pass  # it is gone, and so the reply says nothing
+                pass  # the server is gone; `wait` will read end of file as its reply
 
     @property
     def pid(self) -> int | None:
-        """None until it has come into being."""
         return None if self._process is None else self._process.pid
 
     def wait(self) -> int:
-        """Its exit code; one thread alone may call this."""
         try:
             process = self._begin()
         except OSError as error:
@@ -227,7 +279,7 @@ class ForkedProcess:
                 _shut_down(self._reply)
 
     def _begin(self) -> AdoptedProcess | subprocess.Popen[bytes] | None:
-        """None: it was killed before."""
+        """Adopt or spawn the process; None: it was killed before it existed."""
         process = self._adopt()
         with self._lock:
             if process is None and not self._killed:
@@ -240,30 +292,36 @@ class ForkedProcess:
             return self._process
 
     def _adopt(self) -> AdoptedProcess | None:
-        said = _receive(self._reply)
-        if not said.isdigit():
-            log.debug("no process was forked: %s", said.decode(errors="replace") or "the fork server is gone")
+        """The forked process, as a child of this one; None: there is none."""
+        answer = _receive(self._reply)
+        if not answer.isdigit():
+            log.debug(
+                "no process was forked: %s", answer.decode(errors="replace") or "the fork server is gone"
+            )
             return None
-        pid = int(said)
+        pid = int(answer)
         with _adopting_orphans():
             _send(self._reply, ADOPT)
-            born = _receive(self._reply) == STARTED
+            started = _receive(self._reply) == STARTED
         process = AdoptedProcess(pid)
         try:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return None  # not of this process: it ends by itself
-        if not born:  # the server has died just now, and who knows whether this began to read its input
+            return None  # it was not adopted and ends by itself
+        if (
+            not started
+        ):  # the server died meanwhile, and the process may or may not have begun to read its input
             process.send_signal(signal.SIGKILL)
         return process
 
 
+# Module state, since being a subreaper is an attribute of the whole process.
 _subreaper_lock = threading.Lock()
 
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Whatever below this process loses its parent inside the block becomes a child of its main thread."""
+    """Inside the block, descendants of this process that lose their parent become children of its main thread."""
     prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int()
     with _subreaper_lock:
@@ -276,7 +334,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def _open_pipes() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
-    """A process's standard input and output, and the other ends."""
+    """((standard input, standard output) of the new process, this process's end of its input, of its output)"""
     theirs_in, ours_in = os.pipe()
     ours_out, theirs_out = os.pipe()
     return (theirs_in, theirs_out), os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
@@ -289,11 +347,11 @@ def _receive(reply: socket.socket) -> bytes:
         return b""
 
 
-def _send(reply: socket.socket, words: bytes) -> None:
+def _send(reply: socket.socket, message: bytes) -> None:
     try:
-        reply.send(words)
+        reply.send(message)
     except OSError:
-        pass  # it is gone, which the next answer shows
+        pass  # the server is gone; the next `_receive` returns nothing
 
 
 def _shut_down(reply: socket.socket) -> None:

@@ -304,7 +304,7 @@ def test_what_imports_say_each_process_says(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_idle_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module(tmp_path, monkeypatch, "import __main__; __main__.IDLE = 0.5")
+    module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.5")
     with Life(("written",), lambda: None) as life:
         life.warm()
         time.sleep(1.0)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
-from spark_elastic.worker.entry import Header
+from spark_elastic.worker.entry import ChildFds, Header
 
 
 @pytest.mark.parametrize("span", [None, (7000, 7010)])
@@ -16,7 +16,7 @@ def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
     spec = SlotSpec(
         address="127.0.0.1:1", key=bytes(range(256)), attempt=1, worker_port_range=span, preload=("torch",)
     )
-    header = Header(spec, WorkerIdentity("", "1-0", resources=resources), 1, 10, 5, (6, 7))
+    header = Header(spec, WorkerIdentity("", "1-0", resources=resources), 1, 10, ChildFds(5, 6, 7))
     assert Header.from_line(header.to_line()) == header
 
 
