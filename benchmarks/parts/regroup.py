@@ -161,9 +161,7 @@ def kill_one(trial: Trial) -> float:
 
 
 def drain_one(trial: Trial) -> float:
-    newest = [line for line in journal(trial.folder) if line["event"]["type"] == "WorkerFormed"][
-        -trial.size :
-    ]
+    newest = [line for line in journal(trial.folder) if line["event"]["type"] == "WorldFormed"][-trial.size :]
     slot = newest[len(trial.done) % trial.size]["event"]["worker"].split("-")[0]
     moment = time.monotonic()
     trial.post(DrainRequested(moment, "measured", host=f"host-{slot}"))
@@ -207,7 +205,7 @@ def scale_ups(trial: Trial) -> list[float]:
     joins = [
         line["event"]
         for line in journal(trial.folder)
-        if line["event"]["type"] == "WorkerJoins" and line["at"] > 0
+        if line["event"]["type"] == "JoinWorld" and line["at"] > 0
     ]
     newcomers = {e["worker"]: e["now"] for e in reversed(joins) if e["fence"] is None}
     found = []

@@ -14,9 +14,26 @@ from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from spark_elastic.protocol.messages import (
+    Heartbeat,
+    JoinWorld,
+    RegisterSlot,
+    Request,
+    WorkerStarted,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.rendezvous import auth, codec
-from spark_elastic.rendezvous import messages as m
+from spark_elastic.rendezvous.messages import (
+    MAX_POLL_SECONDS,
+    VERSION,
+    Exchange,
+    GetValues,
+    SetValues,
+    WatchSlot,
+    WatchWorker,
+    path_of,
+)
 
 KEY = b"k" * 32
 BLOB = 120  # bytes that a rank hands in
@@ -59,11 +76,13 @@ class Session:
         credentials = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"")
         self._name = (await self._lines[0].post(auth.HELLO, b"", credentials))["session"]
 
-    async def ask(self, request: m.Request[Any], hold: float = 0.0, watching: bool = False) -> dict[str, Any]:
-        body = codec.dumps({"v": m.VERSION, "attempt": 1, "hold": hold, "message": request})
+    async def ask(self, request: Request[Any], hold: float = 0.0, watching: bool = False) -> dict[str, Any]:
+        body = codec.dumps({"v": VERSION, "attempt": 1, "hold": hold, "message": request})
         self._count += 1
-        credentials = auth.sign_request(KEY, request.path, self._name, self._count, body)
-        reply: dict[str, Any] = (await self._lines[watching].post(request.path, body, credentials))["reply"]
+        credentials = auth.sign_request(KEY, path_of(type(request)), self._name, self._count, body)
+        reply: dict[str, Any] = (await self._lines[watching].post(path_of(type(request)), body, credentials))[
+            "reply"
+        ]
         return reply
 
 
@@ -82,24 +101,24 @@ class Worker:
         worker, slot = self._names
         await self._slot.hello()
         await self._worker.hello()
-        await self._slot.ask(m.RegisterSlot(slot, f"host-{self.job // 8}", self.job))
-        await self._slot.ask(m.Started(slot, worker))
+        await self._slot.ask(RegisterSlot(slot, f"host-{self.job // 8}", self.job))
+        await self._slot.ask(WorkerStarted(slot, worker))
         self._watches = [asyncio.create_task(watch()) for watch in (self._watch_slot, self._watch_worker)]
 
     async def rendezvous(self) -> float:
         """Ask for the next world, exchange addresses, tell that it stands. When it did."""
-        worker, slot = self._names
+        worker, _ = self._names
         position = None if self._fence is None else Position(0, Phase.TRAIN, self._fence.generation)
-        join = m.JoinWorld(worker, slot, self._fence, position, planned=self._fence is not None)
-        while (world := (await self._worker.ask(join, m.HOLD))["world"]) is None:
+        join = JoinWorld(worker, self._fence, position, planned=self._fence is not None)
+        while (world := (await self._worker.ask(join, MAX_POLL_SECONDS))["world"]) is None:
             pass
         self._fence = Fence(world["fence"]["attempt"], world["fence"]["generation"])
         (rank,) = (member["rank"] for member in world["members"] if member["worker"] == worker)
-        exchange = m.Exchange(worker, slot, self._fence, rank, os.urandom(BLOB), "mesh")
-        while (blobs := (await self._worker.ask(exchange, m.HOLD))["blobs"]) is None:
+        exchange = Exchange(worker, self._fence, rank, os.urandom(BLOB), "mesh")
+        while (blobs := (await self._worker.ask(exchange, MAX_POLL_SECONDS))["blobs"]) is None:
             pass
         assert len(blobs) == len(world["members"])
-        await self._worker.ask(m.Formed(worker, slot, self._fence))
+        await self._worker.ask(WorldFormed(worker, self._fence))
         return time.monotonic()
 
     async def mesh(self, size: int, meshes: int) -> float:
@@ -107,10 +126,10 @@ class Worker:
         rank = str(self.job - 1)
         for mesh in range(meshes):
             scope = f"mesh {size} {mesh}"
-            await self._worker.ask(m.SetValues(scope, (rank,), (os.urandom(BLOB),)))
+            await self._worker.ask(SetValues(scope, (rank,), (os.urandom(BLOB),)))
             for peer in range(size):
-                wanted = m.GetValues(scope, (str(peer),), wait=True)
-                while (await self._worker.ask(wanted, m.HOLD))["values"] == [None]:
+                wanted = GetValues(scope, (str(peer),), wait=True)
+                while (await self._worker.ask(wanted, MAX_POLL_SECONDS))["values"] == [None]:
                     pass
         return time.monotonic()
 
@@ -120,7 +139,9 @@ class Worker:
         sent, due = 0, first
         while due < end:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            every = (await self._slot.ask(m.Beat(slot, worker, "S", waits=True, seconds=0.1)))["beat_every"]
+            every = (await self._slot.ask(Heartbeat(slot, worker, "S", waits=True, seconds=0.1)))[
+                "heartbeat_interval"
+            ]
             sent += 1
             due = max(due + every * paced, time.monotonic())
         return sent
@@ -130,7 +151,7 @@ class Worker:
             watch.cancel()
 
     async def _watch_slot(self) -> None:
-        while (await self._slot.ask(m.WatchSlot(self._names[1], 0), m.HOLD, watching=True))[
+        while (await self._slot.ask(WatchSlot(self._names[1], 0), MAX_POLL_SECONDS, watching=True))[
             "release"
         ] is None:
             pass
@@ -138,8 +159,8 @@ class Worker:
     async def _watch_worker(self) -> None:
         over, version, stop = None, 0, None
         while stop is None:
-            request = m.WatchWorker(*self._names, over, version)
-            news = await self._worker.ask(request, m.HOLD, watching=True)
+            request = WatchWorker(self._names[0], over, version)
+            news = await self._worker.ask(request, MAX_POLL_SECONDS, watching=True)
             version, stop = news["version"], news["stop"]
             over = Fence(**news["over"]) if news["over"] else None
 

@@ -22,14 +22,15 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.events import DriverEvent, SlotBeat, Tick
+from spark_elastic.protocol.events import DriverEvent, Received, Tick, is_heartbeat
+from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.rendezvous import codec
 
 log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
-FORMAT = 3  # of the file
+FORMAT = 4  # of the file
 KEPT = 10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
 
 
@@ -63,11 +64,11 @@ class Journal:
         if self._start is None:
             self._start = event.now
         at = event.now - self._start
-        if commands or not isinstance(event, Tick | SlotBeat):
-            self._entries.append((at, "event", event))
+        if commands or not (isinstance(event, Tick) or is_heartbeat(event)):
+            self._entries.append((at, "event", event.message if isinstance(event, Received) else event))
             self._entries.extend((at, "command", command) for command in commands)
         if commands or after is None or self._state is None or not after.is_same(self._state):
-            self._write({"at": round(at, 6), "event": encoded((event,))[0], "commands": encoded(commands)})
+            self._write({"at": round(at, 6), "event": encode_event(event), "commands": encoded(commands)})
         self._state = after
         self._tell(event, commands, after)
 
@@ -122,13 +123,25 @@ def _open(path: str) -> FileIO:
 # ---- values to JSON and back, derived from the type hints of events and commands
 
 
-def encoded(values: Sequence[DriverEvent | DriverCommand]) -> list[dict[str, Any]]:
-    return [{"type": type(value).__name__, **codec.plain(value)} for value in values]
+def encode_event(event: DriverEvent) -> dict[str, Any]:
+    """A received message is encoded as if its fields were those of the event."""
+    if isinstance(event, Received):
+        message = event.message
+        return {"type": type(message).__name__, "now": event.now, **codec.plain(message)}
+    return {"type": type(event).__name__, **codec.plain(event)}
 
 
-def event_of(value: dict[str, Any]) -> DriverEvent:
+def decode_event(value: dict[str, Any]) -> DriverEvent:
     """Raises codec.Garbled."""
-    return typing.cast("DriverEvent", _decoded(EVENTS, value))
+    if value.get("type") not in MESSAGES:
+        return typing.cast("DriverEvent", _decoded(EVENTS, value))
+    fields = dict(value)
+    now = typing.cast("float", codec.read_as(float, fields.pop("now", None), "now"))
+    return Received(now, typing.cast("DriverMessage", _decoded(MESSAGES, fields)))
+
+
+def encoded(commands: Sequence[DriverCommand]) -> list[dict[str, Any]]:
+    return [{"type": type(command).__name__, **codec.plain(command)} for command in commands]
 
 
 def commands_of(values: list[dict[str, Any]]) -> Commands:
@@ -158,7 +171,8 @@ def _decoded(known: dict[str, type], value: dict[str, Any]) -> object:
     return codec.read(cls, fields)
 
 
-EVENTS = {cls.__name__: cls for cls in typing.get_args(DriverEvent)}
+EVENTS = {cls.__name__: cls for cls in typing.get_args(DriverEvent) if cls is not Received}
+MESSAGES = {cls.__name__: cls for cls in typing.get_args(DriverMessage)}
 COMMANDS = {cls.__name__: cls for cls in typing.get_args(DriverCommand)}
 INITIAL = {
     name: typing.get_type_hints(driver_machine.initial)[name]

@@ -18,7 +18,7 @@ from spark_elastic.driver.ports import Launcher
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, Outcome
-from spark_elastic.protocol.events import CancelRequested, DriverEvent, SlotBeat, Tick
+from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is_heartbeat
 from spark_elastic.protocol.types import Checkpoint, World
 from spark_elastic.rendezvous.server import RendezvousServer
 
@@ -38,7 +38,7 @@ class Inbox:
     def put(self, event: DriverEvent | None) -> None:
         """Never blocks."""
         self._events.append(event)
-        if not isinstance(event, SlotBeat):
+        if event is None or not is_heartbeat(event):
             self._bell.set()
 
     def get(self, timeout: float) -> DriverEvent | None:

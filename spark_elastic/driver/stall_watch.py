@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from spark_elastic.clock import Clock
 from spark_elastic.protocol.driver.stall import stalls
-from spark_elastic.protocol.events import DriverEvent, SlotBeat, WorkerStalled
+from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import SlotId, WorkerId, World
 
 log = logging.getLogger("spark_elastic.driver")
@@ -39,7 +40,7 @@ class StallWatch:
         self._beat_every = beat_every
         self._world: tuple[World, float] | None = None
         self._over: float | None = None
-        self._beats: dict[SlotId, SlotBeat] = {}
+        self._beats: dict[SlotId, tuple[float, Heartbeat]] = {}
         self._named: set[tuple[int, WorkerId]] = set()
         self._next_look = 0.0
 
@@ -55,9 +56,9 @@ class StallWatch:
     def post(self, event: DriverEvent) -> None:
         """Hand an event on; a beat may be the one that shows a stall."""
         self._forward(event)
-        if not isinstance(event, SlotBeat):
+        if not isinstance(event, Received) or not isinstance(event.message, Heartbeat):
             return
-        self._beats[event.slot] = event
+        self._beats[event.message.slot] = event.now, event.message
         if self._world is not None and event.now >= self._next_look:
             self._next_look = event.now + LOOK_EVERY
             self._look(*self._world, event.now)

@@ -20,7 +20,7 @@ from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import World
-from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
+from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 
 # Who tells people how a job goes: the interface, and the one that says nothing.
 
@@ -122,8 +122,8 @@ class JobMonitor:
         if self.files is not None:
             self.files.add(lines.worker, rank, lines.lines)
         for line in lines.lines:
-            if line.startswith(OWN_WORDS):  # a slot's, not its worker's: what the user must know
-                log.warning("%s (slot %s)", line.removeprefix(OWN_WORDS), lines.slot)
+            if line.startswith(SLOT_LINE_PREFIX):  # a slot's, not its worker's: what the user must know
+                log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), lines.slot)
                 continue
             self._show(rank, line)
 

@@ -26,6 +26,7 @@ from spark_elastic.monitoring.report import (
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorldFormed
 from spark_elastic.protocol.types import Phase, Position, World
 
 MAX_WORLD_CHANGES = 5000
@@ -78,12 +79,13 @@ class JobHistory:
                 self._state, self._slots = after, len(after.slots)
             for command in commands:
                 self._command(at, command)
-            if isinstance(event, on.WorkerFormed):
-                done = self._formed(at, event, after)
-            elif isinstance(event, on.WorkerJoins | on.WorkerDone):
-                self._left(at, event)
-            elif isinstance(event, on.WorkerStalled):
-                self._tell(at, "stall", event.text)
+            match event:
+                case on.Received(_, WorldFormed() as message):
+                    done = self._formed(at, message, after)
+                case on.Received(_, JoinWorld() | WorkerDone() as message):
+                    self._left(at, message)
+                case on.WorkerStalled():
+                    self._tell(at, "stall", event.text)
         if done is not None:
             self._on_change(done)
 
@@ -161,14 +163,14 @@ class JobHistory:
             return WorldChangeKind.START
         return WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
 
-    def _formed(self, at: float, event: on.WorkerFormed, after: DriverState | None) -> WorldChange | None:
+    def _formed(self, at: float, message: WorldFormed, after: DriverState | None) -> WorldChange | None:
         """The change, once the last member has built the world."""
         world = self._world
         if (
             world is None
             or after is None
             or after.workers.unformed
-            or event.fence != world.fence
+            or message.fence != world.fence
             or self._phase == "training"
         ):
             return None
@@ -177,14 +179,14 @@ class JobHistory:
         self._switch(at, "training")
         return change
 
-    def _left(self, at: float, event: on.WorkerJoins | on.WorkerDone) -> None:
+    def _left(self, at: float, message: JoinWorld | WorkerDone) -> None:
         """The first member that leaves the world stops it as a whole."""
-        if self._world is None or event.fence != self._world.fence:
+        if self._world is None or message.fence != self._world.fence:
             return
-        if isinstance(event, on.WorkerDone):
+        if isinstance(message, WorkerDone):
             self._stops(at, "closing")
         else:
-            self._stops(at, "planned" if event.planned else "recovery")
+            self._stops(at, "planned" if message.planned else "recovery")
 
     def _stops(self, at: float, phase: str) -> None:
         """Training stops; a loss during a planned change makes it a recovery."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol import messages
 from spark_elastic.protocol.commands import (
     DriverCommand,
     Outcome,
@@ -42,9 +43,9 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
         _answer_after_end(tx, event)
         return state, tuple(tx.commands)
     failure_detector.notice_pause(tx)
-    handler: Callable[[Transition, Any], None] = HANDLERS[type(event)]
-    handler(tx, event)
-    if not isinstance(event, on.SlotBeat) or tx.commands:  # a mere heartbeat makes nothing due
+    subject = event.message if isinstance(event, on.Received) else event
+    HANDLERS[type(subject)](tx, subject)
+    if tx.commands or not on.is_heartbeat(event):  # a mere heartbeat makes nothing due
         settle(tx)
         slots.carry_out_waiting_drains(tx)
     return tx.state, tuple(tx.commands)
@@ -54,7 +55,7 @@ def _tick(tx: Transition, event: on.Tick) -> None:
     failure_detector.scan(tx)
 
 
-def _checkpoint_written(tx: Transition, event: on.CheckpointWritten) -> None:
+def _checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
     """R18 (publication): a checkpoint counts if it is of this attempt and further than all that count; others are too
     late."""
     state, new = tx.state, event.checkpoint
@@ -73,30 +74,32 @@ def _cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
 def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
     """The job is over: slots and workers that still ask are told to end."""
     match event:
-        case on.SlotRegistered() | on.SlotBeat() | on.WorkerStarted():
-            tx.emit(ReleaseSlot("the job is over", event.slot))
-        case on.WorkerJoins() | on.WorkerDone():
-            tx.emit(StopWorker("the job is over", event.worker))
+        case on.Received(
+            _, messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted() as message
+        ):
+            tx.emit(ReleaseSlot("the job is over", message.slot))
+        case on.Received(_, messages.JoinWorld() | messages.WorkerDone() as message):
+            tx.emit(StopWorker("the job is over", message.worker))
 
 
-HANDLERS: dict[type[on.DriverEvent], Callable[[Transition, Any], None]] = {
+HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {
     on.Tick: _tick,
-    on.SlotRegistered: slots.slot_registered,
-    on.SlotBeat: slots.slot_beat,
+    messages.RegisterSlot: slots.slot_registered,
+    messages.Heartbeat: slots.slot_beat,
     on.LaunchEnded: slots.launch_ended,
     on.HostAppeared: slots.host_appeared,
     on.HostLost: slots.host_lost,
     on.HostsDiscovered: slots.hosts_discovered,
-    on.WorkerStarted: slots.worker_started,
-    on.WorkerJoins: workers.worker_joins,
-    on.WorkerFormed: workers.worker_formed,
+    messages.WorkerStarted: slots.worker_started,
+    messages.JoinWorld: workers.worker_joins,
+    messages.WorldFormed: workers.worker_formed,
     on.ConnectionLost: failure_detector.connection_lost,
     on.ConnectionBack: failure_detector.connection_back,
-    on.WorkerExited: workers.worker_exited,
-    on.WorkerFailed: workers.worker_failed,
-    on.WorkerDone: workers.worker_done,
+    messages.WorkerExited: workers.worker_exited,
+    messages.WorkerFailed: workers.worker_failed,
+    messages.WorkerDone: workers.worker_done,
     on.WorkerStalled: workers.worker_stalled,
-    on.CheckpointWritten: _checkpoint_written,
+    messages.CheckpointWritten: _checkpoint_written,
     on.DrainRequested: slots.drain_requested,
     on.SlotsWanted: slots.slots_wanted,
     on.CancelRequested: _cancel_requested,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.messages import DriverMessage, Heartbeat
+from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, World
 
 
 @dataclass(frozen=True)
@@ -26,32 +27,10 @@ class Tick(Event):
 
 
 @dataclass(frozen=True)
-class SlotRegistered(Event):
-    """A slot task came up on a host. `job` is the number of the slot job that carries it (R14: a job may have
-    several attempts alive). node: the machine's name, by which a listing may call it. unfit: why what the host runs
-    cannot take part, "" if it can."""
+class Received(Event):
+    """The server received a message from a slot or a worker."""
 
-    slot: SlotId
-    host: HostId
-    launch: int
-    node: str = ""
-    unfit: str = ""
-
-
-@dataclass(frozen=True)
-class SlotBeat(Event):
-    """A slot task is alive and says how its child is: the letter of its process state, "" where it has none.
-
-    waits, seconds: its main thread waits for other workers, or works, and for how long already. stack: where it is;
-    told only while that may be of interest.
-    """
-
-    slot: SlotId
-    worker: WorkerId
-    state: str
-    waits: bool = False
-    seconds: float = 0.0
-    stack: str = ""
+    message: DriverMessage
 
 
 @dataclass(frozen=True)
@@ -89,40 +68,6 @@ class HostsDiscovered(Event):
 
 
 @dataclass(frozen=True)
-class WorkerStarted(Event):
-    """A slot announces the process that is its worker now."""
-
-    slot: SlotId
-    worker: WorkerId
-
-
-@dataclass(frozen=True)
-class WorkerJoins(Event):
-    """A worker asks for its next world. Level-triggered: repeated until answered.
-
-    fence: the world it left, None before its first. position: None for one that holds no state (newcomer).
-    suspects: workers that it saw break, empty for a planned change. planned: it stopped at a boundary because a
-    change was announced.
-    """
-
-    worker: WorkerId
-    slot: SlotId
-    fence: Fence | None
-    position: Position | None
-    suspects: tuple[WorkerId, ...] = ()
-    reason: str = ""
-    planned: bool = False
-
-
-@dataclass(frozen=True)
-class WorkerFormed(Event):
-    """A worker has built the generation."""
-
-    worker: WorkerId
-    fence: Fence
-
-
-@dataclass(frozen=True)
 class ConnectionLost(Event):
     """The control connection of a worker (`worker` set) or of a slot task broke while a request was open on it.
 
@@ -142,56 +87,12 @@ class ConnectionBack(Event):
 
 
 @dataclass(frozen=True)
-class WorkerExited(Event):
-    """Seen by the slot task: the process is gone. exit_code as subprocess gives it (negative: signal).
-
-    out_of_memory: the kernel killed it because memory ran out. crashed_at: the Python frames that it was in when native
-    code ended it, "" where it ended otherwise or did not say.
-    """
-
-    worker: WorkerId
-    exit_code: int
-    reason: str = ""
-    out_of_memory: bool = False
-    crashed_at: str = ""
-
-
-@dataclass(frozen=True)
-class WorkerFailed(Event):
-    """R13: user code raised; reported before the worker closes its group."""
-
-    worker: WorkerId
-    fence: Fence | None
-    position: Position | None
-    fingerprint: str
-    traceback: str
-
-
-@dataclass(frozen=True)
-class WorkerDone(Event):
-    """R15: a worker reached the end and keeps its state until acknowledged. `result`: JSON text, opaque here."""
-
-    worker: WorkerId
-    fence: Fence
-    position: Position
-    result: str
-
-
-@dataclass(frozen=True)
 class WorkerStalled(Event):
     """A member has kept others of its world waiting; `text` says for how long, and what it was doing."""
 
     worker: WorkerId
     fence: Fence
     text: str
-
-
-@dataclass(frozen=True)
-class CheckpointWritten(Event):
-    """A worker has written a checkpoint; it counts once the driver has published it (R18)."""
-
-    worker: WorkerId
-    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True)
@@ -231,26 +132,23 @@ class CancelRequested(Event):
 
 DriverEvent: TypeAlias = (
     Tick
-    | SlotRegistered
-    | SlotBeat
+    | Received
     | LaunchEnded
     | HostAppeared
     | HostLost
     | HostsDiscovered
-    | WorkerStarted
-    | WorkerJoins
-    | WorkerFormed
     | ConnectionLost
     | ConnectionBack
-    | WorkerExited
-    | WorkerFailed
-    | WorkerDone
-    | CheckpointWritten
     | WorkerStalled
     | DrainRequested
     | SlotsWanted
     | CancelRequested
 )
+
+
+def is_heartbeat(event: DriverEvent) -> bool:
+    """Whether the event is only a sign of life. Most events are."""
+    return isinstance(event, Received) and isinstance(event.message, Heartbeat)
 
 
 # ---- at a worker

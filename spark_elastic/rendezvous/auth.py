@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 
-HELLO = "/v1/hello"
+HELLO = "/rendezvous/hello"
 WINDOW = 4096  # counts; requests of one client's threads may overtake each other by so many
 SCHEME = "Elastic "
 REPLY_HEADER = "x-elastic-signature"

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
-from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
-from spark_elastic.rendezvous.messages import Blobs, News, NextWorld, SlotOrders, WorkerStop
+from spark_elastic.protocol.messages import NextWorld
+from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World, slot_of
+from spark_elastic.rendezvous.messages import Blobs, SlotCommands, WorkerStop, WorkerUpdate
 
 # A key-value store by scope, bounded. Owned by the server's event loop thread; knows no HTTP and nobody's waiting.
 #
@@ -139,7 +140,6 @@ class Board:
         self._aborted: str | None = None  # why the current world is over
         self._over: tuple[Fence, str] | None = None  # the newest generation that is over
         self._version, self._version_reason = 0, ""
-        self._slot_of: dict[WorkerId, SlotId] = {}
         self._stops: dict[WorkerId, WorkerStop] = {}
         self._orders: defaultdict[SlotId, list[WorkerStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
@@ -168,7 +168,7 @@ class Board:
         self.waiters.wake_all()
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
-        slot = self.slot_of(worker)
+        slot = slot_of(worker)
         self._stops[worker] = order = WorkerStop(worker, reason, kill)
         self._orders[slot].append(order)
         self.waiters.wake(worker)
@@ -214,14 +214,6 @@ class Board:
 
     # ---- what those who ask are told
 
-    def place(self, worker: WorkerId, slot: SlotId) -> None:
-        """Learn which slot carries a worker."""
-        self._slot_of[worker] = slot
-
-    def slot_of(self, worker: WorkerId) -> SlotId:
-        """By what was learnt; else by the form of worker ids, "<slot>.<n>"."""
-        return self._slot_of.get(worker) or worker.rpartition(".")[0]
-
     def stop(self, worker: WorkerId) -> str | None:
         """Why a worker shall end; None: it shall not."""
         order = self._stops.get(worker)
@@ -251,12 +243,12 @@ class Board:
             return f"generation {fence.generation} was followed by {self._world.fence.generation}: {self._world.reason}"
         return self._aborted
 
-    def news(self, worker: WorkerId) -> News:
+    def update(self, worker: WorkerId) -> WorkerUpdate:
         over, why = self._over or (None, "")
-        return News(self._version, self._version_reason, over, why, self.stop(worker))
+        return WorkerUpdate(self._version, self._version_reason, over, why, self.stop(worker))
 
-    def orders(self, slot: SlotId, seen: int) -> SlotOrders:
+    def commands(self, slot: SlotId, seen: int) -> SlotCommands:
         """Everything that `slot` was told to do after its first `seen` orders."""
         told = self._orders.get(slot, [])
         release = self._released.get(slot) or self.ended
-        return SlotOrders(len(told), tuple(told[max(0, seen) :]), release)
+        return SlotCommands(len(told), tuple(told[max(0, seen) :]), release)

@@ -24,20 +24,21 @@ from spark_elastic.errors import (
     ConnectionClosed,
     DriverUnreachable,
     InvalidInput,
+    PeersMissing,
     StaleGeneration,
     Unauthorized,
 )
-from spark_elastic.protocol.types import SlotId, WorkerId
+from spark_elastic.protocol.messages import Request
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.messages import (
-    HOLD,
+    MAX_POLL_SECONDS,
     VERSION,
+    DriverClient,
+    Exchange,
     GetValues,
-    Request,
     SetValues,
-    SlotCalls,
-    Values,
-    WorkerCalls,
+    path_of,
+    reply_of,
 )
 
 # HTTP/1.1 to one address, over TLS where a certificate is expected; connections are kept, used by any number of
@@ -218,32 +219,25 @@ class RendezvousClient:
         self._session: _Session | None = None
         self._heard = float("-inf")
 
-    # ---- who asks
-
-    def slot(self, slot: SlotId) -> SlotCalls:
-        """The requests of a slot task."""
-        return SlotCalls(self, slot)
-
-    def worker(self, worker: WorkerId, slot: SlotId) -> WorkerCalls:
-        """The requests of a worker."""
-        return WorkerCalls(self, worker, slot)
-
     # ---- the key-value store
 
     def set_values(self, scope: str, values: dict[str, bytes]) -> None:
         self.ask(SetValues(scope, tuple(values), tuple(values.values())))
 
     def get_values(self, scope: str, keys: tuple[str, ...], hold: float = 0.0) -> tuple[bytes | None, ...]:
-        """Values of `keys`, after waiting up to `hold` seconds (at most HOLD) until all are there."""
-        reply: Values = self.ask(GetValues(scope, keys, wait=hold > 0), hold)
-        return reply.values
+        """Values of `keys`, after waiting up to `hold` seconds (at most MAX_POLL_SECONDS) until all are there."""
+        return self.ask(GetValues(scope, keys, wait=hold > 0), hold).values
 
     # ---- asking
 
     def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
-        """The reply. hold: how long the server may keep a long poll open, seconds, at most HOLD and 2/3 of the time
-        that there is: `within` seconds, if given, and never more than `timeout`; which begins, without `within`, when
-        the first hold is over.
+        """Sends the request and returns the reply; dials again until the time is over.
+
+        Args:
+            hold: seconds for which the server may hold a long poll. It is reduced to MAX_POLL_SECONDS and to 2/3 of
+                the remaining time.
+            within: seconds until the request must be answered, at most `timeout`. Without it, `timeout` begins when
+                the first hold is over.
 
         Raises:
             DriverUnreachable: no answer in that time; names host:port.
@@ -252,7 +246,8 @@ class RendezvousClient:
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
-        hold = min(hold, HOLD, self._timeout * HOLD_SHARE)
+        path = path_of(type(request))
+        hold = min(hold, MAX_POLL_SECONDS, self._timeout * HOLD_SHARE)
         patience = _Patience(
             self._clock.now() + (self._timeout + hold if within is None else min(self._timeout, within))
         )
@@ -264,8 +259,8 @@ class RendezvousClient:
             body = self._envelope(request, held)
             try:
                 session = self._session or self._say_hello(patience)
-                credentials = auth.sign_request(self._key, request.path, session.name, session.next(), body)
-                response = self._post(request.path, credentials, body, min(held + ANSWER_SECONDS, left))
+                credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
+                response = self._post(path, credentials, body, min(held + ANSWER_SECONDS, left))
             except WireClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
             except WireForeign:
@@ -302,7 +297,7 @@ class RendezvousClient:
     def now(self) -> float:
         return self._clock.now()
 
-    def heard_at(self) -> float:
+    def last_answered_at(self) -> float:
         """When the driver surely heard this client last: the newest request that this attempt's
         driver answered was sent then. The answer's own time says nothing of what went there meanwhile (R18)."""
         return self._heard
@@ -352,8 +347,7 @@ class RendezvousClient:
             raise StaleGeneration(str(answer["stale"]))
         if "error" in answer:
             raise InvalidInput(str(answer["error"]))
-        reply: R = codec.read(request.reply, answer.get("reply"))
-        return reply
+        return codec.read(reply_of(type(request)), answer.get("reply"))
 
     def _verified(self, credentials: auth.Credentials, response: httpx.Response) -> dict[str, Any]:
         signature = response.headers.get(auth.REPLY_HEADER, "")
@@ -367,3 +361,22 @@ class RendezvousClient:
         if status == 413:
             raise InvalidInput(f"The driver refuses a request of {size} bytes as too large.")
         raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")
+
+
+def exchange_blobs(driver: DriverClient, request: Exchange, timeout: float) -> tuple[bytes, ...]:
+    """Hand in a blob and wait for those of all ranks, in rank order.
+
+    Raises:
+        StaleGeneration: the generation is over.
+        PeersMissing: some did not come within `timeout` seconds; names them.
+    """
+    deadline = driver.now() + timeout
+    while True:
+        reply = driver.ask(request, min(MAX_POLL_SECONDS, max(0.0, deadline - driver.now())))
+        if reply.blobs is not None:
+            return reply.blobs
+        if driver.now() >= deadline:
+            raise PeersMissing(
+                f"Generation {request.fence.generation} was not formed within {timeout:g} s: "
+                f"no address came from {', '.join(reply.missing)}."
+            )

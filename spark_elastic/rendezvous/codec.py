@@ -76,13 +76,13 @@ def unpacked(body: bytes) -> bytes:
         raise Garbled("the body is neither JSON nor packed") from None
 
 
-def worded(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """With NaN and infinities as text, since JSON has neither; `numbered` gives them back."""
+def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """With NaN and infinities as text, since JSON has neither; `decode_numbers` reverses it."""
     return {name: str(value) if _is_odd(value) else value for name, value in numbers.items()}
 
 
-def numbered(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `worded` was given."""
+def decode_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `encode_numbers` was given."""
     return {name: float(value) if value in ODD else value for name, value in values.items()}
 
 

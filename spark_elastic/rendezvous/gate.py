@@ -16,8 +16,9 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
+from spark_elastic.protocol.messages import Request
 from spark_elastic.rendezvous import auth, codec
-from spark_elastic.rendezvous.messages import BODY_AT_MOST, HOLD, VERSION, Request
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, path_of
 from spark_elastic.rendezvous.serving import failed, proven
 
 log = logging.getLogger("spark_elastic.rendezvous")
@@ -43,7 +44,7 @@ class Refused(Exception):
 class Call:
     """An authenticated request, and the means to learn that its sender went away. hold: seconds that it may wait."""
 
-    message: Request[Any]
+    message: Any  # a Request
     scope: Scope
     receive: Receive
     hold: float
@@ -65,7 +66,7 @@ Handler = Callable[[Call], Awaitable[object]]
 class GateLimits:
     """body: bytes at most. body_seconds: time to send it."""
 
-    body: int = BODY_AT_MOST
+    body: int = MAX_BODY_BYTES
     body_seconds: float = 10.0
 
 
@@ -81,7 +82,7 @@ class Gate:
     ) -> None:
         self._key = key
         self._attempt = attempt
-        self._handlers = {cls.path: (cls, handler) for cls, handler in handlers.items()}
+        self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
         self._limits = limits or GateLimits()
         self._sessions = auth.Sessions()
         self._last: dict[type, tuple[object, bytes]] = {}  # the newest reply of each kind
@@ -176,10 +177,10 @@ class Gate:
         return text
 
     def _hold(self, envelope: dict[str, Any]) -> float:
-        asked = envelope.get("hold", HOLD)
+        asked = envelope.get("hold", MAX_POLL_SECONDS)
         if type(asked) not in (int, float):
             raise codec.Garbled("hold must be a number of seconds")
-        return min(HOLD, max(0.0, float(asked)))
+        return min(MAX_POLL_SECONDS, max(0.0, float(asked)))
 
     def _stale(self, envelope: dict[str, Any]) -> str | None:
         version, attempt = envelope.get("v"), envelope.get("attempt")

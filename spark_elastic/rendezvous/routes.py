@@ -15,13 +15,34 @@ from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import StaleGeneration
-from spark_elastic.protocol import events
+from spark_elastic.protocol import events, messages
 from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.messages import (
+    Acknowledged,
+    DriverMessage,
+    NextWorld,
+    Request,
+    SlotRequest,
+    WorkerRequest,
+)
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous import messages as m
 from spark_elastic.rendezvous.board import Board, generation_scope
 from spark_elastic.rendezvous.gate import Call, Handler, PeerGone
+from spark_elastic.rendezvous.messages import (
+    REQUESTS,
+    Blobs,
+    Exchange,
+    GetValues,
+    LogLines,
+    Report,
+    SetValues,
+    SlotCommands,
+    Values,
+    WatchSlot,
+    WatchWorker,
+    WorkerUpdate,
+)
 
 # Who is connected: turns broken and renewed long polls into events.
 #
@@ -88,9 +109,9 @@ class Routes:
         board: Board,
         post: Callable[[DriverEvent], None],
         clock: Clock,
-        on_logs: Callable[[m.LogLines], None],
+        on_logs: Callable[[LogLines], None],
         admit: Callable[[dict[str, Any]], str | None],
-        on_report: Callable[[m.Report], None],
+        on_report: Callable[[Report], None],
         beat_every: Callable[[int], float],
     ) -> None:
         self._board = board
@@ -101,188 +122,130 @@ class Routes:
         self._on_report = on_report
         self._beat_every = beat_every
         self._presence = Presence(post, clock)
-        self._pace = m.Pace()  # the newest answer to a beat
+        self._heartbeat_reply = messages.HeartbeatReply()  # the newest one
 
-    def handlers(self) -> Mapping[type[m.Request[Any]], Handler]:
-        return {
-            m.RegisterSlot: self._simple(self._register),
-            m.Beat: self._simple(self._beat),
-            m.Started: self._simple(self._started),
-            m.Exited: self._simple(self._exited),
-            m.LogLines: self._simple(self._logs),
-            m.WatchSlot: self._watch_slot,
-            m.JoinWorld: self._join,
-            m.WatchWorker: self._watch_worker,
-            m.Report: self._simple(self._report),
-            m.Exchange: self._exchange,
-            m.Formed: self._simple(self._formed),
-            m.Failed: self._simple(self._failed),
-            m.Done: self._done,
-            m.WroteCheckpoint: self._simple(self._wrote_checkpoint),
-            m.SetValues: self._simple(self._set),
-            m.GetValues: self._get,
+    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
+        own: dict[type[Request[Any]], Handler] = {
+            messages.RegisterSlot: self._register,
+            messages.Heartbeat: self._heartbeat,
+            messages.JoinWorld: self._next_world,
+            messages.WorkerDone: self._next_world,
+            LogLines: self._logs,
+            WatchSlot: self._watch_slot,
+            WatchWorker: self._watch_worker,
+            Report: self._report,
+            Exchange: self._exchange,
+            SetValues: self._set,
+            GetValues: self._get,
         }
+        return {request: own.get(request, self._acknowledge) for request in REQUESTS}
 
-    # ---- slots
+    # ---- messages for the driver machine
 
-    def _register(self, request: m.RegisterSlot) -> m.Admission:
-        unfit = self._admit(request.facts) or ""
-        self._presence.heard((request.slot, None))
-        node = str(request.facts.get("host", ""))
-        self._post(
-            events.SlotRegistered(self._clock.now(), request.slot, request.host, request.launch, node, unfit)
-        )
+    async def _acknowledge(self, call: Call) -> Acknowledged:
+        """Posts the message and answers at once."""
+        message: DriverMessage = call.message
+        if isinstance(message, messages.WorldFormed):
+            self._refuse_stale(message.fence)
+        self._receive(message)
+        return Acknowledged(self._stop_reason(message))
+
+    async def _register(self, call: Call) -> messages.Admission:
+        message: messages.RegisterSlot = call.message
+        unfit = self._admit(message.facts) or ""
+        self._receive(dataclasses.replace(message, unfit=unfit))
         refusal = self._board.ended or unfit
-        return m.Admission(not refusal, refusal, beat_every=self._beat_every(self._presence.slots))
+        return messages.Admission(not refusal, refusal, self._beat_every(self._presence.slots))
 
-    def _beat(self, request: m.Beat) -> m.Pace:
-        self._presence.heard((request.slot, None))
-        self._post(
-            events.SlotBeat(
-                self._clock.now(), request.slot, request.worker, request.state,
-                request.waits, request.seconds, request.stack,
-            )
-        )  # fmt: skip
-        pace = m.Pace(self._beat_every(self._presence.slots), self._board.ended)
-        if pace != self._pace:
-            self._pace = pace
-        return self._pace  # one object, so that it is encoded once
+    async def _heartbeat(self, call: Call) -> messages.HeartbeatReply:
+        self._receive(call.message)
+        reply = messages.HeartbeatReply(self._beat_every(self._presence.slots), self._board.ended)
+        if reply != self._heartbeat_reply:
+            self._heartbeat_reply = reply
+        return self._heartbeat_reply  # one object, so that it is encoded once
 
-    def _started(self, request: m.Started) -> m.Acknowledged:
-        self._board.place(request.worker, request.slot)
-        self._post(events.WorkerStarted(self._clock.now(), request.slot, request.worker))
-        return m.Acknowledged(self._board.ended)
+    async def _next_world(self, call: Call) -> NextWorld:
+        """Answers with the next world or the end; posts the message unless the answer is there already."""
+        message: messages.JoinWorld | messages.WorkerDone = call.message
 
-    def _exited(self, request: m.Exited) -> m.Acknowledged:
-        self._post(
-            events.WorkerExited(
-                self._clock.now(),
-                request.worker,
-                request.exit_code,
-                request.reason,
-                request.out_of_memory,
-                request.crashed_at,
-            )
-        )
-        return m.Acknowledged(self._board.ended)
+        def find_answer() -> NextWorld | None:
+            stop = self._board.stop(message.worker)
+            if stop is not None:
+                return NextWorld(stop=stop)
+            return self._board.next_world(message.worker, message.fence)
 
-    def _logs(self, request: m.LogLines) -> m.Acknowledged:
-        self._on_logs(request)
-        return m.Acknowledged(self._board.ended)
+        self._presence.heard(_sender(message))
+        reply = find_answer()
+        if reply is None:
+            self._receive(message)
+            reply = await self._hold(call, _sender(message), message.worker, find_answer)
+        return reply or NextWorld()
 
-    async def _watch_slot(self, call: Call) -> m.SlotOrders:
-        request = call.message
-        assert isinstance(request, m.WatchSlot)
-        peer = (request.slot, None)
-        self._presence.heard(peer)
+    def _receive(self, message: DriverMessage) -> None:
+        self._presence.heard(_sender(message))
+        self._post(events.Received(self._clock.now(), message))
 
-        def orders() -> m.SlotOrders | None:
-            now = self._board.orders(request.slot, request.seen)
+    def _stop_reason(self, message: SlotRequest[Any] | WorkerRequest[Any]) -> str | None:
+        """Why the sender must end."""
+        if isinstance(message, WorkerRequest):
+            return self._board.stop(message.worker)
+        return self._board.ended
+
+    # ---- messages that the server answers by itself
+
+    async def _logs(self, call: Call) -> Acknowledged:
+        self._on_logs(call.message)
+        return Acknowledged(self._board.ended)
+
+    async def _watch_slot(self, call: Call) -> SlotCommands:
+        message: WatchSlot = call.message
+        self._presence.heard(_sender(message))
+
+        def find_commands() -> SlotCommands | None:
+            now = self._board.commands(message.slot, message.seen)
             return now if now.stop_worker or now.release is not None else None
 
-        reply = await self._hold(call, peer, request.slot, orders)
-        return reply or self._board.orders(request.slot, request.seen)
+        reply = await self._hold(call, _sender(message), message.slot, find_commands)
+        return reply or self._board.commands(message.slot, message.seen)
 
-    # ---- workers
+    async def _watch_worker(self, call: Call) -> WorkerUpdate:
+        message: WatchWorker = call.message
+        self._presence.heard(_sender(message))
 
-    async def _join(self, call: Call) -> m.NextWorld:
-        request = call.message
-        assert isinstance(request, m.JoinWorld)
-        self._hear(request.worker, request.slot)
-        event = events.WorkerJoins(
-            self._clock.now(), request.worker, request.slot, request.fence, request.position,
-            request.suspects, request.reason, request.planned,
-        )  # fmt: skip
-        return await self._next_world(call, (request.slot, request.worker), request.fence, event)
+        def find_update() -> WorkerUpdate | None:
+            now = self._board.update(message.worker)
+            is_known = now.version == message.version and now.over == message.over and now.stop is None
+            return None if is_known else now
 
-    async def _done(self, call: Call) -> m.NextWorld:
-        request = call.message
-        assert isinstance(request, m.Done)
-        self._hear(request.worker, request.slot)
-        event = events.WorkerDone(
-            self._clock.now(), request.worker, request.fence, request.position, request.result
-        )
-        return await self._next_world(call, (request.slot, request.worker), request.fence, event)
+        reply = await self._hold(call, _sender(message), message.worker, find_update)
+        return reply or self._board.update(message.worker)
 
-    async def _next_world(
-        self, call: Call, peer: tuple[SlotId, WorkerId], left: Fence | None, event: DriverEvent
-    ) -> m.NextWorld:
-        """The next world or the end; the driver hears `event` unless the answer is there already."""
+    async def _report(self, call: Call) -> Acknowledged:
+        message: Report = call.message
+        self._on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
+        return Acknowledged(self._stop_reason(message))
 
-        def told() -> m.NextWorld | None:
-            stop = self._board.stop(peer[1])
-            return self._board.next_world(peer[1], left) if stop is None else m.NextWorld(stop=stop)
-
-        reply = told()
-        if reply is None:
-            self._post(event)
-            reply = await self._hold(call, peer, peer[1], told)
-        return reply or m.NextWorld()
-
-    async def _watch_worker(self, call: Call) -> m.News:
-        request = call.message
-        assert isinstance(request, m.WatchWorker)
-        self._hear(request.worker, request.slot)
-
-        def news() -> m.News | None:
-            now = self._board.news(request.worker)
-            quiet = now.version == request.version and now.over == request.over and now.stop is None
-            return None if quiet else now
-
-        reply = await self._hold(call, (request.slot, request.worker), request.worker, news)
-        return reply or self._board.news(request.worker)
-
-    def _report(self, request: m.Report) -> m.Acknowledged:
-        self._on_report(dataclasses.replace(request, numbers=codec.numbered(request.numbers)))
-        return m.Acknowledged(self._board.stop(request.worker))
-
-    async def _exchange(self, call: Call) -> m.Blobs:
-        request = call.message
-        assert isinstance(request, m.Exchange)
-        self._hear(request.worker, request.slot)
-        self._refuse_stale(request.fence)
-        world = self._board.current(request.fence)
-        member = None if world is None else world.member(request.worker)
-        if world is None or member is None or member.rank != request.rank:
-            raise StaleGeneration(f"{request.worker} is not rank {request.rank} of that world")
-        scope = generation_scope(request.fence.generation)
-        if self._board.hand_in(scope, request.name, request.rank, request.blob):
+    async def _exchange(self, call: Call) -> Blobs:
+        message: Exchange = call.message
+        self._presence.heard(_sender(message))
+        self._refuse_stale(message.fence)
+        world = self._board.current(message.fence)
+        member = None if world is None else world.member(message.worker)
+        if world is None or member is None or member.rank != message.rank:
+            raise StaleGeneration(f"{message.worker} is not rank {message.rank} of that world")
+        scope = generation_scope(message.fence.generation)
+        if self._board.hand_in(scope, message.name, message.rank, message.blob):
             self._board.waiters.wake(scope)
 
-        def complete() -> m.Blobs | None:
-            self._refuse_stale(request.fence)
-            return self._board.blobs(request.name)
+        def find_blobs() -> Blobs | None:
+            self._refuse_stale(message.fence)
+            return self._board.blobs(message.name)
 
-        reply = await self._hold(call, (request.slot, request.worker), scope, complete)
+        reply = await self._hold(call, _sender(message), scope, find_blobs)
         if reply is not None:
             return reply
-        absent = self._board.absent(scope, request.name)
-        return m.Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
-
-    def _formed(self, request: m.Formed) -> m.Acknowledged:
-        self._hear(request.worker, request.slot)
-        self._refuse_stale(request.fence)
-        self._post(events.WorkerFormed(self._clock.now(), request.worker, request.fence))
-        return m.Acknowledged(self._board.stop(request.worker))
-
-    def _failed(self, request: m.Failed) -> m.Acknowledged:
-        self._hear(request.worker, request.slot)
-        self._post(
-            events.WorkerFailed(
-                self._clock.now(), request.worker, request.fence, request.position,
-                request.fingerprint, request.traceback,
-            )
-        )  # fmt: skip
-        return m.Acknowledged(self._board.stop(request.worker))
-
-    def _wrote_checkpoint(self, request: m.WroteCheckpoint) -> m.Acknowledged:
-        self._hear(request.worker, request.slot)
-        self._post(events.CheckpointWritten(self._clock.now(), request.worker, request.checkpoint))
-        return m.Acknowledged(self._board.stop(request.worker))
-
-    def _hear(self, worker: WorkerId, slot: SlotId) -> None:
-        self._board.place(worker, slot)
-        self._presence.heard((slot, worker))
+        absent = self._board.absent(scope, message.name)
+        return Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
 
     def _refuse_stale(self, fence: Fence) -> None:
         reason = self._board.over(fence)
@@ -291,22 +254,22 @@ class Routes:
 
     # ---- the key-value store
 
-    def _set(self, request: m.SetValues) -> m.Values:
-        for key, value in zip(request.keys, request.values, strict=False):
-            self._board.values.set(request.scope, key, value)
-        self._board.waiters.wake(request.scope)
-        return m.Values()
+    async def _set(self, call: Call) -> Values:
+        message: SetValues = call.message
+        for key, value in zip(message.keys, message.values, strict=False):
+            self._board.values.set(message.scope, key, value)
+        self._board.waiters.wake(message.scope)
+        return Values()
 
-    async def _get(self, call: Call) -> m.Values:
-        request = call.message
-        assert isinstance(request, m.GetValues)
+    async def _get(self, call: Call) -> Values:
+        message: GetValues = call.message
 
-        def complete() -> m.Values | None:
-            values = self._board.values.get(request.scope, request.keys)
-            return None if request.wait and None in values else m.Values(values)
+        def find_values() -> Values | None:
+            values = self._board.values.get(message.scope, message.keys)
+            return None if message.wait and None in values else Values(values)
 
-        reply = await self._hold(call, None, request.scope, complete)
-        return reply or m.Values(self._board.values.get(request.scope, request.keys))
+        reply = await self._hold(call, None, message.scope, find_values)
+        return reply or Values(self._board.values.get(message.scope, message.keys))
 
     # ---- waiting
 
@@ -345,10 +308,6 @@ class Routes:
         finally:
             gone.cancel()
 
-    def _simple(self, answer: Callable[[Any], object]) -> Handler:
-        """The handler of a request that is answered at once."""
 
-        async def handler(call: Call) -> object:
-            return answer(call.message)
-
-        return handler
+def _sender(message: SlotRequest[Any] | WorkerRequest[Any]) -> Peer:
+    return message.slot, message.worker if isinstance(message, WorkerRequest) else None

@@ -14,12 +14,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.driver.journal import FORMAT, arguments_of, commands_of, event_of
+from spark_elastic.driver.journal import FORMAT, arguments_of, commands_of, decode_event
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.events import DriverEvent, Received
+from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.rendezvous.codec import Garbled
 
 
@@ -93,7 +94,7 @@ def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
             state, commands = driver_machine.step(state, turn.event)
         except Exception as error:
             raise ReplayDiffers(
-                f"{path}, line {turn.line}: the machine fails at {turn.event}: {error!r}"
+                f"{path}, line {turn.line}: the machine fails at {_subject(turn.event)}: {error!r}"
             ) from error
         _compare(path, f"line {turn.line}, at {turn.event}", turn.commands, commands)
     return Replay(initial, first, tuple(turns), state)
@@ -120,7 +121,7 @@ def _jobs(path: Path) -> Iterator[Job]:
             elif job is None or torn:
                 raise Garbled(f"line {torn or number} does not belong to a job")
             else:
-                job[2].append(JournalTurn(number, event_of(line["event"]), commands_of(line["commands"])))
+                job[2].append(JournalTurn(number, decode_event(line["event"]), commands_of(line["commands"])))
         except (Garbled, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"{path} is not a journal that this release can read: line {number}: {error}. "
@@ -153,6 +154,10 @@ def _compare(
         missing, extra = recorded[len(now) :], now[len(recorded) :]
         what = f"{extra[0]} comes in addition" if extra else f"{missing[0]} does not come"
         raise ReplayDiffers(f"{path}, {where}: {what}")
+
+
+def _subject(event: DriverEvent) -> DriverEvent | DriverMessage:
+    return event.message if isinstance(event, Received) else event
 
 
 class _Source:

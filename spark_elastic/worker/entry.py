@@ -29,13 +29,14 @@ import cloudpickle
 from elastic_collectives import Endpoint
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
+from spark_elastic.protocol.messages import WorkerFailed
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import WorkerCalls
+from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
-from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingAsks
+from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
 AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 PR_SET_PDEATHSIG = 1
@@ -98,9 +99,9 @@ def main(fds: ChildFds | None = None) -> int:
     with RendezvousClient(
         spec.address, spec.key, spec.attempt, clock, spec.driver_timeout, spec.certificate
     ) as client:
-        driver = WorkerCalls(WaitRecordingAsks(client, sampler), me.worker, me.slot)
+        driver = WaitRecordingClient(client, sampler)
         if program is None:
-            driver.failed(None, None, *failure)
+            driver.ask(WorkerFailed(me.worker, None, None, *failure))
             return 1
         return _run_worker(me, program, driver, spec, sampler)
 
@@ -148,13 +149,13 @@ def _log_to_stderr(level: str | None) -> None:
 
 
 def _run_worker(
-    me: WorkerIdentity, program: Program, driver: WorkerCalls, spec: SlotSpec, sampler: StackSampler
+    me: WorkerIdentity, program: Program, driver: DriverClient, spec: SlotSpec, sampler: StackSampler
 ) -> int:
     clock = SystemClock()
     encrypted = spec.certificate is not None
     with Endpoint(spec.key, host=me.address, port_range=me.ports, encrypted=encrypted) as endpoint:
         watch = DriverWatch(me.worker, driver, clock, spec.driver_timeout)
-        reporter = MetricsReporter(driver)
+        reporter = MetricsReporter(me.worker, driver)
         groups = GroupConnector(endpoint, spec.collective_timeout, sampler)
         loop = WorkerLoop(me, program, driver, clock, watch, reporter, groups)
         watch.start(loop.handle_event)

@@ -23,9 +23,20 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
+from spark_elastic.protocol.messages import (
+    CheckpointWritten,
+    JoinWorld,
+    NextWorld,
+    Request,
+    WorkerDone,
+    WorkerFailed,
+    WorldFormed,
+)
 from spark_elastic.protocol.slot_spec import WorkerIdentity
 from spark_elastic.protocol.types import Fence, Member, Position, WorkerId, World
-from spark_elastic.rendezvous.messages import NextWorld, WorkerCalls
+from spark_elastic.rendezvous import codec
+from spark_elastic.rendezvous.client import exchange_blobs
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, DriverClient, Exchange, Report, WatchWorker
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
 from spark_elastic.worker.program import (
     CHANGE,
@@ -52,7 +63,7 @@ class GroupConnector:
         self._endpoint = endpoint
         self._timeout = timeout  # seconds, of each collective and of the exchange of addresses
 
-    def connect(self, world: World, member: Member, driver: WorkerCalls) -> Group:
+    def connect(self, world: World, member: Member, driver: DriverClient) -> Group:
         """The group of that world for that member, with its collectives recorded as waits.
 
         Raises:
@@ -63,7 +74,9 @@ class GroupConnector:
             member.rank,
             world.size,
             (world.fence.attempt, world.fence.generation),
-            lambda blob: driver.exchange(world.fence, member.rank, blob, self._timeout),
+            lambda blob: exchange_blobs(
+                driver, Exchange(member.worker, world.fence, member.rank, blob), self._timeout
+            ),
             timeout=self._timeout,
             local_ranks=[peer.rank for peer in world.members if peer.host == member.host],
         )
@@ -77,7 +90,7 @@ class WorkerLoop:
         self,
         identity: WorkerIdentity,
         program: Program,
-        driver: WorkerCalls,
+        driver: DriverClient,
         clock: Clock,
         watch: DriverWatch,
         reporter: MetricsReporter,
@@ -100,7 +113,7 @@ class WorkerLoop:
             self._report_position,
             reporter.report,
             self._next_world,
-            report_checkpoint=driver.wrote_checkpoint,
+            report_checkpoint=lambda written: driver.ask(CheckpointWritten(identity.worker, written)),
         )
         self._outside_world = WorkerContext(
             identity.worker,
@@ -186,26 +199,25 @@ class WorkerLoop:
                 self._close_group()
             case do.ReportFailure():
                 sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
-                self._driver.failed(command.fence, command.position, command.fingerprint, command.traceback)
+                failure = command.fence, command.position, command.fingerprint, command.traceback
+                self._driver.ask(WorkerFailed(self._identity.worker, *failure))
             case do.ReportDone(_, fence, position, result):
                 self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-                return self._poll(lambda: self._driver.done(fence, position, result))
+                return self._poll(WorkerDone(self._identity.worker, fence, position, result))
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for `_execute`
         return None
 
     def _join(self, command: do.Join) -> on.WorkerEvent:
         set_context(self._outside_world)
-        fence, position, suspects = command.fence, command.position, command.suspects
-        return self._poll(
-            lambda: self._driver.join(fence, position, suspects, command.reason, command.planned)
-        )
+        reason = command.suspects, command.reason, command.planned
+        return self._poll(JoinWorld(self._identity.worker, command.fence, command.position, *reason))
 
-    def _poll(self, request: Callable[[], NextWorld]) -> on.WorkerEvent:
+    def _poll(self, request: Request[NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
-        answer = request()
-        while answer.wait:
-            answer = request()
+        answer = self._driver.ask(request, MAX_POLL_SECONDS)
+        while answer.is_undecided:
+            answer = self._driver.ask(request, MAX_POLL_SECONDS)
         now = self._clock.now()
         if answer.world is not None:
             return on.WorldReceived(now, answer.world)
@@ -224,7 +236,7 @@ class WorkerLoop:
         if aborted:
             group.abort("the driver ended this generation while it was formed")
         try:
-            self._driver.formed(world.fence)
+            self._driver.ask(WorldFormed(self._identity.worker, world.fence))
         except StaleGeneration as error:
             return self._group_broke(world.fence, error)
         self._group_context = GroupContext()
@@ -298,7 +310,7 @@ class DriverWatch:
     silence).
     """
 
-    def __init__(self, worker: WorkerId, driver: WorkerCalls, clock: Clock, driver_timeout: float) -> None:
+    def __init__(self, worker: WorkerId, driver: DriverClient, clock: Clock, driver_timeout: float) -> None:
         self._worker = worker
         self._driver = driver
         self._clock = clock
@@ -324,13 +336,14 @@ class DriverWatch:
         began = self._clock.now()
         over: Fence | None = None  # the newest generation that the driver has ended
         while not self._closing.is_set():
-            last_seen = max(began, self._driver.heard_at())
+            last_seen = max(began, self._driver.last_answered_at())
             left = last_seen + self._driver_timeout - self._clock.now()
             if left <= 0.0:
                 silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
                 self._exit(handle_event(silent), "the driver is silent")
             try:
-                news = self._driver.watch(over, self._version, within=max(0.0, left))
+                request = WatchWorker(self._worker, over, self._version)
+                news = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except ElasticError:
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
@@ -355,7 +368,8 @@ class DriverWatch:
 class MetricsReporter:
     """Sends the newest metrics to the driver, from a daemon thread."""
 
-    def __init__(self, driver: WorkerCalls) -> None:
+    def __init__(self, worker: WorkerId, driver: DriverClient) -> None:
+        self._worker = worker
         self._driver = driver
         self._latest: Mapping[str, Any] | None = None
         self._closing = threading.Event()
@@ -376,7 +390,7 @@ class MetricsReporter:
         if metrics is not None:
             # Progress is for people; `DriverWatch` takes care of a silent driver.
             with suppress(ElasticError):
-                self._driver.report(dict(metrics))
+                self._driver.ask(Report(self._worker, codec.encode_numbers(metrics)))
 
     def _run(self) -> None:
         while not self._closing.wait(REPORT_EVERY):

@@ -20,7 +20,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint, Position, World
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.messages import BODY_AT_MOST
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 
 CHANGE = "the membership changes"
 
@@ -197,9 +197,9 @@ def check_result_size(text: str) -> None:
         InvalidInput: it is too large.
     """
     size = len(codec.dumps({"result": text}))
-    if size > BODY_AT_MOST - ENVELOPE:
+    if size > MAX_BODY_BYTES - ENVELOPE:
         raise InvalidInput(
-            f"what training returned takes {size / 2**20:.1f} MiB in a message, and at most {BODY_AT_MOST >> 20} MiB "
+            f"what training returned takes {size / 2**20:.1f} MiB in a message, and at most {MAX_BODY_BYTES >> 20} MiB "
             "can be sent to the driver: keep fewer numbers in the history, and write what is large to the store."
         )
 

@@ -13,10 +13,17 @@ from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.protocol.types import NOT_RUNNING
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import OWN_WORDS, Pace, SlotOrders
+from spark_elastic.rendezvous.messages import (
+    MAX_POLL_SECONDS,
+    SLOT_LINE_PREFIX,
+    LogLines,
+    SlotCommands,
+    WatchSlot,
+)
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.forking import fork_server_cache
 
@@ -57,7 +64,6 @@ class SlotAgent:
         self._facts = dict(facts or {})
         self._find_shortage = find_shortage
         self._client = client
-        self._driver = client.slot(identity.slot)
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -81,8 +87,10 @@ class SlotAgent:
         Raises:
             DriverUnreachable: the driver did not answer the registration.
         """
-        answer = self._driver.register(self._identity.host, self._identity.launch, self._facts)
-        self._heartbeat_every = answer.beat_every
+        me = self._identity
+        node = str(self._facts.get("host", ""))
+        answer = self._client.ask(RegisterSlot(me.slot, me.host, me.launch, node, facts=self._facts))
+        self._heartbeat_every = answer.heartbeat_interval
         for thread in (self._shipper, *self._threads):
             thread.start()
         try:
@@ -109,7 +117,7 @@ class SlotAgent:
         child = self._spare if self._spare is not None else self._spawn()
         self._active, self._spare = child, None
         child.worker = worker  # its lines are the worker's from here on, whatever the driver's answer takes
-        self._driver.started(worker)
+        self._client.ask(WorkerStarted(self._identity.slot, worker))
         child.activate(worker)
         if child.warm:
             self._later(JOIN_GRACE, lambda: self._on_warm(child))
@@ -121,12 +129,10 @@ class SlotAgent:
             assert child.worker is not None
             try:
                 starved = self._memory_kills.is_oom_kill(code)
-                self._driver.exited(
-                    child.worker,
-                    code,
-                    _describe_exit(code, starved),
-                    starved,
-                    child.find_crash_location(code),
+                crashed_at = child.find_crash_location(code)
+                reason = _describe_exit(code, starved)
+                self._client.ask(
+                    WorkerExited(self._identity.slot, child.worker, code, reason, starved, crashed_at)
                 )
                 self._promote()
             finally:
@@ -152,7 +158,7 @@ class SlotAgent:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
         if said := self._find_shortage(child.pid, spare, fork_server_cache.pid):
-            self._on_line(child, f"{OWN_WORDS}{said}")
+            self._on_line(child, f"{SLOT_LINE_PREFIX}{said}")
         else:
             self._later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
         return None
@@ -163,7 +169,7 @@ class SlotAgent:
             self._spare = self._spawn()
         return None
 
-    def _execute(self, orders: SlotOrders) -> str | None:
+    def _execute(self, orders: SlotCommands) -> str | None:
         for stop in orders.stop_worker:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
@@ -210,14 +216,17 @@ class SlotAgent:
         seen = 0
         began = self._clock.now()
         while not self._closing.is_set():
-            heard = max(began, self._client.heard_at())  # by beats, too: this poll may be held for long
+            heard = max(
+                began, self._client.last_answered_at()
+            )  # by beats, too: this poll may be held for long
             left = heard + self._spec.driver_timeout - self._clock.now()
             try:
-                orders = self._driver.watch(seen, within=max(0.0, left))
+                request = WatchSlot(self._identity.slot, seen)
+                orders = self._client.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except ElasticError as error:
                 if self._closing.is_set():
                     return
-                silence = self._clock.now() - max(heard, self._client.heard_at())
+                silence = self._clock.now() - max(heard, self._client.last_answered_at())
                 if silence > self._spec.driver_timeout or not isinstance(error, DriverUnreachable):
                     self._events.put(lambda text=str(error): text)  # type: ignore[misc]
                     return
@@ -230,20 +239,19 @@ class SlotAgent:
         while not self._closing.wait(self._heartbeat_every):
             child = self._active
             try:
-                self._heartbeat_every = (
-                    self._driver.beat() if child is None else self._send_heartbeat(child)
-                ).beat_every
+                heartbeat = Heartbeat(self._identity.slot) if child is None else self._create_heartbeat(child)
+                self._heartbeat_every = self._client.ask(heartbeat).heartbeat_interval
+                if child is not None:
+                    child.record_driver_seen(self._client.last_answered_at())
             except ElasticError:
                 continue  # the watch thread minds the driver's absence
 
-    def _send_heartbeat(self, child: Child) -> Pace:
+    def _create_heartbeat(self, child: Child) -> Heartbeat:
         state = child.state()
         stopped = state in NOT_RUNNING
         seen = child.read_sample(self._clock.now(), stopped)
         told = seen.stack if stopped or (not seen.is_waiting and seen.seconds > STACK_AFTER) else ""
-        pace = self._driver.beat(child.worker or "", state, seen.is_waiting, seen.seconds, told)
-        child.record_driver_seen(self._client.heard_at())
-        return pace
+        return Heartbeat(self._identity.slot, child.worker or "", state, seen.is_waiting, seen.seconds, told)
 
     def _ship_lines(self) -> None:
         while not self._no_more_lines.wait(SHIP_EVERY):
@@ -254,7 +262,7 @@ class SlotAgent:
         while batch := self._next_lines():
             for worker, lines in batch.items():
                 try:
-                    self._driver.logs(worker, None, tuple(lines))
+                    self._client.ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
                 except ElasticError:
                     continue  # lines are for people; losing some must not hurt training
 

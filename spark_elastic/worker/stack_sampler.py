@@ -28,7 +28,8 @@ from typing import Any, TypeVar, cast
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.messages import Asks, Done, Exchange, JoinWorld, Request
+from spark_elastic.protocol.messages import JoinWorld, Request, WorkerDone
+from spark_elastic.rendezvous.messages import DriverClient, Exchange
 from spark_elastic.worker.context import WaitRecorder
 
 # Moments without a collection of garbage. Any thread.
@@ -162,25 +163,25 @@ def _format_frame(path: str, line: str, function: str) -> str:
     return f"{function} ({'/'.join(path.split('/')[-2:])}:{line})"
 
 
-class WaitRecordingAsks:
-    """`asks`, with every request that waits for other workers marked as waiting. What the slot's beats, which no poll
+class WaitRecordingClient:
+    """A driver client, with every request that waits for other workers marked as waiting. What the slot's beats, which no poll
     holds up, tell of the driver counts as if it had been heard here (R12)."""
 
-    _WAITING = JoinWorld, Exchange, Done
+    _WAITING = JoinWorld, Exchange, WorkerDone
 
-    def __init__(self, asks: Asks, sampler: StackSampler) -> None:
-        self._asks = asks
+    def __init__(self, client: DriverClient, sampler: StackSampler) -> None:
+        self._client = client
         self._sampler = sampler
 
     def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
         with self._sampler.record_wait() if isinstance(request, self._WAITING) else nullcontext():
-            return self._asks.ask(request, hold, within)
+            return self._client.ask(request, hold, within)
 
     def now(self) -> float:
-        return self._asks.now()
+        return self._client.now()
 
-    def heard_at(self) -> float:
-        return max(self._asks.heard_at(), self._sampler.driver_seen_at())
+    def last_answered_at(self) -> float:
+        return max(self._client.last_answered_at(), self._sampler.driver_seen_at())
 
 
 class _WatchedGroup:

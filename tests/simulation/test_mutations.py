@@ -11,6 +11,9 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.events import Received
+from spark_elastic.protocol.messages import JoinWorld, WorkerDone
+from spark_elastic.protocol.types import Fence, Position
 from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
 from tests.simulation.scenes import scene
 from tests.simulator.driver import Step
@@ -53,20 +56,17 @@ def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
 
 def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Forms the next world before everybody has left the last."""
-    if isinstance(event, on.WorkerJoins) and event.planned and state.workers.absent > 1:
+    message = event.message if isinstance(event, Received) else None
+    if isinstance(message, JoinWorld) and message.planned and state.workers.absent > 1:
         state = replace(state, workers=replace(state.workers, absent=1))
     return driver_machine.step(state, event)
 
 
 def _hasty_success(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Takes whoever stops first for done."""
-    if (
-        isinstance(event, on.WorkerJoins)
-        and event.planned
-        and event.fence is not None
-        and event.position is not None
-    ):
-        event = on.WorkerDone(event.now, event.worker, event.fence, event.position, "0:0")
+    match event:
+        case Received(now, JoinWorld(worker, Fence() as fence, Position() as position, planned=True)):
+            event = Received(now, WorkerDone(worker, fence, position, "0:0"))
     return driver_machine.step(state, event)
 
 
@@ -149,8 +149,10 @@ def _caught(step: WorkerStep, plan: FaultPlan) -> bool:
 
 def test_a_driver_that_misses_a_message_hangs_and_is_caught() -> None:
     def forgetful(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
-        lost = isinstance(event, on.WorkerDone) and event.worker == "1-0.1"
-        return (state, ()) if lost else driver_machine.step(state, event)
+        match event:
+            case Received(_, WorkerDone(worker="1-0.1")):
+                return state, ()
+        return driver_machine.step(state, event)
 
     with pytest.raises(Violation, match="did not end"):
         simulate(scene(), driver_step=forgetful)

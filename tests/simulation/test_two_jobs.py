@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, LaunchSlot, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.messages import DriverMessage, Heartbeat, JoinWorld, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import Bench, at
@@ -45,9 +46,9 @@ class Job(Bench):
         self._looked = clock.now()
         self._obey()
 
-    def play(self, event: on.DriverEvent) -> None:
+    def play(self, played: on.DriverEvent | DriverMessage) -> None:
         self.now = self.clock.now()
-        self.on(event)
+        self.on(played)
         if self.state.lacks_slots != self._lacked:
             self._lacked = self.state.lacks_slots
             self.turn.lacks(self._lacked)
@@ -66,18 +67,16 @@ class Job(Bench):
                 case Abort():
                     for member in self.world.members:
                         if member.worker in self.state.workers and member.slot != self.late:
-                            self.play(
-                                on.WorkerJoins(0, member.worker, member.slot, self.fence, at(self.step))
-                            )
+                            self.play(JoinWorld(member.worker, self.fence, at(self.step)))
                 case End():
                     self.turn.lives.release()
 
     def begins(self, number: int) -> None:
         self.running.add(number)
         slot, worker = f"{number}-0", f"{number}-0.1"
-        self.play(on.SlotRegistered(0, slot, f"h{number}", number))
-        self.play(on.WorkerStarted(0, slot, worker))
-        self.play(on.WorkerJoins(0, worker, slot, None, None))
+        self.play(RegisterSlot(slot, f"h{number}", number))
+        self.play(WorkerStarted(slot, worker))
+        self.play(JoinWorld(worker, None, None))
 
     def _ends(self, number: int) -> None:
         if number in self.running:
@@ -92,7 +91,7 @@ class Job(Bench):
 
     def tick(self) -> None:
         for number in sorted(self.running):
-            self.play(on.SlotBeat(0, f"{number}-0", f"{number}-0.1", "S"))
+            self.play(Heartbeat(f"{number}-0", f"{number}-0.1", "S"))
         self.play(on.Tick(0))
         if self.clock.now() - self._looked >= LIMITS.gather_timeout:
             self._looked = self.clock.now()
@@ -152,7 +151,7 @@ def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_l
     clock, cores, first, second = _two_that_train()
     first.late = "1-0"
     member = next(member for member in first.world.members if member.slot != first.late)
-    first.play(on.WorkerJoins(0, member.worker, member.slot, first.fence, at(7), reason="its peer is silent"))
+    first.play(JoinWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
     second.loses(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
     assert len(first.all(Publish)) == 1

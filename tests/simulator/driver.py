@@ -16,10 +16,23 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.messages import (
+    CheckpointWritten,
+    DriverMessage,
+    Heartbeat,
+    JoinWorld,
+    RegisterSlot,
+    WorkerDone,
+    WorkerExited,
+    WorkerFailed,
+    WorkerStarted,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import Checkpoint, Fence, World
 from spark_elastic.state.run_lease import CheckpointList, RunLease
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, Story, Violation
+from tests.simulator.stamping import stamp
 
 if TYPE_CHECKING:
     from tests.simulator.hosts import SimHost, SimSlot, SimWorker
@@ -65,12 +78,11 @@ class SimDesk:
         if not self.over:
             self.sim.at(TICK, self._tick)
 
-    def post(self, event: on.DriverEvent) -> None:
-        """The machine's turn."""
+    def post(self, played: on.DriverEvent | DriverMessage) -> None:
+        """Give the event to the machine, or the message as received now."""
         if self.dead:
             return
-        if event.now != self.sim.now:
-            event = replace(event, now=self.sim.now)
+        event = stamp(played, self.sim.now)
         before = self.state
         self.state, commands = self.step(before, event)
         self.invariants.check(before, event, self.state, commands)
@@ -108,58 +120,45 @@ class SimDesk:
     # ---- what slots say
 
     def registers(self, slot: SimSlot) -> None:
-        self._say(
-            slot.host, lambda: self.post(on.SlotRegistered(0, slot.name, slot.host.name, slot.job)), 0.001
-        )
+        self._say(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.job)), 0.001)
 
     def started(self, slot: SimSlot, worker: str) -> None:
-        self._say(slot.host, lambda: self.post(on.WorkerStarted(0, slot.name, worker)))
+        self._say(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
 
     def beats(self, slot: SimSlot, worker: str, state: str) -> None:
         if not slot.host.cut:  # nobody repeats a beat
-            self._say(slot.host, lambda: self.post(on.SlotBeat(self.sim.now, slot.name, worker, state)))
+            self._say(slot.host, lambda: self.post(Heartbeat(slot.name, worker, state)))
 
     def exited(self, slot: SimSlot, worker: str, code: int) -> None:
-        self._say(slot.host, lambda: self.post(on.WorkerExited(0, worker, code)))
+        self._say(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
 
     # ---- what workers say
 
     def joins(self, worker: SimWorker, join: do.Join) -> None:
-        event = on.WorkerJoins(
-            0,
-            worker.name,
-            worker.slot.name,
-            join.fence,
-            join.position,
-            join.suspects,
-            join.reason,
-            join.planned,
-        )
+        event = JoinWorld(worker.name, join.fence, join.position, join.suspects, join.reason, join.planned)
         self._say(worker.slot.host, lambda: self._asked(worker, join.fence, event))
 
     def done(self, worker: SimWorker, report: do.ReportDone) -> None:
-        event = on.WorkerDone(0, worker.name, report.fence, report.position, report.result)
+        event = WorkerDone(worker.name, report.fence, report.position, report.result)
         self._say(worker.slot.host, lambda: self._asked(worker, report.fence, event))
 
     def formed(self, worker: SimWorker, fence: Fence) -> None:
-        self._say(worker.slot.host, lambda: self.post(on.WorkerFormed(self.sim.now, worker.name, fence)))
+        self._say(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
 
     def failed(self, worker: SimWorker, report: do.ReportFailure) -> None:
-        event = on.WorkerFailed(
-            0, worker.name, report.fence, report.position, report.fingerprint, report.traceback
-        )
+        event = WorkerFailed(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
         self._say(worker.slot.host, lambda: self.post(event), most=0.002)
 
     def wrote(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
-        event = on.CheckpointWritten(0, worker.name, checkpoint)
+        event = CheckpointWritten(worker.name, checkpoint)
         self._say(worker.slot.host, lambda: self.post(event))
 
-    def _asked(self, worker: SimWorker, fence: Fence | None, event: on.DriverEvent) -> None:
+    def _asked(self, worker: SimWorker, fence: Fence | None, message: JoinWorld | WorkerDone) -> None:
         if self.dead:
             return
         self.held[worker.name] = (worker, fence)
         if not self._answer(worker.name):
-            self.post(event)
+            self.post(message)
 
     def _answer(self, name: str) -> bool:
         """Answer a question that is held, if there is an answer."""

@@ -29,8 +29,9 @@ class Story:
         self._lines: deque[tuple[str, object]] = deque(maxlen=most)  # put into words once they are read
 
     def event(self, event: on.DriverEvent) -> None:
-        if not isinstance(event, on.Tick | on.SlotBeat):
-            self._lines.append((f"{event.now:9.3f}", event))
+        if not isinstance(event, on.Tick) and not on.is_heartbeat(event):
+            what = event.message if isinstance(event, on.Received) else event
+            self._lines.append((f"{event.now:9.3f}", what))
 
     def command(self, command: do.DriverCommand) -> None:
         self._lines.append((f"{'':9} ->", command))
@@ -89,7 +90,9 @@ class DriverInvariants:
             self._check_command(command, before, after)
             if isinstance(command, do.Publish) and event is not None:
                 self._check_newcomers(command.world, before.world, after, event.now)
-        self._unchecked += bool(commands) or not isinstance(event, on.SlotBeat | on.Tick)
+        self._unchecked += bool(commands) or not (
+            event is None or isinstance(event, on.Tick) or on.is_heartbeat(event)
+        )
         grave = any(isinstance(command, do.Publish | do.Abort | do.End) for command in commands)
         size = max(len(after.slots), len(after.workers), len(before.workers))
         due = 1 if size <= LARGE else size // 4
@@ -103,7 +106,7 @@ class DriverInvariants:
 
     def _learn(self, event: on.DriverEvent) -> None:
         for name in ("worker", "slot"):
-            value = getattr(event, name, None)
+            value = getattr(event.message if isinstance(event, on.Received) else event, name, None)
             if value is not None:
                 self._named.add(value)
         if isinstance(event, on.LaunchEnded):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable
 
-from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Outcome
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
 from spark_elastic.protocol.driver.state import DriverState, Failure, Stage, Transition
+from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
     KILLED_EXIT_CODES,
@@ -51,7 +51,7 @@ def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True)
         _record_slot_failure(tx, slot.slot, slot.host)
 
 
-def record_exit(tx: Transition, event: on.WorkerExited, took_part: bool, alive: bool, detail: str) -> None:
+def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: bool, detail: str) -> None:
     """Count the end of a process.
 
     A process that was killed, or ended itself under R12 (driver silence), is a loss like that of a host. Its slot is

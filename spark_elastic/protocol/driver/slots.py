@@ -23,6 +23,7 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.types import (
     NOT_RUNNING,
     HostId,
@@ -225,7 +226,7 @@ def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
 # ---- slots come up and speak
 
 
-def slot_registered(tx: Transition, event: on.SlotRegistered) -> None:
+def slot_registered(tx: Transition, event: RegisterSlot) -> None:
     state = tx.state
     known = state.slots.get(event.slot)
     slot_launch = state.launches.get(event.launch)
@@ -270,7 +271,7 @@ def release_evicted(tx: Transition, slot: SlotId) -> None:
         tx.emit(ReleaseSlot(f"slot {slot} was given up: {reason}", slot))
 
 
-def slot_beat(tx: Transition, event: on.SlotBeat) -> None:
+def slot_beat(tx: Transition, event: Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
@@ -289,7 +290,7 @@ def slot_beat(tx: Transition, event: on.SlotBeat) -> None:
             state.workers.mark_seen(worker, tx.now)
 
 
-def worker_started(tx: Transition, event: on.WorkerStarted) -> None:
+def worker_started(tx: Transition, event: WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:

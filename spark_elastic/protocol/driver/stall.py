@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_elastic.protocol.events import SlotBeat
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import NOT_RUNNING, Member, SlotId, World
 
 SILENT_BEATS = 2.5  # that have not come from a slot
@@ -31,7 +31,7 @@ class Stall:
 
 def stalls(
     world: World,
-    beats: Mapping[SlotId, SlotBeat],
+    beats: Mapping[SlotId, tuple[float, Heartbeat]],
     now: float,
     after: float,
     since: float,
@@ -40,11 +40,12 @@ def stalls(
 ) -> tuple[Stall, ...]:
     """The members that have kept another waiting for `after` seconds or more; `since`: when the world began.
 
-    beats: the newest of each slot. beat_every: seconds between two of them. over: since when the world is, so that
+    beats: the newest of each slot, with the time at which it came. beat_every: seconds between two of them.
+    over: since when the world is, so that
     those who run in it keep the next one waiting, though no other may be left who could say that it waits.
     """
     silent = SILENT_BEATS * max(1.0, beat_every)
-    fresh = {slot: beat for slot, beat in beats.items() if now - beat.now <= silent}
+    fresh = {slot: beat for slot, (came, beat) in beats.items() if now - came <= silent}
     longest = min(now - since, max(_waited(member, fresh.get(member.slot)) for member in world.members))
     alone = over is not None and longest < after
     if over is not None and alone:
@@ -53,11 +54,11 @@ def stalls(
         return ()
     found = []
     for member in world.members:
-        beat = beats.get(member.slot)
+        came, beat = beats.get(member.slot, (since, None))
         if alone and (member.slot not in fresh or beat is None or beat.state in ENDED):
             continue  # it is lost by then, not late
         if beat is None or member.slot not in fresh:
-            how = f"its slot has been silent for {now - (beat.now if beat is not None else since):.1f} s"
+            how = f"its slot has been silent for {now - came:.1f} s"
         elif beat.worker == member.worker and beat.state in NOT_RUNNING:
             how = f"its process {STATES.get(beat.state, beat.state)}"
         elif beat.worker == member.worker and not beat.waits and beat.seconds >= after / 2:
@@ -68,14 +69,14 @@ def stalls(
     return tuple(found)
 
 
-def _waited(member: Member, beat: SlotBeat | None) -> float:
+def _waited(member: Member, beat: Heartbeat | None) -> float:
     """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
     if beat is None or beat.worker != member.worker:
         return 0.0
     return beat.seconds if beat.waits and beat.state not in NOT_RUNNING else 0.0
 
 
-def _sentence(member: Member, waited: float, how: str, beat: SlotBeat | None) -> str:
+def _sentence(member: Member, waited: float, how: str, beat: Heartbeat | None) -> str:
     stack = beat.stack if beat is not None and beat.worker == member.worker else ""
     where = f", last seen in {stack}" if stack else ""
     return (

@@ -16,12 +16,13 @@ from spark_elastic.protocol.driver.failure_detector import (
 from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
 from spark_elastic.protocol.driver.slots import adopt_worker
 from spark_elastic.protocol.driver.state import EvictedWorker, Failure, Stage, Transition, WorkerRecord
+from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorkerExited, WorkerFailed, WorldFormed
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
 
 # ---- joins
 
 
-def worker_joins(tx: Transition, event: on.WorkerJoins) -> None:
+def worker_joins(tx: Transition, event: JoinWorld) -> None:
     worker = _known_worker(tx, event.worker, event.slot, event.fence)
     if worker is None:
         return
@@ -71,7 +72,7 @@ def _arrive(tx: Transition, worker: WorkerRecord) -> None:
         state.launches.mark_warm(slot.launch)
 
 
-def _leave_world(tx: Transition, worker: WorkerRecord, event: on.WorkerJoins) -> None:
+def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None:
     """A member comes back from its world."""
     timers = tx.state.timers
     _come_back(tx, worker, event.position, WorkerStatus.READY)
@@ -91,7 +92,7 @@ def _come_back(tx: Transition, worker: WorkerRecord, position: Position | None, 
 # ---- in a world
 
 
-def worker_formed(tx: Transition, event: on.WorkerFormed) -> None:
+def worker_formed(tx: Transition, event: WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None or worker.rank is None or worker.formed or event.fence != state.fence:
@@ -107,7 +108,7 @@ def worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
         tx.state.current.add_stall(event.worker, event.text)
 
 
-def worker_done(tx: Transition, event: on.WorkerDone) -> None:
+def worker_done(tx: Transition, event: WorkerDone) -> None:
     """R15 (end)."""
     state = tx.state
     worker = state.workers.get(event.worker)
@@ -133,7 +134,7 @@ def worker_done(tx: Transition, event: on.WorkerDone) -> None:
 # ---- ends
 
 
-def worker_failed(tx: Transition, event: on.WorkerFailed) -> None:
+def worker_failed(tx: Transition, event: WorkerFailed) -> None:
     """An exception in a world that is over says nothing of the slot: user code with connections of its own, as those of
     torch.distributed, raises since a peer is gone."""
     state = tx.state
@@ -156,7 +157,7 @@ def _last_line(traceback: str) -> str:
     return lines[-1].strip() if lines else "no traceback"
 
 
-def worker_exited(tx: Transition, event: on.WorkerExited) -> None:
+def worker_exited(tx: Transition, event: WorkerExited) -> None:
     state = tx.state
     state.evicted_members.confirm_dead(event.worker)
     worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)

@@ -7,7 +7,8 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.local.launcher import HostSlots, LocalLauncher
-from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotRegistered
+from spark_elastic.protocol.events import DriverEvent, LaunchEnded
+from spark_elastic.protocol.messages import RegisterSlot
 from spark_elastic.protocol.slot_spec import SlotSpec
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 
@@ -22,7 +23,7 @@ def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
         launcher.start(SlotSpec(address=driver.server.address, key=key, attempt=ATTEMPT), posted.put)
         launcher.launch(1)
         if key == KEY:
-            slot = driver.heard(SlotRegistered).slot
+            slot = driver.heard(RegisterSlot).slot
             driver.server.release_slot(slot, "localhost has no torch")
         ended = posted.get(timeout=30.0)
         assert isinstance(ended, LaunchEnded)
@@ -40,7 +41,7 @@ def test_ctrl_c_is_the_drivers_to_answer() -> None:
     try:
         launcher.start(SlotSpec(address=driver.server.address, key=KEY, attempt=ATTEMPT), posted.put)
         launcher.launch(1)
-        slot = driver.heard(SlotRegistered).slot
+        slot = driver.heard(RegisterSlot).slot
         launcher.kill(1, signal.SIGINT)
         driver.server.release_slot(slot, "the caller was interrupted")
         ended = posted.get(timeout=30.0)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.status import pages
-from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.events import DriverEvent, Received
+from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
@@ -29,7 +30,7 @@ ATTEMPT = 7
 PATIENCE = 20.0  # seconds that a test waits for what must come
 BEAT_EVERY = 0.25  # seconds
 
-E = TypeVar("E", bound=DriverEvent)
+E = TypeVar("E", bound=DriverEvent | DriverMessage)
 R = TypeVar("R")
 
 
@@ -65,11 +66,12 @@ class Driver:
         return int(self.server.address.rpartition(":")[2])
 
     def heard(self, kind: type[E]) -> E:
-        """The next event of that kind; earlier ones of other kinds are dropped."""
+        """The next event or message of that kind; earlier ones of other kinds are dropped."""
         while True:
             event = self.events.get(timeout=PATIENCE)
-            if isinstance(event, kind):
-                return event
+            heard = event.message if isinstance(event, Received) else event
+            if isinstance(heard, kind):
+                return heard
 
     def client(self, **options: Any) -> RendezvousClient:
         made = RendezvousClient(

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias, get_type_hints
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spark_elastic.protocol.messages import Request
 from spark_elastic.protocol.types import Fence
 from spark_elastic.rendezvous import auth, codec
-from spark_elastic.rendezvous.messages import REQUESTS, VERSION, Request
+from spark_elastic.rendezvous.messages import REQUESTS, VERSION, path_of
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, read_all
 
 Asks: TypeAlias = Callable[[], None]  # of hypothesis: sends `EXAMPLES` requests
@@ -74,7 +75,7 @@ def _ask(
 
 def with_key(asking: http.client.HTTPConnection, request_class: type[Request[Any]]) -> Asks:
     """Whoever has the key is answered, whatever it says."""
-    path = request_class.path
+    path = path_of(request_class)
     hello = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"")
     _, body, _ = _ask(asking, "POST", auth.HELLO, b"", {"authorization": hello.header()})
     session, count = str(json.loads(body)["session"]), itertools.count(1)
@@ -94,7 +95,7 @@ def with_key(asking: http.client.HTTPConnection, request_class: type[Request[Any
 
 def without_key(asking: http.client.HTTPConnection) -> Asks:
     """Whoever lacks the key learns nothing."""
-    paths = st.sampled_from([auth.HELLO, *(cls.path for cls in REQUESTS)])
+    paths = st.sampled_from([auth.HELLO, *(path_of(cls) for cls in REQUESTS)])
     digits = st.text("0123456789abcdef", min_size=64, max_size=64)
     forged = st.builds("Elastic {}.{}.{}".format, digits.map(lambda d: d[:32]), st.integers(0, 9), digits)
     words = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=80)
@@ -119,7 +120,7 @@ def of_noise(port: int) -> Asks:
     """What is no request is hung up on."""
     heads = st.sampled_from(
         [
-            b"POST /v1/slot/beat HTTP/1.1\r\n",
+            b"POST /rendezvous/Heartbeat HTTP/1.1\r\n",
             b"GET / HTTP/1.0\r\n",
             b"\x16\x03\x01\x02\x00\x01",
             b"PRI * HTTP/2.0\r\n",
@@ -153,7 +154,7 @@ def for_pages(asking: http.client.HTTPConnection) -> Asks:
 
     @SHARED
     @given(
-        st.sampled_from(["/status", "/status/", "/metrics", "/status/state", "/status/../v1/hello"]),
+        st.sampled_from(["/status", "/status/", "/metrics", "/status/state", "/status/../rendezvous/hello"]),
         words,
         st.dictionaries(st.sampled_from(["cookie", "x-status-token", "authorization"]), words, max_size=3),
     )

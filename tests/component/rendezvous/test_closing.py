@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from spark_elastic.errors import ConnectionClosed
-from spark_elastic.protocol import events
+from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
 
 
 def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
     client = driver.client()
-    worker = client.worker("1-0.1", "1-0")
+    worker = client
     driver.server.publish(world(1, "2-0.1"))
     waits: list[Future[Any]] = [
-        driver.aside(lambda: worker.join(None, None)),
-        driver.aside(lambda: worker.watch(None, 0)),
-        driver.aside(lambda: client.slot("1-0").watch(0)),
+        driver.aside(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)),
+        driver.aside(lambda: worker.ask(WatchWorker("1-0.1", None, 0), hold=MAX_POLL_SECONDS)),
+        driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS)),
     ]
     driver.until_polls(3)
     client.close()
@@ -28,22 +29,22 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
         with pytest.raises(ConnectionClosed):
             wait.result(PATIENCE)
     with pytest.raises(ConnectionClosed):
-        worker.join(None, None)
+        worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)
     client.close()
 
 
 def test_closing_a_client_frees_a_thread_that_waits_to_dial_again(driver: Driver) -> None:
     unreachable = driver.client(address="127.0.0.1:1")
-    wait = driver.aside(lambda: unreachable.slot("1-0").beat())
+    wait = driver.aside(lambda: unreachable.ask(Heartbeat("1-0")))
     unreachable.close()
     with pytest.raises(ConnectionClosed):
         wait.result(PATIENCE)
 
 
 def test_closing_the_server_answers_what_is_open(driver: Driver) -> None:
-    worker = driver.client().worker("1-0.1", "1-0")
-    join = driver.aside(lambda: worker.join(None, None))
-    driver.heard(events.WorkerJoins)
+    worker = driver.client()
+    join = driver.aside(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS))
+    driver.heard(JoinWorld)
     driver.server.close()
     assert join.result(PATIENCE).stop == "the driver has closed"
 
@@ -51,7 +52,7 @@ def test_closing_the_server_answers_what_is_open(driver: Driver) -> None:
 def test_a_closed_clients_connections_are_closed_once_its_threads_left(driver: Driver) -> None:
     client = driver.client()
     for _ in range(3):
-        client.slot("1-0").beat()
+        client.ask(Heartbeat("1-0"))
     client.close()
     gc.collect()
     assert not [s for s in client._wire._sockets if s.fileno() >= 0]

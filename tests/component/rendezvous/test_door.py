@@ -13,15 +13,17 @@ from starlette.types import Receive, Scope, Send
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import Unauthorized
-from spark_elastic.protocol import events
+from spark_elastic.protocol.messages import Acknowledged, Heartbeat
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
-from spark_elastic.rendezvous.messages import REQUESTS, VERSION, Acknowledged, Beat
+from spark_elastic.rendezvous.messages import REQUESTS, VERSION, path_of
 from spark_elastic.rendezvous.serving import Bind, Connection, Serving, listen
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, Stranger, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "worker": "", "state": ""}})
+
+PATH = path_of(Heartbeat)
 
 
 @pytest.fixture
@@ -29,43 +31,43 @@ def stranger(driver: Driver) -> Iterator[Stranger]:
     """After whatever it did, an honest slot is still answered and nothing of the stranger's became an event."""
     yield Stranger(driver.port)
     assert driver.events.empty()
-    assert driver.client().slot("9-0").beat().stop is None
-    assert driver.heard(events.SlotBeat).slot == "9-0"
+    assert driver.client().ask(Heartbeat("9-0")).stop is None
+    assert driver.heard(Heartbeat).slot == "9-0"
 
 
 def test_what_is_well_signed_is_let_in(driver: Driver) -> None:
     """The requests below fail for what they say they fail for."""
     honest = Stranger(driver.port)
-    status, _ = honest.request(Beat.path, BEAT.encode(), honest.signed(Beat.path, BEAT.encode()))
+    status, _ = honest.request(PATH, BEAT.encode(), honest.signed(PATH, BEAT.encode()))
     assert status == 200
-    assert driver.heard(events.SlotBeat).slot == "1-0"
+    assert driver.heard(Heartbeat).slot == "1-0"
 
 
 def test_no_path_answers_the_unsigned(stranger: Stranger) -> None:
-    for path in (auth.HELLO, "/", "/docs", "/v1", *(request.path for request in REQUESTS)):
+    for path in (auth.HELLO, "/", "/docs", "/rendezvous", *(path_of(request) for request in REQUESTS)):
         for method in ("GET", "POST", "PUT", "OPTIONS"):
             assert stranger.request(path, BEAT.encode(), None, method) == (401, b""), (method, path)
 
 
 def test_a_forged_signature_is_refused(stranger: Stranger) -> None:
     body, session = BEAT.encode(), stranger.session()
-    good = stranger.signed(Beat.path, body, session)
+    good = stranger.signed(PATH, body, session)
     forged = [
-        Stranger(stranger._port, b"guess").signed(Beat.path, body, session),
+        Stranger(stranger._port, b"guess").signed(PATH, body, session),
         good[:-1] + ("0" if good[-1] != "0" else "1"),
         good.replace("Elastic", "Basic"),
         f"Elastic {session}.5",
         f"Elastic {session}.-5.{'0' * 64}",
         f"Elastic {session}.²5.{'0' * 64}",
-        stranger.signed("/v1/slot/exited", body, session),
-        stranger.signed(Beat.path, body + b" ", session),
-        stranger.signed(Beat.path, body, auth.new_id()),
+        stranger.signed("/rendezvous/WorkerExited", body, session),
+        stranger.signed(PATH, body + b" ", session),
+        stranger.signed(PATH, body, auth.new_id()),
     ]
     for header in forged:
-        assert stranger.request(Beat.path, body, header) == (401, b""), header
-    header = stranger.signed(Beat.path, body, session)
-    assert stranger.request(Beat.path + "?slot=2", body, header)[0] == 401
-    assert stranger.request(Beat.path, body, header, "PUT")[0] == 401
+        assert stranger.request(PATH, body, header) == (401, b""), header
+    header = stranger.signed(PATH, body, session)
+    assert stranger.request(PATH + "?slot=2", body, header)[0] == 401
+    assert stranger.request(PATH, body, header, "PUT")[0] == 401
 
 
 def test_a_forged_hello_is_refused(stranger: Stranger) -> None:
@@ -76,12 +78,12 @@ def test_a_forged_hello_is_refused(stranger: Stranger) -> None:
 def test_a_recorded_request_cannot_be_played_again(driver: Driver) -> None:
     thief = Stranger(driver.port)
     body, session = BEAT.encode(), thief.session()
-    recorded = [thief.signed(Beat.path, body, session, count) for count in (1, 2, 3)]
+    recorded = [thief.signed(PATH, body, session, count) for count in (1, 2, 3)]
     for header in recorded:
-        assert thief.request(Beat.path, body, header)[0] == 200
-        driver.heard(events.SlotBeat)
+        assert thief.request(PATH, body, header)[0] == 200
+        driver.heard(Heartbeat)
     for header in reversed(recorded):
-        assert thief.request(Beat.path, body, header) == (401, b"")
+        assert thief.request(PATH, body, header) == (401, b"")
     assert driver.events.empty()
 
 
@@ -92,16 +94,16 @@ def test_a_replayed_hello_is_worth_nothing(stranger: Stranger) -> None:
     assert stranger.request(auth.HELLO, b"", hello) == first
     session = str(json.loads(first[1])["session"])
     thief = Stranger(stranger._port, b"guess")
-    assert thief.request(Beat.path, BEAT.encode(), thief.signed(Beat.path, BEAT.encode(), session))[0] == 401
+    assert thief.request(PATH, BEAT.encode(), thief.signed(PATH, BEAT.encode(), session))[0] == 401
 
 
 def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: Driver) -> None:
     client = driver.client()
-    client.slot("1-0").beat()
+    client.ask(Heartbeat("1-0"))
     forgotten = auth.Sessions()
     driver.in_loop(lambda: setattr(driver.server._entrance._gate, "_sessions", forgotten))
-    client.slot("1-0").beat()
-    assert [driver.heard(events.SlotBeat).slot for _ in range(2)] == ["1-0"] * 2
+    client.ask(Heartbeat("1-0"))
+    assert [driver.heard(Heartbeat).slot for _ in range(2)] == ["1-0"] * 2
 
 
 def test_a_reply_without_the_key_is_not_believed() -> None:
@@ -119,24 +121,24 @@ def test_a_reply_without_the_key_is_not_believed() -> None:
     serving.start()
     client = RendezvousClient(address, KEY, ATTEMPT, SystemClock())
     with pytest.raises(Unauthorized, match="does not hold this job's key"):
-        client.slot("1-0").beat()
+        client.ask(Heartbeat("1-0"))
     client.close()
     serving.close()
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger) -> None:
     limit = GateLimits().body
-    header = stranger.signed(Beat.path, b"")
-    status, body = stranger.request(Beat.path, b"", header, more={"content-length": str(limit + 1)})
+    header = stranger.signed(PATH, b"")
+    status, body = stranger.request(PATH, b"", header, more={"content-length": str(limit + 1)})
     assert (status, body) == (413, b"")
     # Without the key not even the size is looked at.
-    status, _ = stranger.request(Beat.path, b"", None, more={"content-length": str(limit + 1)})
+    status, _ = stranger.request(PATH, b"", None, more={"content-length": str(limit + 1)})
     assert status == 401
 
 
 def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
-    header = stranger.signed(Beat.path, b"")
-    head = f"POST {Beat.path} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
+    header = stranger.signed(PATH, b"")
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
     # Refused while we send: either the 413 arrives or the reset that follows it.
     assert parse(stranger.send(head.encode() + chunk * 12))[0] in (0, 413)
@@ -150,24 +152,24 @@ def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
         b"[]",
         b"{" * 100_000,
         b"[" * 100_000,
-        b'{"v": 1, "attempt": 7, "message": {"slot": NaN}}',
-        b'{"v": 1, "attempt": 7, "message": {"slot": 5}}',
-        b'{"v": 1, "attempt": 7, "message": {}}',
-        b'{"v": 1, "attempt": 7, "message": {"slot": "1-0", "more": 1}}',
-        b'{"v": 1, "attempt": true, "message": {"slot": "1-0"}}',
-        b'{"v": 1, "attempt": 7, "hold": "long", "message": {"slot": "1-0"}}',
+        b'{"v": 2, "attempt": 7, "message": {"slot": NaN}}',
+        b'{"v": 2, "attempt": 7, "message": {"slot": 5}}',
+        b'{"v": 2, "attempt": 7, "message": {}}',
+        b'{"v": 2, "attempt": 7, "message": {"slot": "1-0", "more": 1}}',
+        b'{"v": 2, "attempt": true, "message": {"slot": "1-0"}}',
+        b'{"v": 2, "attempt": 7, "hold": "long", "message": {"slot": "1-0"}}',
     ],
     ids=lambda body: repr(body[:48]),
 )
 def test_a_garbled_body_gets_a_sentence(stranger: Stranger, body: bytes) -> None:
-    status, answer = stranger.request(Beat.path, body, stranger.signed(Beat.path, body))
+    status, answer = stranger.request(PATH, body, stranger.signed(PATH, body))
     assert status == 400
-    assert json.loads(answer)["error"].startswith(f"Request {Beat.path} was refused: ")
+    assert json.loads(answer)["error"].startswith(f"Request {PATH} was refused: ")
 
 
 def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None:
     body = BEAT.replace(f'"v": {VERSION}', '"v": 99').encode()
-    status, answer = stranger.request(Beat.path, body, stranger.signed(Beat.path, body))
+    status, answer = stranger.request(PATH, body, stranger.signed(PATH, body))
     assert status == 400
     assert f"speaks version 99 and the driver speaks {VERSION}" in json.loads(answer)["error"]
 
@@ -189,7 +191,7 @@ def serving_in_haste(connection: type[Connection]) -> Iterator[int]:
     async def beat(call: Call) -> object:
         return Acknowledged()
 
-    gate = Gate(KEY, ATTEMPT, {Beat: beat}, GateLimits(body_seconds=0.1))
+    gate = Gate(KEY, ATTEMPT, {Heartbeat: beat}, GateLimits(body_seconds=0.1))
     listener = listen(Bind())
     serving = Serving(gate, listener, connection)
     serving.start()
@@ -207,7 +209,9 @@ def impatient_with_bodies() -> Iterator[int]:
     yield from serving_in_haste(Connection)
 
 
-@pytest.mark.parametrize("said", [b"", b"POST /v1/slot/be", b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize(
+    "said", [b"", b"POST /rendezvous/Hea", b"POST /rendezvous/Heartbeat HTTP/1.1\r\nhost: x\r\n"]
+)
 def test_a_head_that_does_not_come_is_not_waited_for(impatient: int, said: bytes) -> None:
     """Without a deadline the read would last until the test's own timeout."""
     assert parse(Stranger(impatient).send(said)) == (0, b"")
@@ -215,14 +219,14 @@ def test_a_head_that_does_not_come_is_not_waited_for(impatient: int, said: bytes
 
 def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(impatient: int) -> None:
     with socket.create_connection(("127.0.0.1", impatient), timeout=PATIENCE) as connection:
-        connection.sendall(b"POST /v1/slot/beat HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\nPOST")
+        connection.sendall(b"POST /rendezvous/Heartbeat HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\nPOST")
         assert parse(read_all(connection))[0] == 401
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(impatient_with_bodies: int) -> None:
     stranger = Stranger(impatient_with_bodies)
-    header = stranger.signed(Beat.path, b"")
-    status, _ = stranger.request(Beat.path, b"{", header, more={"content-length": "100"})
+    header = stranger.signed(PATH, b"")
+    status, _ = stranger.request(PATH, b"{", header, more={"content-length": "100"})
     assert status == 408
     assert stranger.request("/", b"", None)[0] == 401
 
@@ -244,7 +248,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
     port = listener.getsockname()[1]
     certificate = auth.made() if encrypted else None
     serving = Serving(
-        Gate(KEY, ATTEMPT, {Beat: beat}), listener, _Narrow, certificate and certificate.context
+        Gate(KEY, ATTEMPT, {Heartbeat: beat}), listener, _Narrow, certificate and certificate.context
     )
     serving.start()
     honest = (
@@ -267,12 +271,12 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
 
     try:
         session = str(json.loads(ask(auth.HELLO, "", 0))["session"])
-        ask(Beat.path, BEAT, next(count))
+        ask(PATH, BEAT, next(count))
         kept = honest.sock
         silent = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(6)]
         for hung_up_on in silent[:3]:
             assert hung_up_on.recv(1) == b""
-        ask(Beat.path, BEAT, next(count))
+        ask(PATH, BEAT, next(count))
         assert honest.sock is kept
         for still_there in silent[3:]:
             if certificate is not None:
@@ -293,7 +297,7 @@ def test_strangers_whose_tls_fails_are_forgotten() -> None:
         return Acknowledged()
 
     listener = listen(Bind())
-    serving = Serving(Gate(KEY, ATTEMPT, {Beat: nothing}), listener, _Narrow, auth.made().context)
+    serving = Serving(Gate(KEY, ATTEMPT, {Heartbeat: nothing}), listener, _Narrow, auth.made().context)
     serving.start()
     try:
         with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as first:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.rendezvous.messages import REQUESTS, Request
+from spark_elastic.protocol.messages import Heartbeat, Request
+from spark_elastic.rendezvous.messages import REQUESTS, path_of
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, start_driver_with_pages
 from tests.component.rendezvous.generated_requests import for_pages, of_noise, with_key, without_key
 
@@ -33,11 +34,11 @@ def asking(driver: Driver, caplog: pytest.LogCaptureFixture) -> Iterator[http.cl
     yield connection
     connection.close()
     with driver.client() as honest:
-        assert honest.slot("9-0").beat().stop is None
+        assert honest.ask(Heartbeat("9-0")).stop is None
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.parametrize("request_class", REQUESTS, ids=lambda cls: cls.path)
+@pytest.mark.parametrize("request_class", REQUESTS, ids=path_of)
 def test_who_has_the_key_is_answered_whatever_it_says(
     asking: http.client.HTTPConnection, request_class: type[Request[Any]]
 ) -> None:

@@ -13,9 +13,11 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, Inbox
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
+from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.board import Board, Waiters
-from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Exchange
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 
 WORKERS = 200
@@ -48,21 +50,25 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
     """One slot and its worker, through all rounds."""
     worlds: list[World] = []
     with RendezvousClient(address, KEY, 1, SystemClock(), 60.0) as client:
-        slot, worker = client.slot(f"{job}-0"), client.worker(f"{job}-0.1", f"{job}-0")
-        slot.register(f"host-{job // 8}", job, {})
-        slot.started(f"{job}-0.1")
+        slot, worker = client, client
+        slot.ask(RegisterSlot(f"{job}-0", f"host-{job // 8}", job, facts={}))
+        slot.ask(WorkerStarted(f"{job}-0", f"{job}-0.1"))
         for number in range(ROUNDS):
             together.wait(60)
             fence = worlds[-1].fence if worlds else None
             position = Position(0, Phase.TRAIN, number) if worlds else None
-            answer = worker.join(fence, position, planned=bool(worlds))
+            answer = worker.ask(
+                JoinWorld(f"{job}-0.1", fence, position, planned=bool(worlds)), hold=MAX_POLL_SECONDS
+            )
             world = answer.world
             assert world is not None, answer
             member = world.member(f"{job}-0.1")
             assert member is not None
-            blobs = worker.exchange(world.fence, member.rank, str(member.rank).encode(), 60.0)
+            blobs = exchange_blobs(
+                worker, Exchange(f"{job}-0.1", world.fence, member.rank, str(member.rank).encode()), 60.0
+            )
             assert blobs == tuple(str(rank).encode() for rank in range(WORKERS))
-            worker.formed(world.fence)
+            worker.ask(WorldFormed(f"{job}-0.1", world.fence))
             worlds.append(world)
     return worlds
 

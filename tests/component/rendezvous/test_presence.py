@@ -16,15 +16,19 @@ import pytest
 
 from spark_elastic.errors import ConnectionClosed
 from spark_elastic.protocol import events
+from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
 
 PROGRAM = """
 import sys
 from spark_elastic.clock import SystemClock
+from spark_elastic.protocol import messages
+from spark_elastic.rendezvous import messages as own
 from spark_elastic.rendezvous.client import RendezvousClient
 client = RendezvousClient(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), SystemClock())
 print("ready", flush=True)
-print(eval(sys.argv[4], {"slot": client.slot("1-0"), "worker": client.worker("1-0.1", "1-0")}))
+print(eval(sys.argv[4], {"client": client, **vars(messages), **vars(own)}))
 """
 Start = Callable[[str], "subprocess.Popen[str]"]
 
@@ -98,31 +102,31 @@ def process(driver: Driver) -> Iterator[Start]:
 
 
 def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) -> None:
-    child = process("worker.join(None, None)")
-    driver.heard(events.WorkerJoins)
+    child = process('client.ask(JoinWorld("1-0.1"), 20.0)')
+    driver.heard(JoinWorld)
     child.send_signal(signal.SIGKILL)
     lost = driver.heard(events.ConnectionLost)
     assert (lost.slot, lost.worker, lost.reset) == ("1-0", "1-0.1", False)
-    driver.client().worker("1-0.1", "1-0").join(None, None, hold=0.0)
+    driver.client().ask(JoinWorld("1-0.1", None, None), hold=0.0)
     back = driver.heard(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", "1-0.1")
 
 
 def test_a_killed_worker_is_noticed_by_its_watch(driver: Driver, process: Start) -> None:
-    child = process("worker.watch(None, 0)")
+    child = process('client.ask(WatchWorker("1-0.1", None, 0), 20.0)')
     driver.until_polls(1)
     child.kill()
     assert driver.heard(events.ConnectionLost).worker == "1-0.1"
 
 
 def test_a_killed_slot_task_is_noticed_and_comes_back(driver: Driver, process: Start) -> None:
-    child = process("(slot.beat(), slot.watch(0))")
-    driver.heard(events.SlotBeat)
+    child = process('(client.ask(Heartbeat("1-0")), client.ask(WatchSlot("1-0"), 20.0))')
+    driver.heard(Heartbeat)
     driver.until_polls(1)
     child.kill()
     lost = driver.heard(events.ConnectionLost)
     assert (lost.slot, lost.worker) == ("1-0", None)
-    driver.client().slot("1-0").beat()
+    driver.client().ask(Heartbeat("1-0"))
     back = driver.heard(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", None)
 
@@ -132,7 +136,7 @@ def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_wi
 ) -> None:
     with Relay(driver.port) as relay:
         client = driver.client(address=relay.address)
-        waiting = driver.aside(lambda: client.slot("1-0").watch(0))
+        waiting = driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
         driver.until_polls(1)
         relay.reset()
         lost = driver.heard(events.ConnectionLost)
@@ -144,8 +148,8 @@ def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_wi
 
 def test_one_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:
     first, second = driver.client(), driver.client()
-    driver.aside(lambda: first.slot("1-0").watch(0))
-    waiting = driver.aside(lambda: second.slot("1-0").watch(0))
+    driver.aside(lambda: first.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.aside(lambda: second.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.until_polls(2)
     first.close()
     driver.until_polls(1)
@@ -157,7 +161,7 @@ def test_one_that_dials_again_before_its_old_connection_ends_is_not_lost(driver:
 
 def test_a_poll_that_ends_in_time_is_no_loss(driver: Driver) -> None:
     client = driver.client()
-    client.slot("1-0").watch(0, hold=0.05)
-    client.worker("1-0.1", "1-0").watch(None, 0, hold=0.05)
+    client.ask(WatchSlot("1-0", 0), hold=0.05)
+    client.ask(WatchWorker("1-0.1", None, 0), hold=0.05)
     client.close()
     assert driver.events.empty()

@@ -10,7 +10,9 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.serving import Bind
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
@@ -34,7 +36,7 @@ def test_a_proxy_of_the_environment_is_ignored(driver: Driver, monkeypatch: pyte
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert driver.client().slot("1-0").beat().stop is None
+    assert driver.client().ask(Heartbeat("1-0")).stop is None
 
 
 def _has_ipv6() -> bool:
@@ -51,7 +53,7 @@ def test_ipv6() -> None:
     driver = start_driver(Bind("::1"))
     try:
         assert driver.server.address.startswith("[::1]:")
-        assert driver.client().slot("1-0").beat().stop is None
+        assert driver.client().ask(Heartbeat("1-0")).stop is None
     finally:
         driver.close()
 
@@ -65,7 +67,7 @@ def test_the_advertised_address_is_what_clients_dial() -> None:
     driver = start_driver(Bind("0.0.0.0", advertise="localhost"))
     try:
         assert driver.server.address == f"localhost:{driver.port}"
-        assert driver.client().slot("1-0").beat().stop is None
+        assert driver.client().ask(Heartbeat("1-0")).stop is None
     finally:
         driver.close()
 
@@ -106,7 +108,7 @@ def _assert_unreachable(address: str) -> None:
     began = clock.now()
     try:
         with pytest.raises(DriverUnreachable, match=f"{address} does not answer"):
-            client.slot("1-0").watch(0, within=0.6)
+            client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS, within=0.6)
     finally:
         client.close()
     # By default 30 s, the hold of a poll included; here 0.6 s, and what a busy machine adds.
@@ -121,18 +123,18 @@ def test_a_driver_that_falls_silent_is_named_and_heard_again_when_it_wakes(drive
     """Its loop hangs while a poll is open; the hold of the poll is no reason to wait longer than `timeout`."""
     wake = threading.Event()
     client = driver.client(timeout=6.0)  # the answer has two seconds after the hold
-    slot = client.slot("1-0")
-    assert slot.watch(0, hold=20.0).release is None, (
+    slot = client
+    assert slot.ask(WatchSlot("1-0", 0), hold=20.0).release is None, (
         "an idle poll ends in time, though asked to be held for long"
     )
     client._timeout = 0.6
     driver.server._tell(lambda: hang(wake))
     try:
         with pytest.raises(DriverUnreachable, match=f"{driver.server.address} does not answer"):
-            slot.watch(0, hold=20.0)
+            slot.ask(WatchSlot("1-0", 0), hold=20.0)
     finally:
         wake.set()
-    assert driver.client().slot("1-0").beat().stop is None
+    assert driver.client().ask(Heartbeat("1-0")).stop is None
 
 
 def test_a_key_that_could_be_guessed_is_refused() -> None:
@@ -142,5 +144,5 @@ def test_a_key_that_could_be_guessed_is_refused() -> None:
 
 def test_a_driver_of_another_job_is_told_apart(driver: Driver) -> None:
     with pytest.raises(Unauthorized, match="does not accept this job's key"):
-        driver.client(key=b"another key").slot("1-0").beat()
+        driver.client(key=b"another key").ask(Heartbeat("1-0"))
     assert driver.events.empty()

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from spark_elastic.protocol import events
+from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchWorker
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
 
 
@@ -32,8 +33,8 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
     address = driver.server.address
     driver.server.publish(world(3, "1-0.1"))
     client = driver.client()
-    worker = client.worker("1-0.1", "1-0")
-    watching = driver.aside(lambda: worker.watch(None, 0))
+    worker = client
+    watching = driver.aside(lambda: worker.ask(WatchWorker("1-0.1", None, 0), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     with caplog.at_level(logging.WARNING):
         kill = driver.aside(lambda: _kill_loop(driver))
@@ -44,20 +45,20 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
     assert "starts again on the same port" in caplog.text
     assert driver.server.address == address
     # What was known is known still, and a break on the driver's side is no loss of the worker.
-    assert worker.join(None, None).world == world(3, "1-0.1")
+    assert worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS).world == world(3, "1-0.1")
     with pytest.raises(queue.Empty):
         driver.events.get_nowait()
 
 
 def test_it_survives_being_killed_again_and_again(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    slot = driver.client().slot("1-0")
+    slot = driver.client()
     with caplog.at_level(logging.CRITICAL):
         for _ in range(3):
-            slot.beat()
-            driver.heard(events.SlotBeat)
+            slot.ask(Heartbeat("1-0"))
+            driver.heard(Heartbeat)
             _kill_loop(driver)
-    slot.beat()
-    driver.heard(events.SlotBeat)
+    slot.ask(Heartbeat("1-0"))
+    driver.heard(Heartbeat)
 
 
 def _kill_thread(driver: Driver) -> None:
@@ -89,9 +90,9 @@ def test_whatever_is_broken_it_serves_again_on_the_same_port(
 ) -> None:
     port = driver.port
     for _ in range(2):
-        driver.client().slot("1-0").beat()
+        driver.client().ask(Heartbeat("1-0"))
         with caplog.at_level(logging.CRITICAL):
             harm(driver)
             # A client of its own has to connect anew.
-            driver.client().slot("2-0").beat()
+            driver.client().ask(Heartbeat("2-0"))
     assert driver.port == port

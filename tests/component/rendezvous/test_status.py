@@ -84,9 +84,9 @@ def test_page_data_and_metrics_behind_a_path_prefix() -> None:
 def test_the_gate_stays_shut_for_holders_of_the_token() -> None:
     with serving() as (server, door):
         headers = {"x-status-token": door.token, "authorization": f"Bearer {door.token}"}
-        for path in ("/v1/hello", "/v1/worker/report", "/status/data"):
+        for path in ("/rendezvous/hello", "/rendezvous/Report", "/status/data"):
             assert httpx.post(f"http://{server.address}{path}", headers=headers).status_code == 401
-        assert httpx.get(f"http://{server.address}/v1/hello", headers=headers).status_code == 401
+        assert httpx.get(f"http://{server.address}/rendezvous/hello", headers=headers).status_code == 401
 
 
 @pytest.mark.parametrize("size", [20_000, 60_000])
@@ -115,7 +115,7 @@ def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None
         page = httpx.get(f"{prefix}/status/?token={door.token}")
         assert "<h2>Workers</h2>" in page.text
         assert httpx.get(f"{prefix}/status/data").status_code == 401
-        assert httpx.post(f"http://{on_localhost(server)}/v1/hello").status_code == 401
+        assert httpx.post(f"http://{on_localhost(server)}/rendezvous/hello").status_code == 401
 
 
 def test_a_port_of_somebody_else_on_localhost_is_left_to_him() -> None:

@@ -19,6 +19,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.server import Recipients, RendezvousServer
 from spark_elastic.rendezvous.status_door import StatusDoor
 from tests.unit.monitoring.played_job import STARTED, PlayedJob
@@ -51,7 +52,7 @@ class Played(PlayedJob):
             self.now += 0.25
             self.report(step, loss=0.2 + 2 * math.exp(-step / 30) + 0.03 * math.sin(step))
         for slot in list(self.state.slots.values()):
-            self.on(on.SlotBeat(0, slot.slot, slot.worker or "", "S"))
+            self.on(Heartbeat(slot.slot, slot.worker or "", "S"))
 
     def joins(self, job: int, step: int) -> None:
         """A newcomer, for whom the world stops at a boundary."""

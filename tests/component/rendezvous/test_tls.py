@@ -18,7 +18,9 @@ from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInp
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.serving import Bind
 from spark_elastic.rendezvous.status_door import StatusDoor
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, read_all, start_driver
@@ -44,8 +46,8 @@ def driver(certificate: auth.Certificate, door: StatusDoor) -> Iterator[Driver]:
 
 def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
     client = driver.client()
-    assert client.slot("1-0").beat().stop is None
-    waiting = driver.aside(lambda: client.slot("1-0").watch(0))
+    assert client.ask(Heartbeat("1-0")).stop is None
+    waiting = driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     client.close()
     with pytest.raises(ConnectionClosed):
@@ -57,7 +59,7 @@ def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
     """The right key does not help an impostor, nor does a certificate of the same name."""
     client = driver.client(certificate=auth.made().public)
     with pytest.raises(Unauthorized, match="does not show this job's certificate"):
-        client.slot("1-0").beat()
+        client.ask(Heartbeat("1-0"))
     assert driver.events.empty()
 
 
@@ -66,7 +68,7 @@ def test_a_plain_server_is_no_stand_in(certificate: auth.Certificate) -> None:
     try:
         client = plain.client(certificate=certificate.public, timeout=0.5)
         with pytest.raises(DriverUnreachable):
-            client.slot("1-0").beat()
+            client.ask(Heartbeat("1-0"))
         assert plain.events.empty()
     finally:
         plain.close()
@@ -75,7 +77,7 @@ def test_a_plain_server_is_no_stand_in(certificate: auth.Certificate) -> None:
 def test_plain_requests_get_nothing(driver: Driver) -> None:
     client = driver.client(certificate=None, timeout=0.5)
     with pytest.raises(DriverUnreachable):
-        client.slot("1-0").beat()
+        client.ask(Heartbeat("1-0"))
     with socket.create_connection(("127.0.0.1", driver.port), timeout=PATIENCE) as connection:
         connection.sendall(b"GET /status/ HTTP/1.1\r\nhost: x\r\n\r\n")
         try:
@@ -114,9 +116,9 @@ def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
     assert given.public == (tmp_path / "leaf.pem").read_text()
     driver = start_driver(Bind(certificate=given))
     try:
-        assert driver.client().slot("1-0").beat().stop is None
+        assert driver.client().ask(Heartbeat("1-0")).stop is None
         with pytest.raises(Unauthorized):
-            driver.client(certificate=(tmp_path / "other.pem").read_text()).slot("1-0").beat()
+            driver.client(certificate=(tmp_path / "other.pem").read_text()).ask(Heartbeat("1-0"))
     finally:
         driver.close()
     for certificate in (tmp_path / "ca.pem", tmp_path / "nowhere"):

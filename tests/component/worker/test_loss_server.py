@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.gate import GateLimits
-from spark_elastic.rendezvous.messages import VERSION, Exited, WatchSlot
+from spark_elastic.rendezvous.messages import VERSION, WatchSlot, path_of
 from tests.component.rendezvous.driver_side import Stranger
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
@@ -103,16 +104,18 @@ def test_p6_whoever_lacks_the_key_gets_nothing_and_the_job_goes_on(fault: Fault)
         genuine = json.dumps(
             {"v": VERSION, "attempt": contact.attempt, "message": {"slot": "9-0", "seen": 0}, "hold": 0}
         )
-        recorded = insider.signed(WatchSlot.path, genuine.encode(), session)
-        large = insider.signed(Exited.path, b"", session)
+        recorded = insider.signed(path_of(WatchSlot), genuine.encode(), session)
+        large = insider.signed(path_of(WorkerExited), b"", session)
         answers.update(
-            unsigned=thief.request(Exited.path, body, None)[0],
-            forged=thief.request(Exited.path, body, thief.signed(Exited.path, body, session))[0],
+            unsigned=thief.request(path_of(WorkerExited), body, None)[0],
+            forged=thief.request(
+                path_of(WorkerExited), body, thief.signed(path_of(WorkerExited), body, session)
+            )[0],
             hello=thief.request(auth.HELLO, b"", thief.signed(auth.HELLO, b"", auth.new_id(), 0))[0],
-            genuine=insider.request(WatchSlot.path, genuine.encode(), recorded)[0],
-            replayed=thief.request(WatchSlot.path, genuine.encode(), recorded)[0],
+            genuine=insider.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
+            replayed=thief.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             oversized=insider.request(
-                Exited.path, b"", large, more={"content-length": str(GateLimits().body + 1)}
+                path_of(WorkerExited), b"", large, more={"content-length": str(GateLimits().body + 1)}
             )[0],
         )
 

@@ -17,9 +17,10 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import scratch_folder
-from spark_elastic.protocol.events import SlotBeat, SlotRegistered, WorkerExited, WorkerJoins, WorkerStarted
+from spark_elastic.protocol.events import is_heartbeat
+from spark_elastic.protocol.messages import Heartbeat, JoinWorld, RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
-from spark_elastic.rendezvous.messages import BODY_AT_MOST
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
@@ -30,7 +31,7 @@ from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_d
 pytestmark = pytest.mark.native
 
 SLOT = "4-0"
-MUCH = BODY_AT_MOST + 1
+MUCH = MAX_BODY_BYTES + 1
 CLOCK = SystemClock()
 
 
@@ -110,7 +111,7 @@ def test_every_crash_finds_a_warm_spare(driver: Driver, imports: tuple[str, ...]
     spares: list[int] = []
 
     def play() -> None:
-        driver.heard(SlotRegistered)
+        driver.heard(RegisterSlot)
         for number in (1, 2, 3):
             assert driver.heard(WorkerStarted).worker == f"{SLOT}.{number}"
             worker, spare = await_children(2)
@@ -179,9 +180,9 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_wi
     driver: Driver,
 ) -> None:
     def play() -> None:
-        driver.heard(SlotRegistered)
+        driver.heard(RegisterSlot)
         assert driver.heard(WorkerStarted).worker == f"{SLOT}.1"
-        driver.heard(WorkerJoins)
+        driver.heard(JoinWorld)
         (worker,) = await_children(1)
         worker.kill()
         assert driver.heard(WorkerStarted).worker == f"{SLOT}.2"
@@ -200,7 +201,7 @@ def test_memory_that_grows_is_told_once(driver: Driver, monkeypatch: pytest.Monk
         return "it takes too much" if spare is not None else None
 
     def play() -> None:
-        driver.heard(SlotRegistered)
+        driver.heard(RegisterSlot)
         worker, spare = await_children(2)
         while "it takes too much" not in str(driver.logs.get(timeout=20.0).lines):
             continue
@@ -309,7 +310,7 @@ def test_a_worker_that_is_told_to_end_with_its_slot_has_its_last_words(driver: D
 def test_a_refused_slot_starts_nothing(driver: Driver) -> None:
     driver.server.end("the job is over")
     assert serve(driver, CountingProgram(1), lambda: None) == "the job is over"
-    driver.heard(SlotRegistered)
+    driver.heard(RegisterSlot)
     assert driver.events.empty()
 
 
@@ -317,13 +318,13 @@ def test_r14_a_slot_whose_host_is_unfit_starts_nothing_and_waits_to_be_sent_back
     driver = start_driver(admit=lambda facts: "host-4 has no torch")
 
     def play() -> None:
-        driver.heard(SlotRegistered)
-        assert driver.heard(SlotBeat).worker == ""  # else it would be taken for ended
+        driver.heard(RegisterSlot)
+        assert driver.heard(Heartbeat).worker == ""  # else it would be taken for ended
         driver.server.release_slot(SLOT, "the first attempt is gone")
 
     try:
         assert serve(driver, CountingProgram(1), play) == "the first attempt is gone"
-        assert all(isinstance(event, SlotBeat) for event in driver.events.queue)
+        assert all(is_heartbeat(event) for event in driver.events.queue)
     finally:
         driver.close()
 

@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from spark_elastic.driver.loop import Inbox
-from spark_elastic.protocol.events import CancelRequested, SlotBeat
+from spark_elastic.protocol.events import CancelRequested, Received
+from spark_elastic.protocol.messages import Heartbeat
 
-BEAT = SlotBeat(1.0, "1-0", "", "")
+BEAT = Received(1.0, Heartbeat("1-0", "", ""))
 CANCEL = CancelRequested(2.0, "enough")
 
 
@@ -36,7 +37,7 @@ def test_events_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(("event", "woken"), [(BEAT, False), (CANCEL, True), (None, True)])
-def test_a_beat_wakes_nobody(event: SlotBeat | CancelRequested | None, woken: bool) -> None:
+def test_a_beat_wakes_nobody(event: Heartbeat | CancelRequested | None, woken: bool) -> None:
     inbox, bell, taken = Inbox(), Bell(), threading.Event()
     inbox._bell = bell
 

@@ -17,10 +17,10 @@ from spark_elastic.protocol.events import (
     CancelRequested,
     DriverEvent,
     LaunchEnded,
-    SlotBeat,
-    SlotRegistered,
+    Received,
     Tick,
 )
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 
@@ -31,7 +31,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def test_the_story_leaves_out_what_changed_nothing() -> None:
     journal = Journal()
     journal.record(Tick(10.0), ())
-    journal.record(SlotBeat(10.5, "1-0", "1-0.1", "R"), ())
+    journal.record(Received(10.5, Heartbeat("1-0", "1-0.1", "R")), ())
     journal.record(Tick(11.0), (LaunchSlot("a worker is missing", 4),))
     story = journal.format_entries()
     assert [line.split()[:3] for line in story] == [
@@ -65,26 +65,33 @@ def test_events_that_change_nothing_are_left_out_and_beats_are_not(tmp_path: Pat
     journal = Journal(str(path))
     state, commands = driver_machine.initial(Limits(1, 1, 1, lease=2.0), 1)
     journal.begin(state, commands)
-    events: list[DriverEvent] = [SlotRegistered(0.0, "1-0", "h", 1), *(Tick(0.05 * n) for n in range(1, 21))]
-    for event in (*events, SlotBeat(1.01, "1-0", "", "S")):
+    events: list[DriverEvent] = [
+        Received(0.0, RegisterSlot("1-0", "h", 1)),
+        *(Tick(0.05 * n) for n in range(1, 21)),
+    ]
+    for event in (*events, Received(1.01, Heartbeat("1-0", "", "S"))):
         state, commands = driver_machine.step(state, event)
         journal.record(event, commands, state)
     journal.close()
     kinds = [line["event"]["type"] for line in _lines(path)[1:]]
-    assert kinds[0] == "SlotRegistered"
-    assert kinds[-1] == "SlotBeat"
+    assert kinds[0] == "RegisterSlot"
+    assert kinds[-1] == "Heartbeat"
     assert 5 <= kinds.count("Tick") <= 12  # of 20: those at which the leases were looked at
 
 
-@pytest.mark.parametrize("name", [*codec.EVENTS, *codec.COMMANDS])
+@pytest.mark.parametrize("name", [*codec.EVENTS, *codec.COMMANDS, *codec.MESSAGES])
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_every_event_and_command_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     """Drawn from the type hints: a new class, or a new field, is covered on the day it is written."""
-    value = data.draw(st.from_type({**codec.EVENTS, **codec.COMMANDS}[name]))
-    text = json.dumps(codec.encoded([value]))
-    (plain,) = json.loads(text)
-    back = codec.event_of(plain) if name in codec.EVENTS else codec.commands_of([plain])[0]
+    known = {**codec.EVENTS, **codec.COMMANDS, **codec.MESSAGES}
+    more = {"facts": st.dictionaries(st.text(), st.integers())} if name == "RegisterSlot" else {}
+    value = data.draw(st.builds(known[name], **more))
+    if name in codec.MESSAGES:
+        value = Received(data.draw(st.floats()), value)
+    plain = codec.encoded([value])[0] if name in codec.COMMANDS else codec.encode_event(value)
+    plain = json.loads(json.dumps(plain))
+    back = codec.commands_of([plain])[0] if name in codec.COMMANDS else codec.decode_event(plain)
     assert repr(back) == repr(value)  # NaN differs from itself
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.driver.stall_watch import SPARE_BEATS, StallWatch
-from spark_elastic.protocol.events import DriverEvent, SlotBeat, WorkerStalled
+from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled, is_heartbeat
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.testing.fakes import FakeClock
 
@@ -25,7 +26,9 @@ class Stage:
 
     def beat(self, rank: int, waits: bool, seconds: float) -> None:
         now = self.clock.now()
-        self.watch.post(SlotBeat(now, f"{rank}-0", f"{rank}-0.1", "S", waits, seconds, "f (a.py:1)"))
+        self.watch.post(
+            Received(now, Heartbeat(f"{rank}-0", f"{rank}-0.1", "S", waits, seconds, "f (a.py:1)"))
+        )
 
     def pass_seconds(self, seconds: int) -> None:
         """Rank 0 waits for rank 1 all the while."""
@@ -50,7 +53,7 @@ def test_a_stall_is_told_once_per_world(caplog: pytest.LogCaptureFixture) -> Non
     (told,) = stage.stalled()
     assert (told.worker, told.fence) == ("1-0.1", Fence(1, 1))
     assert told.text in caplog.text
-    assert sum(isinstance(event, SlotBeat) for event in stage.handed_on) == 30
+    assert sum(is_heartbeat(event) for event in stage.handed_on) == 30
     stage.watch.world(world(2))
     stage.pass_seconds(5)
     assert [event.fence.generation for event in stage.stalled()] == [1, 2]

@@ -10,8 +10,17 @@ from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.launch.job_monitor import JobMonitor, NullListener
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import Stage
-from spark_elastic.rendezvous.messages import OWN_WORDS, LogLines, Report
+from spark_elastic.protocol.messages import (
+    DriverMessage,
+    JoinWorld,
+    RegisterSlot,
+    WorkerExited,
+    WorkerStarted,
+)
+from spark_elastic.protocol.types import slot_of
+from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
+from tests.simulator.stamping import stamp
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
@@ -27,7 +36,7 @@ def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> N
     clock, listener = FakeClock(), Listener()
     stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
     monitor = JobMonitor(listener, clock, 0.0, stalls)
-    monitor.lines(LogLines("1-0", "1-0.1", None, ("hello", f"{OWN_WORDS}memory will not do", "bye")))
+    monitor.lines(LogLines("1-0", "1-0.1", None, ("hello", f"{SLOT_LINE_PREFIX}memory will not do", "bye")))
     assert listener.heard == ["hello", "bye"]
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -52,7 +61,7 @@ def test_a_narrator_that_fails_at_each_line_is_told_of_once_until_it_goes_on(
     for room in (1, 2):
         listener.room = room
         monitor.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
-        monitor.report(Report("1-0.1", "1-0", {"loss": 1.0}))  # which goes to others, too
+        monitor.report(Report("1-0.1", {"loss": 1.0}))  # which goes to others, too
         monitor.lines(LogLines("1-0", "1-0.1", None, ("lost",)))
         assert len(caplog.records) == room
     assert listener.heard == ["shown", "shown"]
@@ -64,17 +73,17 @@ def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> No
     monitor = JobMonitor(NullListener(), clock, 0.0, stalls, lacks=heard.append)
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
 
-    def play(event: on.DriverEvent) -> None:
-        monitor.turn(event, bench.on(event), bench.state)
+    def play(played: on.DriverEvent | DriverMessage) -> None:
+        monitor.turn(stamp(played, bench.now), bench.on(played), bench.state)
 
     play(on.Tick(0))
     for job in (1, 2, 3):
-        play(on.SlotRegistered(0, f"{job}-0", f"h{job}", job))
+        play(RegisterSlot(f"{job}-0", f"h{job}", job))
     assert heard == [True, False]
     for job in (1, 2):
-        play(on.WorkerStarted(0, f"{job}-0", name(job)))
-        play(on.WorkerJoins(0, name(job), f"{job}-0", None, None))
-    play(on.WorkerExited(0, name(1), -9))
+        play(WorkerStarted(f"{job}-0", name(job)))
+        play(JoinWorld(name(job), None, None))
+    play(WorkerExited(slot_of(name(1)), name(1), -9))
     assert bench.state.stage is Stage.REGROUPING
     assert heard == [True, False], "the slot starts another worker"
     play(on.LaunchEnded(0, 1, "executor lost", executor_lost=True))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.report import JobReport, WorldChange
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish
+from spark_elastic.protocol.messages import (
+    DriverMessage,
+    JoinWorld,
+    RegisterSlot,
+    WorkerDone,
+    WorkerStarted,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import Limits, Phase, Position, World
+from tests.simulator.stamping import stamp
 
 STARTED = 100.0
 
@@ -25,8 +33,8 @@ class PlayedJob:
         self.now = 0.0
         self.world: World | None = None
 
-    def on(self, event: on.DriverEvent) -> None:
-        event = replace(event, now=STARTED + self.now)
+    def on(self, played: on.DriverEvent | DriverMessage) -> None:
+        event = stamp(played, STARTED + self.now)
         self.state, commands = driver_machine.step(self.state, event)
         self.chronicle.turn(event, commands, self.state)
         for command in commands:
@@ -34,14 +42,14 @@ class PlayedJob:
                 self.world = command.world
 
     def comes(self, job: int) -> None:
-        self.on(on.SlotRegistered(0, f"{job}-0", f"host-{job}", job))
-        self.on(on.WorkerStarted(0, f"{job}-0", f"{job}-0.1"))
-        self.on(on.WorkerJoins(0, f"{job}-0.1", f"{job}-0", None, None))
+        self.on(RegisterSlot(f"{job}-0", f"host-{job}", job))
+        self.on(WorkerStarted(f"{job}-0", f"{job}-0.1"))
+        self.on(JoinWorld(f"{job}-0.1", None, None))
 
     def form(self) -> None:
         assert self.world is not None
         for member in self.world.members:
-            self.on(on.WorkerFormed(0, member.worker, self.world.fence))
+            self.on(WorldFormed(member.worker, self.world.fence))
 
     def start(self, jobs: Sequence[int]) -> None:
         for job in jobs:
@@ -65,7 +73,7 @@ class PlayedJob:
         fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
         for member in self.world.members:
             if member.slot != f"{but}-0":
-                self.on(on.WorkerJoins(0, member.worker, member.slot, fence, position, planned=planned))
+                self.on(JoinWorld(member.worker, fence, position, planned=planned))
 
     def report(self, step: int, **more: float) -> None:
         numbers = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
@@ -75,7 +83,7 @@ class PlayedJob:
         assert self.world is not None
         for member in self.world.members:
             end = Position(1, Phase.TRAIN, 0)
-            self.on(on.WorkerDone(0, member.worker, self.world.fence, end, "null"))
+            self.on(WorkerDone(member.worker, self.world.fence, end, "null"))
 
     @property
     def result(self) -> JobReport:

@@ -8,6 +8,7 @@ from spark_elastic.monitoring.job_history import MAX_ENTRIES
 from spark_elastic.monitoring.report import WorldChangeKind
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
+from spark_elastic.protocol.messages import WorkerDone
 from spark_elastic.protocol.types import Fence, Phase, Position
 from tests.unit.monitoring.played_job import STARTED, PlayedJob
 
@@ -107,7 +108,7 @@ def test_a_loss_once_some_have_returned_is_one() -> None:
     job.now = 5.0
     assert job.world is not None
     member = job.world.members[0]
-    job.on(on.WorkerDone(0, member.worker, job.world.fence, Position(1, Phase.TRAIN, 0), "null"))
+    job.on(WorkerDone(member.worker, job.world.fence, Position(1, Phase.TRAIN, 0), "null"))
     job.now = 8.0
     job.loses(2, step=40, regroup=0.5)
     job.form()

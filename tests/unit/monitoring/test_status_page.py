@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 from spark_elastic.monitoring.job_history import JobHistory
@@ -14,8 +13,10 @@ from spark_elastic.monitoring.status import MOST_SLOTS, MOST_TEXT, exposition, p
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish
+from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import FakeClock
+from tests.simulator.stamping import stamp
 
 
 def ignore(change: WorldChange) -> None:
@@ -28,19 +29,20 @@ def job(workers: int) -> JobHistory:
     state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
     world = None
 
-    def play(event: on.DriverEvent) -> None:
+    def play(played: on.DriverEvent | DriverMessage) -> None:
         nonlocal state, world
-        state, commands = driver_machine.step(state, replace(event, now=1.0))
-        chronicle.turn(replace(event, now=1.0), commands, state)
+        event = stamp(played, 1.0)
+        state, commands = driver_machine.step(state, event)
+        chronicle.turn(event, commands, state)
         world = next((c.world for c in commands if isinstance(c, Publish)), world)
 
     for number in range(1, workers + 1):
-        play(on.SlotRegistered(0, f"{number}-0", f"host-{number % 7}", number, "node"))
-        play(on.WorkerStarted(0, f"{number}-0", f"{number}-0.1"))
-        play(on.WorkerJoins(0, f"{number}-0.1", f"{number}-0", None, None))
+        play(RegisterSlot(f"{number}-0", f"host-{number % 7}", number, "node"))
+        play(WorkerStarted(f"{number}-0", f"{number}-0.1"))
+        play(JoinWorld(f"{number}-0.1", None, None))
     assert world is not None
     for member in world.members:
-        play(on.WorkerFormed(0, member.worker, world.fence))
+        play(WorldFormed(member.worker, world.fence))
     stack = "rank 1 keeps others waiting\n" + "  File x\n" * MOST_TEXT
     play(on.WorkerStalled(0, world.members[1].worker, world.fence, stack))
     return chronicle

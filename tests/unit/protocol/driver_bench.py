@@ -10,8 +10,17 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Publish
 from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.messages import (
+    DriverMessage,
+    Heartbeat,
+    JoinWorld,
+    RegisterSlot,
+    WorkerStarted,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
 from tests.simulator.invariants import DriverInvariants
+from tests.simulator.stamping import stamp
 
 C = TypeVar("C", bound=DriverCommand)
 FOUR = Limits(num_workers=4, min_workers=1, max_workers=4)
@@ -41,8 +50,8 @@ class Bench:
         self.invariants.check(self.state, None, self.state, self.commands)
         self.log = list(self.commands)
 
-    def on(self, event: on.DriverEvent) -> tuple[DriverCommand, ...]:
-        event = replace(event, now=self.now)
+    def on(self, played: on.DriverEvent | DriverMessage) -> tuple[DriverCommand, ...]:
+        event = stamp(played, self.now)
         before = self.state
         self.state, self.commands = driver_machine.step(before, event)
         self.invariants.check(before, event, self.state, self.commands)
@@ -57,7 +66,7 @@ class Bench:
             for job in beating:
                 slot = self.state.slots.get(f"{job}-0")
                 if slot is not None:
-                    self.on(on.SlotBeat(0, slot.slot, slot.worker or "", "S"))
+                    self.on(Heartbeat(slot.slot, slot.worker or "", "S"))
             self.on(on.Tick(0))
 
     def all(self, kind: type[C]) -> list[C]:
@@ -78,8 +87,8 @@ class Bench:
     # ---- what usually happens
 
     def slot(self, job: int, host: str = "") -> None:
-        self.on(on.SlotRegistered(0, f"{job}-0", host or f"h{job}", job))
-        self.on(on.WorkerStarted(0, f"{job}-0", name(job)))
+        self.on(RegisterSlot(f"{job}-0", host or f"h{job}", job))
+        self.on(WorkerStarted(f"{job}-0", name(job)))
 
     def warm(self, *jobs: int) -> None:
         """Slots come up and their workers get warm."""
@@ -90,12 +99,11 @@ class Bench:
     def join(
         self, worker: str, fence: Fence | None = None, position: Position | None = None, **more: object
     ) -> None:
-        slot = worker.rpartition(".")[0]
-        self.on(on.WorkerJoins(0, worker, slot, fence, position, **more))  # type: ignore[arg-type]
+        self.on(JoinWorld(worker, fence, position, **more))  # type: ignore[arg-type]
 
     def form(self) -> None:
         for member in self.world.members:
-            self.on(on.WorkerFormed(0, member.worker, self.fence))
+            self.on(WorldFormed(member.worker, self.fence))
 
     def start(self, *jobs: int) -> None:
         """A world that runs."""

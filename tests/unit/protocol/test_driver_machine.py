@@ -16,7 +16,16 @@ from spark_elastic.protocol.commands import (
     ReleaseSlot,
     StopWorker,
 )
-from spark_elastic.protocol.types import Fence, Phase, Position
+from spark_elastic.protocol.events import Received
+from spark_elastic.protocol.messages import (
+    JoinWorld,
+    RegisterSlot,
+    WorkerDone,
+    WorkerExited,
+    WorkerStarted,
+    WorldFormed,
+)
+from spark_elastic.protocol.types import Fence, Phase, Position, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 CLOSE = Position(0, Phase.CLOSE, 0)
@@ -24,7 +33,7 @@ CLOSE = Position(0, Phase.CLOSE, 0)
 
 def _done(bench: Bench, *jobs: int) -> None:
     for job in jobs:
-        bench.on(on.WorkerDone(0, name(job), bench.fence, CLOSE, f"result {job}"))
+        bench.on(WorkerDone(name(job), bench.fence, CLOSE, f"result {job}"))
 
 
 # ---- slots and jobs
@@ -45,13 +54,13 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
     bench.start(1, 2)
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
-    bench.on(on.WorkerStarted(0, "1-1", "1-1.1"))
+    bench.on(RegisterSlot("1-1", "h9", 1))
+    bench.on(WorkerStarted("1-1", "1-1.1"))
     bench.join("1-1.1")
     bench.wait(1.0, beating=[1, 2])
     assert not bench.all(Announce)
     assert not bench.all(ReleaseSlot)
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(3, name(1))
     assert bench.members() == [name(1), "1-1.1"]  # capacity allows
     assert len(bench.all(LaunchSlot)) == 2
@@ -60,7 +69,7 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
 def test_r14_extra_slots_come_after_others() -> None:
     bench = Bench(replace(FOUR, max_workers=3, num_workers=3, min_workers=3))
     bench.warm(1)
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
     bench.warm(2)
     assert bench.members() == [name(1), name(2), "1-1.1"]
@@ -104,11 +113,11 @@ def test_too_few_after_start_timeout_names_who_was_waited_for() -> None:
 def test_survivors_below_min_workers_wait_for_others() -> None:
     bench = Bench(replace(FOUR, min_workers=4, start_timeout=20.0))
     bench.start(1, 2, 3, 4)
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(3, name(1), name(3), name(4))
     bench.wait(3.0, beating=[1, 3, 4])
     assert len(bench.all(Publish)) == 1
-    bench.on(on.WorkerStarted(0, "2-0", name(2, 2)))
+    bench.on(WorkerStarted("2-0", name(2, 2)))
     bench.join(name(2, 2))
     assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
     assert bench.world.position == at(3)
@@ -118,7 +127,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
 def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     bench.regroup(4, name(4))
     bench.regroup(3, name(3), name(2))
     assert bench.members() == [name(2), name(3), name(4)]
@@ -129,7 +138,7 @@ def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() ->
 def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
     bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2, 3, 4)
-    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     bench.regroup(3, name(3), name(2))
     bench.wait(31.0, beating=[2, 3, 4])
     assert bench.members() == [name(2), name(3)]
@@ -150,7 +159,7 @@ def test_r10_a_question_that_the_world_answers_changes_nothing() -> None:
 def test_a_member_that_never_heard_of_its_broken_world_takes_part_in_the_next() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     for job in (2, 3, 4):
         bench.join(name(job))
     assert bench.members() == [name(2), name(3), name(4)]
@@ -161,7 +170,7 @@ def test_a_world_that_is_not_built_in_time_is_over() -> None:
     bench = Bench()
     bench.warm(1, 2, 3, 4)
     for job in (1, 2, 3):
-        bench.on(on.WorkerFormed(0, name(job), bench.fence))
+        bench.on(WorldFormed(name(job), bench.fence))
     bench.wait(31.0, beating=[1, 2, 3, 4])
     assert f"{name(4)} did not build world 1" in bench.all(Abort)[0].reason
 
@@ -169,8 +178,8 @@ def test_a_world_that_is_not_built_in_time_is_over() -> None:
 def test_nobody_left_begins_from_nothing_and_says_so() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     bench.start(1)
-    bench.on(on.WorkerExited(0, name(1), -9))
-    bench.on(on.WorkerStarted(0, "1-0", name(1, 2)))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerStarted("1-0", name(1, 2)))
     bench.join(name(1, 2))
     assert bench.world.source is None
     assert "begins from nothing" in bench.world.reason
@@ -180,7 +189,7 @@ def test_reset_limit_counts_new_worlds() -> None:
     bench = Bench(replace(FOUR, reset_limit=1))
     bench.start(1, 2, 3, 4)
     for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
-        bench.on(on.WorkerExited(0, name(lost), -9))
+        bench.on(WorkerExited(slot_of(name(lost)), name(lost), -9))
         bench.regroup(3, *(name(job) for job in left))
     assert bench.end.outcome is Outcome.RESET_LIMIT
     assert len(bench.all(Publish)) == 2
@@ -198,7 +207,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
         bench.on(order)
     bench.wait(1.0, beating=(1, 2, 3, 4))
     assert len(bench.all(Announce)) == 1
-    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.regroup(3, name(1), name(2))
     assert bench.end.outcome is Outcome.RESET_LIMIT
 
@@ -244,7 +253,7 @@ def test_a_change_that_is_undone_harms_nothing() -> None:
     bench.start(1, 2)
     bench.warm(3)
     bench.wait(0.5, beating=[1, 2, 3])
-    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.stop_planned(6, name(1), name(2))
     assert bench.members() == [name(1), name(2)]
     assert bench.world.receivers == ()
@@ -256,7 +265,7 @@ def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
     bench.warm(4)
     bench.wait(0.5, beating=[1, 2, 3, 4])
     bench.stop_planned(6, name(1))
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert len(bench.all(Abort)) == 1
     bench.regroup(5, name(3))
     assert bench.members() == [name(1), name(3), name(4)]
@@ -291,7 +300,7 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
-    bench.on(on.SlotRegistered(0, "4-0", "h4", 4))
+    bench.on(RegisterSlot("4-0", "h4", 4))
     assert [type(command) for command in bench.commands] == [ReleaseSlot]
 
 
@@ -316,7 +325,7 @@ def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     _done(bench, 1)
     bench.warm(4)
     bench.wait(1.0, beating=[1, 2, 3, 4])
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert not bench.all(Announce)
     assert not bench.all(Abort)
     _done(bench, 3)
@@ -327,7 +336,7 @@ def test_r15_rank_0_lost_before_its_result_regroups_the_done() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     _done(bench, 2, 3)
-    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.position == CLOSE
@@ -349,7 +358,7 @@ def test_after_the_end_everybody_is_sent_home() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
     assert bench.end.outcome is Outcome.CANCELLED
-    bench.on(on.SlotRegistered(0, "9-0", "h9", 9))
+    bench.on(RegisterSlot("9-0", "h9", 9))
     assert [type(command) for command in bench.commands] == [ReleaseSlot]
     bench.join(name(1), bench.fence, at(3))
     assert [type(command) for command in bench.commands] == [StopWorker]
@@ -361,7 +370,7 @@ def test_step_leaves_the_state_that_it_was_given_alone() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
     before, frozen = bench.state, bench.state.copy()
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert before == frozen
 
 
@@ -372,10 +381,10 @@ def test_thousands_of_workers_form_one_world() -> None:
     state, _ = driver_machine.initial(limits, 1)
     published = 0
     for job in range(1, count + 1):
-        for event in (
-            on.SlotRegistered(0.0, f"{job}-0", f"h{job // 8}", job),
-            on.WorkerJoins(0.0, name(job), f"{job}-0", None, None),
+        for message in (
+            RegisterSlot(f"{job}-0", f"h{job // 8}", job),
+            JoinWorld(name(job), None, None),
         ):
-            state, commands = driver_machine.step(state, event)
+            state, commands = driver_machine.step(state, Received(0.0, message))
             published += sum(isinstance(command, Publish) for command in commands)
     assert published == 1

@@ -11,6 +11,8 @@ from spark_elastic.driver.discovery import HostPolling
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
+from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
+from spark_elastic.protocol.types import slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 TWO_HOSTS = (("host-1", 2), ("host-2", 2))
@@ -88,7 +90,7 @@ def test_all_workers_fail() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     for job in (1, 2, 3, 4):
-        bench.on(on.WorkerFailed(0, name(job), bench.fence, at(3), f"of {job}", "ValueError: all"))
+        bench.on(WorkerFailed(name(job), bench.fence, at(3), f"of {job}", "ValueError: all"))
     assert bench.end.outcome is Outcome.USER_ERROR
     assert "all 4 workers of world 1 raised" in bench.end.reason
 
@@ -101,7 +103,7 @@ def test_shutdown_on_success() -> None:
     bench.form()
     for job in (1, 2, 3, 4):
         assert not bench.all(End)
-        bench.on(on.WorkerDone(0, name(job), bench.fence, at(9), f"result {job}"))
+        bench.on(WorkerDone(name(job), bench.fence, at(9), f"result {job}"))
     assert bench.end.outcome is Outcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
 
@@ -112,9 +114,9 @@ def test_host_shutdown_on_worker_failure() -> None:
     bench = _bench(cooldown_range=(20.0, 60.0))
     _slots(bench, 1, 2, 3, 4)
     bench.form()
-    bench.on(on.WorkerExited(0, name(1), 1))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), 1))
     assert not bench.all(ReleaseSlot)
-    bench.on(on.WorkerExited(0, name(2), 1))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), 1))
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
 
 
@@ -127,9 +129,9 @@ def test_worker_notification_manager() -> None:
     bench.form()
     _slots(bench, 2)
     bench.wait(0.2, beating=[1, 2, 3])
-    bench.on(on.WorkerJoins(0, name(1), "1-0", bench.fence, at(5), planned=True))
+    bench.on(JoinWorld(name(1), bench.fence, at(5), planned=True))
     _slots(bench, 4)
-    bench.on(on.WorkerJoins(0, name(3), "3-0", bench.fence, at(5), planned=True))
+    bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
     assert bench.members() == [name(1), name(3), name(2), name(4)]
     assert [announce.version for announce in bench.all(Announce)] == [1]
 
@@ -179,10 +181,10 @@ def test_blacklist_host() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     for job in (1, 2):
-        bench.on(on.WorkerExited(0, name(job), 1))
+        bench.on(WorkerExited(slot_of(name(job)), name(job), 1))
         bench.on(on.LaunchEnded(0, job, "released"))
     for job in (5, 6):
-        bench.on(on.SlotRegistered(0, f"{job}-0", "host-1", job))
+        bench.on(RegisterSlot(f"{job}-0", "host-1", job))
     assert not {"5-0", "6-0"} & set(bench.state.slots)
     bench.regroup(3, name(3), name(4))
     assert bench.members() == [name(3), name(4)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.rendezvous.board import Board
-from spark_elastic.rendezvous.messages import NextWorld, SlotOrders, WorkerStop
+from spark_elastic.rendezvous.messages import SlotCommands, WorkerStop
 
 
 def _world(generation: int, *workers: str) -> World:
@@ -36,16 +37,15 @@ def test_the_end_is_over_everything() -> None:
     board.end("done again")
     assert board.over(Fence(1, 1)) == "done"
     assert board.stop("1-0.1") == "done"
-    assert board.orders("1-0", 0) == SlotOrders(0, (), "done")
+    assert board.commands("1-0", 0) == SlotCommands(0, (), "done")
 
 
-def test_an_order_finds_its_slot_by_what_was_learnt_or_by_the_workers_id() -> None:
+def test_the_order_to_stop_a_worker_reaches_its_slot() -> None:
     board = Board(1)
-    board.place("odd", "7-2")
-    board.stop_worker("odd", "a", kill=False)
+    board.stop_worker("7-2.3", "a", kill=False)
     board.stop_worker("7-2.4", "b", kill=True)
-    orders = (WorkerStop("odd", "a", False), WorkerStop("7-2.4", "b", True))
-    assert board.orders("7-2", 0) == SlotOrders(2, orders)
-    assert board.orders("7-2", 1) == SlotOrders(2, orders[1:])
-    assert board.orders("7-2", 2) == SlotOrders(2)
-    assert board.orders("7-3", 0) == SlotOrders(0)
+    orders = (WorkerStop("7-2.3", "a", False), WorkerStop("7-2.4", "b", True))
+    assert board.commands("7-2", 0) == SlotCommands(2, orders)
+    assert board.commands("7-2", 1) == SlotCommands(2, orders[1:])
+    assert board.commands("7-2", 2) == SlotCommands(2)
+    assert board.commands("7-3", 0) == SlotCommands(0)

@@ -106,7 +106,7 @@ def test_the_token_opens_as_a_header_too(visitor: Visitor, name: str) -> None:
         ("", [("cookie", 'a="\\400; \x01=')]),
     ],
 )
-@pytest.mark.parametrize("path", ["/status/", "/status/data", "/metrics", "/status/../v1/hello"])
+@pytest.mark.parametrize("path", ["/status/", "/status/data", "/metrics", "/status/../rendezvous/hello"])
 def test_strangers_learn_nothing(
     visitor: Visitor, path: str, query: str, headers: Sequence[tuple[str, str]]
 ) -> None:
@@ -132,7 +132,7 @@ def test_headers_forbid_what_is_not_needed(visitor: Visitor) -> None:
 
 def test_everything_else_goes_to_the_gate(visitor: Visitor) -> None:
     query = f"token={visitor.door.token}"
-    assert visitor.ask("/v1/hello", query).status == 499
+    assert visitor.ask("/rendezvous/hello", query).status == 499
     assert visitor.ask("/status/", query, method="POST").status == 499
     assert visitor.ask("/statusquo", query).status == 499
 

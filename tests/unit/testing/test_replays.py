@@ -11,7 +11,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState, Stage
-from spark_elastic.protocol.events import DriverEvent, WorkerJoins
+from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.messages import JoinWorld
 from spark_elastic.testing import ReplayDiffers, replay
 from tests.simulator.fault_plan import Kind, random_plan
 from tests.simulator.simulation import simulate
@@ -54,7 +55,7 @@ def test_it_becomes_a_unit_test_that_passes_and_can_fail(
     test = module["test_the_job_of_monday"]
     assert callable(test)
     test()
-    monkeypatch.setitem(driver_machine.HANDLERS, WorkerJoins, lambda turn, event: None)
+    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, lambda turn, event: None)
     with pytest.raises(AssertionError):
         test()
 
@@ -87,8 +88,8 @@ def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: 
     def broken(turn: object, event: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(driver_machine.HANDLERS, WorkerJoins, broken)
-    with pytest.raises(ReplayDiffers, match="the machine fails at WorkerJoins"):
+    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, broken)
+    with pytest.raises(ReplayDiffers, match="the machine fails at JoinWorld"):
         replay(path)
 
 
@@ -119,8 +120,8 @@ def test_a_torn_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
     [
         ("", "holds 0 jobs"),
         ('{"at": 1}\n', "line 1 does not belong to a job"),
-        ('{"journal": 9}\n', "it has format 9, and this release knows 3"),
-        ('{"journal": 3, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
+        ('{"journal": 9}\n', "it has format 9, and this release knows 4"),
+        ('{"journal": 4, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
         ("[1]\n", "is not a journal"),
     ],
 )

@@ -15,8 +15,10 @@ NOTHING: Any = None
 
 def build_loop(program: Any = NOTHING, driver: Any = NOTHING) -> WorkerLoop:
     """Its watch and its reporter are not started."""
-    driver = driver or SimpleNamespace(wrote_checkpoint=None)
+    driver = driver or SimpleNamespace()
     identity, clock = WorkerIdentity("1-0.1", "1-0"), SystemClock()
     watch = DriverWatch(identity.worker, driver, clock, 30.0)
     groups = GroupConnector(NOTHING, 5.0, WaitRecorder())
-    return WorkerLoop(identity, program, driver, clock, watch, MetricsReporter(driver), groups)
+    return WorkerLoop(
+        identity, program, driver, clock, watch, MetricsReporter(identity.worker, driver), groups
+    )

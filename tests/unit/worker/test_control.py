@@ -12,8 +12,9 @@ from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.events import UserRaised
+from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence
-from spark_elastic.rendezvous.messages import News, NextWorld
+from spark_elastic.rendezvous.messages import Report, WatchWorker, WorkerUpdate
 from tests.unit.worker.loops import build_loop
 
 
@@ -22,17 +23,18 @@ def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -
     heard: list[Any] = []
     over = threading.Event()
 
-    def watch(*where: Any, **named: Any) -> News:
-        over.wait(30)
-        return News(0)
-
-    def done(*what: Any, **named: Any) -> NextWorld:
-        heard.append("done")
+    def ask(request: Any, *time: float) -> Any:
+        match request:
+            case WatchWorker():
+                over.wait(30)
+                return WorkerUpdate(0)
+            case Report():
+                heard.append(request.numbers)
+                return Acknowledged()
+        heard.append(type(request))
         return NextWorld(stop="the job is over")
 
-    driver: Any = SimpleNamespace(
-        watch=watch, heard_at=lambda: 0.0, report=heard.append, done=done, wrote_checkpoint=None
-    )
+    driver: Any = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0)
     loop = build_loop(driver=driver)
     reporter = loop._reporter
     reporter.start()
@@ -40,16 +42,16 @@ def test_the_last_report_comes_before_the_end(monkeypatch: pytest.MonkeyPatch) -
     loop._execute(do.ReportDone("", Fence(1, 1), START, "result"))
     reporter.close()
     over.set()
-    assert heard == [{"val_loss": 0.5}, "done"]
+    assert heard == [{"val_loss": 0.5}, WorkerDone]
 
 
 def test_r12_a_silent_driver_ends_the_main_thread_as_it_ends_the_control_thread() -> None:
     """Whoever waits for a world may be the first to give the driver up."""
 
-    def join(*what: Any, **named: Any) -> NextWorld:
+    def ask(*what: Any) -> NextWorld:
         raise DriverUnreachable("The driver does not answer.")
 
-    driver: Any = SimpleNamespace(join=join, wrote_checkpoint=None)
+    driver: Any = SimpleNamespace(ask=ask)
     program: Any = SimpleNamespace(close=lambda: None)
     loop = build_loop(program, driver)
     assert loop.run() == DRIVER_SILENT_EXIT_CODE
@@ -59,7 +61,7 @@ def test_r12_nor_does_it_hide_what_user_code_raised() -> None:
     def unreachable(*what: Any) -> None:
         raise DriverUnreachable("The driver does not answer.")
 
-    driver: Any = SimpleNamespace(failed=unreachable, wrote_checkpoint=None)
+    driver: Any = SimpleNamespace(ask=unreachable)
     loop = build_loop(driver=driver)
     raised = UserRaised(0.0, "f", "Traceback: the user's\n")
     assert loop._advance(raised) == Exit("user code raised", 1)

@@ -10,7 +10,7 @@ from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import News, SlotOrders
+from spark_elastic.rendezvous.messages import SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.slot_agent import SlotAgent
@@ -22,18 +22,15 @@ SHORT = 0.4  # seconds before its end, a refused request has no time for another
 class Refused:
     """Answers once, after which connections are refused for as long as a request may take."""
 
-    def __init__(self, answer: News | SlotOrders, clock: FakeClock) -> None:
+    def __init__(self, answer: WorkerUpdate | SlotCommands, clock: FakeClock) -> None:
         self._answer: Any = answer
         self._clock = clock
         self.at: float = clock.now()
 
-    def heard_at(self) -> float:
+    def last_answered_at(self) -> float:
         return self.at
 
-    def slot(self, slot: str) -> Refused:
-        return self
-
-    def watch(self, *seen: object, within: float = TIMEOUT) -> Any:
+    def ask(self, request: object, hold: float, within: float) -> Any:
         answer, self._answer = self._answer, None
         if answer is None:
             self._clock.advance(max(0.1, min(TIMEOUT, within) - SHORT))
@@ -50,7 +47,7 @@ def test_r12_a_worker_lives_for_one_timeout_after_the_drivers_last_word() -> Non
         heard.append(event)
         watch.close()
 
-    driver = Refused(News(0), clock)
+    driver = Refused(WorkerUpdate(0), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
     (silent,) = heard
@@ -68,13 +65,13 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
         watch.close()
 
     class Held(Refused):
-        def watch(self, *seen: object, within: float = TIMEOUT) -> Any:
+        def ask(self, request: object, hold: float, within: float) -> Any:
             clock.advance(within / 2)
             if not ends and clock.now() < 3 * TIMEOUT:
                 self.at = clock.now()
             raise DriverUnreachable("held up")
 
-    driver = Held(News(0), clock)
+    driver = Held(WorkerUpdate(0), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
     assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
@@ -82,7 +79,7 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
 
 def test_r12_a_slot_ends_after_one_timeout() -> None:
     clock = FakeClock()
-    driver = Refused(SlotOrders(0), clock)
+    driver = Refused(SlotCommands(0), clock)
     spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT)
     identity = WorkerIdentity("", "1-0")
     agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)

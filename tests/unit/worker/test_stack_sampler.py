@@ -16,12 +16,12 @@ import pytest
 
 from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
-from spark_elastic.rendezvous.messages import Asks, WorkerCalls
+from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.stack_sampler import (
     DUMP_SIGNAL,
     StackReader,
     StackSampler,
-    WaitRecordingAsks,
+    WaitRecordingClient,
     parse_newest_stack,
 )
 from tests.patience import until
@@ -79,13 +79,13 @@ def late(window: StackReader, fabric: FakeFabric) -> None:
 def test_r12_when_the_driver_heard_the_slot_counts_for_its_worker(
     window: StackReader, sampler: StackSampler
 ) -> None:
-    client = SimpleNamespace(heard_at=lambda: 5.0)
-    worker = WorkerCalls(WaitRecordingAsks(cast("Asks", client), sampler), "1-0.1", "1-0")
-    assert worker.heard_at() == 5.0
+    client = SimpleNamespace(last_answered_at=lambda: 5.0)
+    worker = WaitRecordingClient(cast("DriverClient", client), sampler)
+    assert worker.last_answered_at() == 5.0
     window.record_driver_seen(7.0)
-    assert worker.heard_at() == 7.0
+    assert worker.last_answered_at() == 7.0
     window.record_driver_seen(4.0)
-    assert worker.heard_at() == 5.0
+    assert worker.last_answered_at() == 5.0
     window.close()
     window.record_driver_seen(9.0)  # a beat's answer that comes late
 

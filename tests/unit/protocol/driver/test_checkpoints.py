@@ -10,7 +10,8 @@ import pytest
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish, PublishCheckpoint
-from spark_elastic.protocol.types import Checkpoint, Fence
+from spark_elastic.protocol.messages import CheckpointWritten, Heartbeat, WorkerExited, WorkerStarted
+from spark_elastic.protocol.types import Checkpoint, Fence, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 
@@ -19,7 +20,7 @@ def checkpoint(step: int, generation: int = 1, attempt: int = 1) -> Checkpoint:
 
 
 def written(bench: Bench, step: int, generation: int = 1, attempt: int = 1) -> None:
-    bench.on(on.CheckpointWritten(0, name(1), checkpoint(step, generation, attempt)))
+    bench.on(CheckpointWritten(name(1), checkpoint(step, generation, attempt)))
 
 
 def running() -> Bench:
@@ -52,8 +53,8 @@ def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
     written(bench, 3)
     written(bench, 6)
     for job in (1, 2, 3, 4):
-        bench.on(on.WorkerExited(0, name(job), -9))
-        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
+        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
     world = bench.all(Publish)[-1].world
     assert [each.position.step for each in world.resume] == [6, 3]
@@ -78,12 +79,12 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
     for _ in range(12):
         bench.wait(0.5)
         for job in (1, 2, 3, 4):
-            bench.on(on.SlotBeat(0, f"{job}-0", name(job), "T"))
+            bench.on(Heartbeat(f"{job}-0", name(job), "T"))
     assert not bench.state.workers
     for job in (1, 2, 3):
-        bench.on(on.WorkerExited(0, name(job), -9))
+        bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
     for job in (1, 2, 3):
-        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
     bench.wait(2.0, beating=[1, 2, 3])
     assert len(bench.all(Publish)) == 1, "a world while one of the old may be training"

@@ -8,6 +8,8 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, ReleaseSlot, StopWorker
+from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.types import slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 W2 = name(2)
@@ -22,11 +24,11 @@ def _running() -> Bench:
 @pytest.mark.parametrize(
     "event",
     [
-        on.WorkerExited(0, W2, -9),
-        on.WorkerFailed(0, W2, None, None, "f", "ValueError: x"),
+        WorkerExited(slot_of(W2), W2, -9),
+        WorkerFailed(W2, None, None, "f", "ValueError: x"),
         on.LaunchEnded(0, 2, "task failed"),
         on.HostLost(0, "h2", "executor lost"),
-        on.WorkerStarted(0, "2-0", name(2, 2)),
+        WorkerStarted("2-0", name(2, 2)),
     ],
 )
 def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
@@ -120,7 +122,7 @@ def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> 
     bench = _running()
     for _ in range(12):
         bench.wait(0.5, beating=[1, 3, 4])
-        bench.on(on.SlotBeat(0, "2-0", W2, letter))
+        bench.on(Heartbeat("2-0", W2, letter))
     assert (W2 not in bench.state.workers) is lost
     assert bool(bench.all(StopWorker)) is lost
     if lost:
@@ -148,8 +150,8 @@ def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
 
 def test_a_loss_aborts_a_world_once() -> None:
     bench = _running()
-    bench.on(on.WorkerExited(0, W2, -9))
-    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.on(WorkerExited(slot_of(W2), W2, -9))
+    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.on(on.HostLost(0, "h3", "executor lost"))
     assert len(bench.all(Abort)) == 1
 
@@ -160,22 +162,22 @@ def test_who_was_given_up_is_sent_home_whenever_it_speaks() -> None:
     bench.wait(1.1, beating=[1, 3, 4])
     bench.join(W2, bench.fence)
     assert isinstance(bench.commands[0], StopWorker)
-    bench.on(on.SlotBeat(0, "2-0", W2, "S"))
+    bench.on(Heartbeat("2-0", W2, "S"))
     assert bench.commands == (StopWorker(bench.commands[0].reason, W2, kill=True),)
 
 
 def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
     bench = _running()
     bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(on.SlotBeat(0, "2-0", W2, "S"))
+    bench.on(Heartbeat("2-0", W2, "S"))
     assert isinstance(bench.commands[0], ReleaseSlot)
 
 
 def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
     """Held up on the way, while its host was cut off: the newer one stays what it is."""
     bench = _running()
-    bench.on(on.WorkerExited(0, W2, -9))
-    bench.on(on.WorkerStarted(0, "2-0", name(2, 3)))
-    bench.on(on.WorkerStarted(0, "2-0", name(2, 2)))
+    bench.on(WorkerExited(slot_of(W2), W2, -9))
+    bench.on(WorkerStarted("2-0", name(2, 3)))
+    bench.on(WorkerStarted("2-0", name(2, 2)))
     assert name(2, 3) in bench.state.workers
     assert name(2, 2) in bench.state.workers.evicted

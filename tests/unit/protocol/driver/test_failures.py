@@ -8,7 +8,8 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.driver.failures import format_position
-from spark_elastic.protocol.types import Checkpoint
+from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.types import Checkpoint, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 AT = "net.py, line 7, in forward"
@@ -17,9 +18,7 @@ AT = "net.py, line 7, in forward"
 def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) -> None:
     position = at(step) if step is not None else None
     fence = bench.fence if step is not None else None
-    bench.on(
-        on.WorkerFailed(0, worker, fence, position, fingerprint, f"Traceback\nValueError: {fingerprint}")
-    )
+    bench.on(WorkerFailed(worker, fence, position, fingerprint, f"Traceback\nValueError: {fingerprint}"))
 
 
 def test_r13_the_same_exception_at_the_same_position_in_two_worlds_is_the_users() -> None:
@@ -60,7 +59,7 @@ def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_faul
     """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
     bench = Bench(replace(FOUR, failure_budget=1, all_results=True))
     bench.start(1, 2, 3, 4)
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     for job in (1, 3, 4):
         _raise(bench, name(job), f"connection {job} closed by peer", step=0)
     assert not bench.all(End)
@@ -68,8 +67,8 @@ def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_faul
 
 
 def _killed(bench: Bench, world: int) -> None:
-    bench.on(on.WorkerExited(0, name(3, world), -9))
-    bench.on(on.WorkerStarted(0, "3-0", name(3, world + 1)))
+    bench.on(WorkerExited(slot_of(name(3, world)), name(3, world), -9))
+    bench.on(WorkerStarted("3-0", name(3, world + 1)))
     bench.join(name(3, world + 1))
 
 
@@ -83,7 +82,7 @@ def _raise_as_nccl(bench: Bench, worker: str) -> None:
 
 
 def _abort_as_nccl(bench: Bench, worker: str) -> None:
-    bench.on(on.WorkerExited(0, worker, -6, "killed by signal 6", crashed_at=AT))
+    bench.on(WorkerExited(slot_of(worker), worker, -6, "killed by signal 6", crashed_at=AT))
 
 
 @pytest.mark.parametrize("survivor_first", [True, False])
@@ -107,7 +106,7 @@ def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
         if survivor_first:
             taken(bench, world)
         bench.join(other, bench.fence, None)
-        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
         bench.wait(5.0, beating=[1, 2, 3, 4, 5])
         bench.form()
@@ -140,14 +139,14 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     bench = Bench(replace(FOUR, failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
     for started in (1, 2):
-        bench.on(on.WorkerExited(0, name(2, started), -11))
-        bench.on(on.WorkerStarted(0, "2-0", name(2, started + 1)))
+        bench.on(WorkerExited(slot_of(name(2, started)), name(2, started), -11))
+        bench.on(WorkerStarted("2-0", name(2, started + 1)))
     bench.wait(101.0, beating=[1, 2])
-    bench.on(on.WorkerExited(0, name(2, 3), 1))
+    bench.on(WorkerExited(slot_of(name(2, 3)), name(2, 3), 1))
     assert not bench.all(End)
     for started in (4, 5):
-        bench.on(on.WorkerStarted(0, "2-0", name(2, started)))
-        bench.on(on.WorkerExited(0, name(2, started), 1))
+        bench.on(WorkerStarted("2-0", name(2, started)))
+        bench.on(WorkerExited(slot_of(name(2, started)), name(2, started), 1))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
     assert "failed 3 times within 100 s" in bench.end.reason
 
@@ -155,12 +154,12 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
 def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_raise() -> None:
     bench = Bench(replace(FOUR, failure_window=100.0, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
-    exits = [on.WorkerExited(0, name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)]
+    exits = [WorkerExited("2-0", name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)]
     bench.on(exits[0])
     bench.wait(101.0, beating=[1, 2])
     for started, event in enumerate(exits[1:], 2):
         assert not bench.all(End)
-        bench.on(on.WorkerStarted(0, "2-0", name(2, started)))
+        bench.on(WorkerStarted("2-0", name(2, started)))
         bench.on(event)
     assert bench.end.outcome is Outcome.OUT_OF_MEMORY
     assert "ran out of memory 3 times within 100 s" in bench.end.reason
@@ -171,11 +170,11 @@ def test_lost_hosts_and_drains_cost_no_budget() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1, 2, 3, 4)
     bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.on(on.LaunchEnded(0, 3, "task failed"))
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
     bench.regroup(3, name(1), name(4))
-    bench.on(on.WorkerExited(0, name(4), 0))
+    bench.on(WorkerExited(slot_of(name(4)), name(4), 0))
     assert not bench.all(End)
 
 
@@ -186,7 +185,7 @@ def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() 
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     assert name(2) not in bench.state.workers
     assert not bench.all(End)
-    bench.on(on.WorkerExited(0, name(2), -11))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -11))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
 
@@ -194,7 +193,7 @@ def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
     bench = Bench(replace(FOUR, failure_budget=1))
     bench.start(1, 2, 3, 4)
     _raise(bench, name(2), "row 17")
-    bench.on(on.WorkerExited(0, name(2), 1))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), 1))
     assert not bench.all(End)
 
 
@@ -261,7 +260,7 @@ def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
 
 
 def _crash(bench: Bench, worker: str, at: str = AT) -> None:
-    bench.on(on.WorkerExited(0, worker, -11, "killed by signal 11", crashed_at=at))
+    bench.on(WorkerExited(slot_of(worker), worker, -11, "killed by signal 11", crashed_at=at))
 
 
 def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> None:
@@ -269,7 +268,7 @@ def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> 
     _crash(bench, name(job), at)
     for other in others:
         bench.join(name(other), bench.fence, None)
-    bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+    bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
     bench.join(name(job, 2))
     bench.wait(2.0, beating=[job, *others])
     bench.form()
@@ -306,7 +305,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_program
         bench.join(other, bench.fence, None, suspects=(name(job),))
         assert name(job) in bench.state.workers.evicted
         _crash(bench, name(job))
-        bench.on(on.WorkerStarted(0, f"{job}-0", name(job, 2)))
+        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
         bench.wait(2.0, beating=[1, 2, 3])
         bench.join(name(3), bench.fence, None)
@@ -351,9 +350,9 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
         assert not bench.all(End)
         if step:
             written = Checkpoint(bench.fence, at(step), f"checkpoint-{step}", "digest")
-            bench.on(on.CheckpointWritten(0, name(1, started), written))
+            bench.on(CheckpointWritten(name(1, started), written))
         _crash(bench, name(1, started))
-        bench.on(on.WorkerStarted(0, "1-0", name(1, started + 1)))
+        bench.on(WorkerStarted("1-0", name(1, started + 1)))
         bench.join(name(1, started + 1))
         bench.wait(5.0, beating=[1])
         bench.form()
@@ -371,7 +370,7 @@ def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_i
         for job in (1, 2):
             assert not bench.all(End)
             _crash(bench, name(job, started))
-            bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started + 1)))
+            bench.on(WorkerStarted(f"{job}-0", name(job, started + 1)))
     assert "on all 2 slots" in bench.end.reason
 
 
@@ -383,5 +382,5 @@ def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
     for started in (1, 2):
         for job in (2, 3):
             _crash(bench, name(job, started))
-            bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started + 1)))
+            bench.on(WorkerStarted(f"{job}-0", name(job, started + 1)))
     assert not bench.all(End)

@@ -9,6 +9,8 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, StopWorker
 from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
+from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerStarted, WorldFormed
+from spark_elastic.protocol.types import slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
@@ -21,7 +23,7 @@ def _killed(bench: Bench) -> set[str]:
 def test_the_last_that_holds_the_state_is_not_given_up_while_it_works() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, beating=[1, 2])
     assert not _killed(bench)
     bench.regroup(7, name(1))
@@ -31,7 +33,7 @@ def test_the_last_that_holds_the_state_is_not_given_up_while_it_works() -> None:
 def test_nor_is_it_while_only_newcomers_to_the_world_have_come_back() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2, 3)
-    bench.on(on.WorkerExited(0, name(3), -9))
+    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
     bench.wait(SHORT.regroup_timeout + 1.0, beating=[1, 2])
     assert not _killed(bench)
@@ -40,7 +42,7 @@ def test_nor_is_it_while_only_newcomers_to_the_world_have_come_back() -> None:
 def test_it_is_given_up_at_last() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, beating=[1, 2])
     assert _killed(bench) == {name(1)}
 
@@ -59,9 +61,9 @@ def test_who_works_on_is_given_up_where_another_came_with_the_state() -> None:
 def test_who_does_not_run_is_lost_by_the_lease() -> None:
     bench = Bench(replace(SHORT, regroup_timeout=600.0))
     bench.start(1, 2)
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     for _ in range(int(SHORT.lease / 0.1) + 5):
-        bench.on(on.SlotBeat(0, "1-0", name(1), "T"))
+        bench.on(Heartbeat("1-0", name(1), "T"))
         bench.wait(0.1, beating=[2])
     assert name(1) in _killed(bench)
 
@@ -70,7 +72,7 @@ def test_building_a_world_has_its_own_bound() -> None:
     bench = Bench()
     bench.warm(1, 2, 3, 4)
     for job in (1, 2, 3):
-        bench.on(on.WorkerFormed(0, name(job), bench.fence))
+        bench.on(WorldFormed(name(job), bench.fence))
     bench.wait(SHORT_TIMEOUT + 0.1, beating=[1, 2, 3, 4])
     (abort,) = bench.all(Abort)
     assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
@@ -86,8 +88,8 @@ def _busy_rank_0(bench: Bench, step: int) -> None:
     if bench.all(End):
         return
     job, started = int(zero[0]), int(zero.rpartition(".")[2])
-    bench.on(on.WorkerExited(0, zero, -9))
-    bench.on(on.WorkerStarted(0, f"{job}-0", name(job, started + 1)))
+    bench.on(WorkerExited(slot_of(zero), zero, -9))
+    bench.on(WorkerStarted(f"{job}-0", name(job, started + 1)))
     bench.join(name(job, started + 1))
     bench.form()
 

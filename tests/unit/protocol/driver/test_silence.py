@@ -8,7 +8,8 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, ReleaseSlot
-from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 ALL = (1, 2, 3, 4)
@@ -32,7 +33,7 @@ def test_r12_beats_that_were_not_heard_at_one_time_are_no_evidence() -> None:
     bench = _running()
     for job in ALL:
         bench.wait(0.25)
-        bench.on(on.SlotBeat(0, f"{job}-0", name(job), "S"))
+        bench.on(Heartbeat(f"{job}-0", name(job), "S"))
     bench.wait(30.0)
     assert not bench.all(Abort)
 
@@ -53,7 +54,7 @@ def test_r12_a_driver_that_slept_takes_nobody_for_lost() -> None:
     bench.on(on.Tick(0))
     for job in ALL:
         bench.wait(0.05)
-        bench.on(on.SlotBeat(0, f"{job}-0", name(job), "S"))
+        bench.on(Heartbeat(f"{job}-0", name(job), "S"))
     bench.wait(5.0, beating=ALL)
     assert not bench.all(Abort)
 
@@ -64,7 +65,7 @@ def test_r12_a_driver_that_slept_takes_one_fresh_beat_for_no_evidence_against_ot
     bench = _running()
     bench.wait(1.0, beating=ALL)
     bench.now += 10.0
-    bench.on(on.SlotBeat(0, f"{first}-0", name(first), "S"))
+    bench.on(Heartbeat(f"{first}-0", name(first), "S"))
     bench.on(on.Tick(0))
     bench.wait(4.0, beating=(first,))
     assert len(bench.state.workers) == 4
@@ -77,7 +78,7 @@ def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
     bench.wait(1.0, beating=ALL)
     bench.on(on.ConnectionLost(0, "2-0", name(2)))
     bench.now += 10.0
-    bench.on(on.SlotBeat(0, "1-0", name(1), "S"))
+    bench.on(Heartbeat("1-0", name(1), "S"))
     bench.on(on.Tick(0))
     assert len(bench.state.workers) == 4
     bench.on(on.ConnectionBack(0, "2-0", name(2)))
@@ -101,7 +102,7 @@ def test_r12_workers_that_ended_for_want_of_the_driver_are_nobodys_failures(know
             bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
         bench.wait(bench.limits.reconnect_grace + 1.0, beating=sixteen)
     for job in sixteen:
-        bench.on(on.WorkerExited(0, name(job), DRIVER_SILENT_EXIT_CODE))
+        bench.on(WorkerExited(slot_of(name(job)), name(job), DRIVER_SILENT_EXIT_CODE))
     assert not bench.state.workers
     assert not bench.all(End)
     assert not bench.state.blacklist
@@ -114,8 +115,8 @@ def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
     for started in range(1, 25):
         if bench.all(End):
             break
-        bench.on(on.WorkerExited(0, name(1, started), DRIVER_SILENT_EXIT_CODE))
-        bench.on(on.WorkerStarted(0, "1-0", name(1, started + 1)))
+        bench.on(WorkerExited(slot_of(name(1, started)), name(1, started), DRIVER_SILENT_EXIT_CODE))
+        bench.on(WorkerStarted("1-0", name(1, started + 1)))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
 
@@ -134,17 +135,17 @@ def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until
     """Spark retries a task whose process was killed, and tells nobody."""
     bench = Bench(Limits(2, 2, 2, driver_timeout=10.0))
     bench.start(1, 2)
-    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     bench.on(order)
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
     for _ in range(14):
         bench.wait(1.0, beating=[2])
-        bench.on(on.SlotBeat(0, "1-1", "1-1.1", "S"))
+        bench.on(Heartbeat("1-1", "1-1.1", "S"))
     assert not bench.all(ReleaseSlot)
     bench.wait(2.0, beating=[2])
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
-    bench.on(on.SlotBeat(0, "1-0", "", ""))
+    bench.on(Heartbeat("1-0", "", ""))
     assert bench.all(ReleaseSlot)[-1].slot == "1-0"
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, ReleaseSlot
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.types import Limits, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 # ---- launches
@@ -39,7 +40,7 @@ def _free_of_work(bench: Bench, seconds: float, host: str) -> int:
     while bench.now < end:
         for job in tuple(bench.state.launches):
             if job not in bench.state.launches.delayed:
-                bench.on(on.SlotRegistered(0, f"{job}-0", host, job))
+                bench.on(RegisterSlot(f"{job}-0", host, job))
                 bench.on(on.LaunchEnded(0, job, "released"))
         bench.wait(0.5)
     return len(bench.all(LaunchSlot)) - before
@@ -74,7 +75,7 @@ def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_afte
 def test_a_host_that_appears_is_asked_although_all_others_are_blacklisted() -> None:
     bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
     bench.warm(1)
-    bench.on(on.WorkerFailed(0, name(1), None, None, "f", "boom"))
+    bench.on(WorkerFailed(name(1), None, None, "f", "boom"))
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert list(bench.state.launches.delayed) == [2]
     bench.on(on.HostAppeared(0, "h2"))
@@ -94,18 +95,18 @@ def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lo
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["4-0"]
     bench.on(on.LaunchEnded(0, 4, "released"))
     assert len(bench.all(LaunchSlot)) == 4
-    bench.on(on.WorkerExited(0, name(1), -9))
+    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     assert len(bench.all(LaunchSlot)) == 5
 
 
 def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2, idle_slot_timeout=2.0))
     bench.start(1, 2)
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
     for _ in range(10):
         bench.wait(0.5, beating=[1, 2])
-        bench.on(on.SlotBeat(0, "1-1", "1-1.1", "S"))
+        bench.on(Heartbeat("1-1", "1-1.1", "S"))
     assert not bench.all(ReleaseSlot)
 
 
@@ -113,7 +114,7 @@ def _copied(host: str = "h9") -> Bench:
     """A world of two; the task of its first slot has a second attempt on that host, with a warm worker."""
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
-    bench.on(on.SlotRegistered(0, "1-1", host, 1))
+    bench.on(RegisterSlot("1-1", host, 1))
     bench.join("1-1.1")
     return bench
 
@@ -144,9 +145,9 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
-    bench.on(on.SlotRegistered(0, "3-0", "h9", 3))
+    bench.on(RegisterSlot("3-0", "h9", 3))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"], "that one is alone"
     bench.on(on.LaunchEnded(0, 1, "killed"))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"]
@@ -157,8 +158,8 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
 def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent_back_alone() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1, unfit="host h9 has no torch"))
-    bench.on(on.SlotRegistered(0, "3-0", "h9", 3, unfit="host h9 has no torch"))
+    bench.on(RegisterSlot("1-1", "h9", 1, unfit="host h9 has no torch"))
+    bench.on(RegisterSlot("3-0", "h9", 3, unfit="host h9 has no torch"))
     assert bench.all(ReleaseSlot) == [ReleaseSlot("host h9 has no torch", "3-0")]
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 2))))
     bench.on(on.HostLost(0, "h1", "executor lost"))
@@ -173,7 +174,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_host_is_listed() -> None:
     bench.wait(0.5, beating=[1, 2])
     bench.stop_planned(2, *bench.members())
     assert bench.members() == [name(1), name(2)]
-    bench.on(on.WorkerStarted(0, "1-1", "1-1.2"))
+    bench.on(WorkerStarted("1-1", "1-1.2"))
     bench.join("1-1.2")
     bench.form()
     assert set(bench.state.slots.excluded) == {"1-1"}
@@ -187,13 +188,13 @@ def test_r14_a_second_attempt_is_let_in_once_its_hosts_cooldown_is_over() -> Non
     bench = Bench(replace(Limits(2, 1, 3), cooldown_range=(20.0, 20.0)))
     bench.start(1, 2)
     bench.slot(3, "h9")
-    bench.on(on.WorkerExited(0, name(3), 1))
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(WorkerExited(slot_of(name(3)), name(3), 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
     assert set(bench.state.slots.excluded) == {"1-1"}
     while bench.now < 21.0:
         bench.wait(0.5, beating=[1, 2])
-        bench.on(on.SlotBeat(0, "1-1", "1-1.1", "S"))
+        bench.on(Heartbeat("1-1", "1-1.1", "S"))
     bench.stop_planned(1, name(1), name(2))
     assert bench.members() == [name(1), name(2), "1-1.1"]
 
@@ -224,8 +225,8 @@ def test_r14_crashes_of_an_attempt_that_takes_no_part_cost_nothing() -> None:
     bench = _copied()
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     for started in range(1, 30):
-        bench.on(on.WorkerExited(0, f"1-1.{started}", 1, out_of_memory=started % 2 == 0))
-        bench.on(on.WorkerStarted(0, "1-1", f"1-1.{started + 1}"))
+        bench.on(WorkerExited(slot_of(f"1-1.{started}"), f"1-1.{started}", 1, out_of_memory=started % 2 == 0))
+        bench.on(WorkerStarted("1-1", f"1-1.{started + 1}"))
     assert not bench.state.failures.records
     assert not bench.state.failures.oom_kills
     assert not bench.all(End)
@@ -277,7 +278,7 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
 def test_r17_all_attempts_of_a_slot_are_left_to_the_other_job() -> None:
     bench = Bench(replace(FOUR, min_workers=3))
     bench.warm(1)
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
 
@@ -294,7 +295,7 @@ def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -
     for job in (2, 3):
         bench.on(on.LaunchEnded(0, job, "executor lost", executor_lost=True))
     bench.join(name(1), bench.fence, at(7))
-    bench.on(on.SlotRegistered(0, "1-1", "h9", 1))
+    bench.on(RegisterSlot("1-1", "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
     assert "1-1" not in {release.slot for release in bench.all(ReleaseSlot)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol.driver.stall import Stall, stalls
-from spark_elastic.protocol.events import SlotBeat
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import Fence, Member, World
 
 NOW, AFTER = 100.0, 3.0
@@ -25,7 +25,7 @@ def find(
 ) -> tuple[Stall, ...]:
     """signs: (state, waits, seconds) of each rank's newest beat."""
     beats = {
-        f"{rank}-0": SlotBeat(at, f"{rank}-0", f"{rank}-0.1", *sign, "f (a.py:1)")
+        f"{rank}-0": (at, Heartbeat(f"{rank}-0", f"{rank}-0.1", *sign, "f (a.py:1)"))
         for rank, sign in enumerate(signs)
         if sign is not None
     }
@@ -93,6 +93,6 @@ def test_a_silent_slot_cannot_say_that_it_waits() -> None:
 
 
 def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
-    beats = {f"{rank}-0": SlotBeat(NOW, f"{rank}-0", f"{rank}-0.1", *WAITING) for rank in range(3)}
-    beats["1-0"] = SlotBeat(NOW, "1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)")
+    beats = {f"{rank}-0": (NOW, Heartbeat(f"{rank}-0", f"{rank}-0.1", *WAITING)) for rank in range(3)}
+    beats["1-0"] = (NOW, Heartbeat("1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)"))
     assert not stalls(WORLD, beats, NOW, AFTER, 0.0, 1.0)

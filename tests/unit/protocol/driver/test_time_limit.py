@@ -8,7 +8,16 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Announce, DriverCommand, End, Outcome, Publish
 from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
-from spark_elastic.protocol.types import START, Fence, Limits, is_last
+from spark_elastic.protocol.events import Received
+from spark_elastic.protocol.messages import (
+    Heartbeat,
+    JoinWorld,
+    RegisterSlot,
+    WorkerExited,
+    WorkerStarted,
+    WorldFormed,
+)
+from spark_elastic.protocol.types import START, Fence, Limits, is_last, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 LIMITS = Limits(1, 1, 1, max_runtime=100.0)
@@ -24,15 +33,15 @@ class Driver:
 
     def trains(self) -> Driver:
         self.say(on.Tick(0.0))
-        self.say(on.SlotRegistered(1.0, "1-0", "h", 1))
-        self.say(on.WorkerStarted(1.0, "1-0", "1-0.1"))
-        said = self.say(on.WorkerJoins(2.0, "1-0.1", "1-0", None, None, (), "warm", False))
+        self.say(Received(1.0, RegisterSlot("1-0", "h", 1)))
+        self.say(Received(1.0, WorkerStarted("1-0", "1-0.1")))
+        said = self.say(Received(2.0, JoinWorld("1-0.1", None, None, (), "warm", False)))
         assert any(isinstance(command, Publish) for command in said)
-        self.say(on.WorkerFormed(2.0, "1-0.1", Fence(1, 1)))
+        self.say(Received(2.0, WorldFormed("1-0.1", Fence(1, 1))))
         return self
 
     def beats(self, now: float) -> tuple[DriverCommand, ...]:
-        said = self.say(on.SlotBeat(now, "1-0", "1-0.1", "R"))
+        said = self.say(Received(now, Heartbeat("1-0", "1-0.1", "R")))
         return (*said, *self.say(on.Tick(now)))
 
 
@@ -47,7 +56,7 @@ def test_it_is_announced_and_the_job_ends_once_all_have_come() -> None:
     (announced,) = [c for c in said if isinstance(c, Announce)]
     assert "max_runtime" in announced.reason
     assert not ends(said)
-    came = driver.say(on.WorkerJoins(101.5, "1-0.1", "1-0", Fence(1, 1), START, (), "boundary", True))
+    came = driver.say(Received(101.5, JoinWorld("1-0.1", Fence(1, 1), START, (), "boundary", True)))
     assert ends(came) == [Outcome.TIME_LIMIT]
 
 
@@ -105,7 +114,7 @@ def test_a_change_whose_boundary_comes_late_is_followed_by_a_world_that_is_told(
 def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
     bench = _two()
     bench.wait(101.0 - bench.now, beating=[1, 2])
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert not bench.all(End)
     bench.regroup(50, name(1))
     assert bench.members() == [name(1)]
@@ -115,7 +124,7 @@ def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
 def test_a_loss_just_before_the_time_is_up_costs_no_checkpoint() -> None:
     bench = _two()
     bench.wait(99.5 - bench.now, beating=[1, 2])
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.wait(1.0, beating=[1])
     bench.regroup(50, name(1))
     _stops_as_told(bench, 51, 1)
@@ -125,14 +134,14 @@ def test_with_nobody_left_it_ends_at_once() -> None:
     bench = _two()
     bench.wait(101.0 - bench.now, beating=[1, 2])
     for job in (1, 2):
-        bench.on(on.WorkerExited(0, name(job), -9))
+        bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
     assert bench.end.outcome is Outcome.TIME_LIMIT
 
 
 def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
     bench = _two()
     bench.wait(101.0 - bench.now, beating=[1, 2])
-    bench.on(on.WorkerExited(0, name(2), -9))
+    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(50, name(1))
     bench.form()
     bench.wait(LAST_STOP_TIMEOUT - 2.0, beating=[1])

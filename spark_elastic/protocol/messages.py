@@ -1,0 +1,204 @@
+"""What slots and workers say to the driver, and what it answers. Pure values.
+
+The rendezvous client sends a message as it stands, the server stamps the time of receipt (`events.Received`), and the
+driver machine consumes it. A new field therefore concerns its sender, this file and the machine only. Messages that
+the server answers without the machine, as its long polls, are in `rendezvous.messages`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World, slot_of
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Request(Generic[R_co]):
+    """A message to the driver; `R_co` is the class of its reply."""
+
+
+@dataclass(frozen=True)
+class SlotRequest(Request[R_co]):
+    """A message from a slot."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True)
+class WorkerRequest(Request[R_co]):
+    """A message from a worker."""
+
+    worker: WorkerId
+
+    @property
+    def slot(self) -> SlotId:
+        return slot_of(self.worker)
+
+
+# ---- replies
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The driver has received the message."""
+
+    # Why the sender must end; None: it goes on.
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a slot may carry a worker. A refused slot stays until the driver releases it (R14, slot attempts)."""
+
+    accepted: bool
+    # The sentence that refuses it; "" when accepted.
+    reason: str = ""
+    # Seconds until the next heartbeat is due.
+    heartbeat_interval: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeartbeatReply:
+    """Answers a heartbeat."""
+
+    # Seconds until the next heartbeat is due.
+    heartbeat_interval: float = 1.0
+    # Why the slot must end; None: it goes on.
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class NextWorld:
+    """Answers a worker that waits for a world. Both fields None: not decided yet, ask again."""
+
+    world: World | None = None
+    # Why the worker must end.
+    stop: str | None = None
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.world is None and self.stop is None
+
+
+# ---- from slots
+
+
+@dataclass(frozen=True)
+class RegisterSlot(SlotRequest[Admission]):
+    """A slot task has started on a host."""
+
+    host: HostId
+    # Number of the launch that carries it. One launch may have several attempts alive (R14, slot attempts).
+    launch: int
+    # Name of its machine, which a host listing may use.
+    node: str = ""
+    # Why the host's software cannot take part, "" if it can. The server fills it in, from `facts`.
+    unfit: str = ""
+    # What the host runs: versions, pids, boot id; JSON values by name.
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Heartbeat(SlotRequest[HeartbeatReply]):
+    """The slot is alive, and this is the state of its worker."""
+
+    # "" while it has none.
+    worker: WorkerId = ""
+    # State letter of the worker's process as in /proc, "" without a process.
+    state: str = ""
+    # The worker's main thread waits for other workers; False: it works.
+    waits: bool = False
+    # For how long it has waited or worked, in seconds.
+    seconds: float = 0.0
+    # Where the main thread is; "" unless it has worked for long or is stopped.
+    stack: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerStarted(SlotRequest[Acknowledged]):
+    """The slot announces the process that is its worker now."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class WorkerExited(SlotRequest[Acknowledged]):
+    """The slot saw the process of its worker end."""
+
+    worker: WorkerId
+    # As subprocess gives it; negative: the signal that killed it.
+    exit_code: int
+    reason: str = ""
+    # The kernel killed it because memory ran out.
+    out_of_memory: bool = False
+    # Python frames in which native code crashed; "" if it did not crash or the frames are unknown.
+    crashed_at: str = ""
+
+
+# ---- from workers
+
+
+@dataclass(frozen=True)
+class JoinWorld(WorkerRequest[NextWorld]):
+    """The worker asks for its next world (long poll). It repeats the request until it gets one."""
+
+    # The world it left; None before its first.
+    fence: Fence | None = None
+    # Where its state stands; None for a newcomer, which holds no state.
+    position: Position | None = None
+    # Workers whose connections it saw break; empty for a planned change.
+    suspects: tuple[WorkerId, ...] = ()
+    reason: str = ""
+    # It stopped at a step boundary because a change was announced.
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class WorldFormed(WorkerRequest[Acknowledged]):
+    """The worker has built the group of that generation."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True)
+class WorkerFailed(WorkerRequest[Acknowledged]):
+    """User code raised an exception (R13, user errors). Sent before the worker closes its group."""
+
+    fence: Fence | None
+    position: Position | None
+    # Equal for exceptions that count as the same failure.
+    fingerprint: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class WorkerDone(WorkerRequest[NextWorld]):
+    """The worker reached the end of training (R15, completion) and keeps its state until the reply (long poll): either
+    the order to stop, or another world."""
+
+    fence: Fence
+    position: Position
+    # JSON text.
+    result: str
+
+
+@dataclass(frozen=True)
+class CheckpointWritten(WorkerRequest[Acknowledged]):
+    """The worker has written a checkpoint. It counts once the driver has published it (R18, durable state)."""
+
+    checkpoint: Checkpoint
+
+
+DriverMessage: TypeAlias = (
+    RegisterSlot
+    | Heartbeat
+    | WorkerStarted
+    | WorkerExited
+    | JoinWorld
+    | WorldFormed
+    | WorkerFailed
+    | WorkerDone
+    | CheckpointWritten
+)
