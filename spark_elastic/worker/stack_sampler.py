@@ -164,8 +164,10 @@ def _format_frame(path: str, line: str, function: str) -> str:
 
 
 class WaitRecordingClient:
-    """A driver client, with every request that waits for other workers marked as waiting. What the slot's beats, which no poll
-    holds up, tell of the driver counts as if it had been heard here (R12)."""
+    """A driver client that records requests which wait for other workers as waits.
+
+    The slot's heartbeats, which no long poll delays, count as signs of life of the driver too (R12, driver silence).
+    """
 
     _WAITING = JoinWorld, Exchange, WorkerDone
 
