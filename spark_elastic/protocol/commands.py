@@ -1,4 +1,4 @@
-"""What a machine wants to be done, as values. Each command has a reason; together the reasons tell the job's story."""
+"""What a machine wants to be done, as values. Each command has a reason; the reasons are the job's event log."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Command:
 
 @dataclass(frozen=True)
 class LaunchSlot(Command):
-    """Start one single-task Spark job that carries a slot; `job` is its number, never used twice."""
+    """Start one single-task Spark job that carries a slot."""
 
-    launch: int
+    launch: int  # its number, never used twice
 
 
 @dataclass(frozen=True)
 class Publish(Command):
     """A new world: answer the joins (and results) of its members with it and open its address exchange.
 
-    A member whose question carries an older fence gets it too, however late: an answer may have been lost, and the
-    driver machine takes no notice of a question that this world answers.
+    A member that asks with an older fence gets it too, however late: an answer may have been lost, and the driver
+    machine ignores a join that this world answers.
     """
 
     world: World
@@ -44,18 +44,17 @@ class Abort(Command):
 
 @dataclass(frozen=True)
 class Announce(Command):
-    """A planned change is wanted: workers carry `version` into their trailers and stop at a common boundary."""
+    """A planned change is wanted: workers put `version` into their step summaries and stop at a common boundary."""
 
-    version: int
+    version: int  # of the membership; higher than the world's
 
 
 @dataclass(frozen=True)
 class StopWorker(Command):
-    """The worker shall end (exit code 0). `kill`: its slot kills it without asking. A slot that stays starts its
-    spare in its place unless it is released too."""
+    """The worker shall end (exit code 0). A slot that stays starts its spare in its place unless it is released too."""
 
     worker: WorkerId
-    kill: bool = False
+    kill: bool = False  # its slot kills it without asking
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,14 @@ class ReleaseSlot(Command):
 
 @dataclass(frozen=True)
 class PublishCheckpoint(Command):
-    """From now on `kept` (newest first) are what a run resumes from; others may be deleted."""
+    """From now on a run resumes from one of these; others may be deleted."""
 
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[Checkpoint, ...]  # newest first
 
 
 @dataclass(frozen=True)
 class NotifyUser(Command):
-    """Nothing is done; tell the user why."""
+    """Nothing changes; tell the user why."""
 
 
 class Outcome(Enum):
@@ -91,11 +90,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class End(Command):
-    """The job is over. results: by rank (JSON text), for SUCCESS. detail: the traceback, for USER_ERROR."""
+    """The job is over."""
 
     outcome: Outcome
-    results: tuple[str, ...] = ()
-    detail: str = ""
+    results: tuple[str, ...] = ()  # by rank (JSON text), for SUCCESS
+    detail: str = ""  # the traceback, for USER_ERROR
 
 
 DriverCommand: TypeAlias = (
@@ -110,10 +109,10 @@ DriverCommand: TypeAlias = (
 class Join(Command):
     """Ask the driver for the next world; repeat until answered."""
 
-    fence: Fence | None
-    position: Position | None
-    suspects: tuple[WorkerId, ...] = ()
-    planned: bool = False
+    fence: Fence | None  # of the world that it left, None before its first
+    position: Position | None  # of the state that it holds, None if it holds none
+    suspects: tuple[WorkerId, ...] = ()  # members that it saw break
+    planned: bool = False  # it stopped at a boundary because a change was announced
 
 
 @dataclass(frozen=True)
@@ -125,22 +124,22 @@ class Form(Command):
 
 @dataclass(frozen=True)
 class Sync(Command):
-    """Take part in handing the source's state to `receivers` (ranks), into staging."""
+    """Take part in the broadcast of the source's state to the world's `receivers`, into staging."""
 
     world: World
 
 
 @dataclass(frozen=True)
 class Run(Command):
-    """Train on from `position` (None: from the beginning)."""
+    """Train on."""
 
     world: World
-    position: Position | None
+    position: Position | None  # None: from the beginning
 
 
 @dataclass(frozen=True)
 class AbortGroup(Command):
-    """Free every waiter of the group of `fence`, at once."""
+    """Wake every thread that waits in the group of `fence`, at once."""
 
     fence: Fence
 

@@ -1,7 +1,7 @@
 """An immutable mapping for the machines' states: an update costs about the square root of the size, not the size.
 
-Updates go to a small overlay that is folded into the base once it has grown. Iteration order is that of a dict and
-hence the same in every run: it never depends on hashes.
+Updates go to a small overlay that is merged into the base once it has grown. Iteration order is that of a dict, so it
+is the same in every run: it never depends on hashes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-OVERLAY_AT_LEAST = 8
+MIN_OVERLAY = 8
 
 
 class Table(Mapping[K, V], Generic[K, V]):
@@ -27,21 +27,21 @@ class Table(Mapping[K, V], Generic[K, V]):
         self._size = len(self._base)
 
     def put(self, key: K, value: V) -> Table[K, V]:
-        return self._changed(key, (value,), self._size + (key not in self))
+        return self._copy_with(key, (value,), self._size + (key not in self))
 
     def drop(self, key: K) -> Table[K, V]:
-        """Without `key`; the same table where it is not there."""
-        return self._changed(key, None, self._size - 1) if key in self else self
+        """Without `key`; the same table if it has no such key."""
+        return self._copy_with(key, None, self._size - 1) if key in self else self
 
-    def _changed(self, key: K, entry: tuple[V] | None, size: int) -> Table[K, V]:
+    def _copy_with(self, key: K, entry: tuple[V] | None, size: int) -> Table[K, V]:
         new: Table[K, V] = Table.__new__(Table)
         overlay = dict(self._overlay)
         overlay[key] = entry
         new._size = size
-        if len(overlay) <= max(OVERLAY_AT_LEAST, isqrt(size)):
+        if len(overlay) <= max(MIN_OVERLAY, isqrt(size)):
             new._base, new._overlay = self._base, overlay
         else:
-            new._base, new._overlay = _folded(self._base, overlay), {}
+            new._base, new._overlay = _merge(self._base, overlay), {}
         return new
 
     def __getitem__(self, key: K) -> V:
@@ -66,14 +66,14 @@ class Table(Mapping[K, V], Generic[K, V]):
                 yield key
 
     def values(self) -> ValuesView[V]:
-        return self._whole().values()
+        return self._merged_dict().values()
 
     def items(self) -> ItemsView[K, V]:
-        return self._whole().items()
+        return self._merged_dict().items()
 
-    def _whole(self) -> dict[K, V]:
-        """One dict: copying it is ten times quicker than going through `__iter__` and `__getitem__`."""
-        return _folded(self._base, self._overlay) if self._overlay else self._base
+    def _merged_dict(self) -> dict[K, V]:
+        """As one dict: copying it is ten times quicker than going through `__iter__` and `__getitem__`."""
+        return _merge(self._base, self._overlay) if self._overlay else self._base
 
     def __len__(self) -> int:
         return self._size
@@ -82,11 +82,11 @@ class Table(Mapping[K, V], Generic[K, V]):
         return f"Table({dict(self)})"
 
 
-def _folded(base: Mapping[K, V], overlay: Mapping[K, tuple[V] | None]) -> dict[K, V]:
-    folded = dict(base)
+def _merge(base: Mapping[K, V], overlay: Mapping[K, tuple[V] | None]) -> dict[K, V]:
+    merged = dict(base)
     for key, entry in overlay.items():
         if entry is None:
-            folded.pop(key, None)
+            merged.pop(key, None)
         else:
-            folded[key] = entry[0]
-    return folded
+            merged[key] = entry[0]
+    return merged

@@ -1,8 +1,8 @@
 """A worker's decisions: `step(state, event) -> (state, commands)`, pure; the same in a real process and in simulation.
 
-A worker asks for a world, forms its group, takes the state where it must, trains, and asks again when the group
-broke or a boundary was agreed. Two threads post: what an event of the past brings too late is answered with nothing,
-or, where the main thread waits for an answer, with the question asked again.
+A worker asks for a world, forms its group, takes the source's state if its own differs, trains, and asks again when the
+group broke or a boundary was agreed. Two threads post events. An event of an earlier world has no effect, unless the
+main thread waits for an answer: then the worker asks again.
 """
 
 from __future__ import annotations
@@ -47,31 +47,30 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class WorkerState:
-    """fence: of the last world that it took. position: of the state that it holds (R5: an old one until a new one is
-    swapped in whole); None while it holds none. aborted: newest world that is known to be over. open: whether the group
-    of `fence` was not closed yet. code: of its exit."""
+    """What a worker knows of itself and its world."""
 
     worker: WorkerId
     slot: SlotId
     stage: Stage = Stage.STARTING
-    fence: Fence | None = None
+    fence: Fence | None = None  # of the last world that it entered
     world: World | None = None
+    # Of the state that it holds, None while it holds none. R5 (staging): the old one until a new one is swapped in.
     position: Position | None = None
-    aborted: Fence | None = None
-    open: bool = False
+    aborted: Fence | None = None  # newest world that is known to be over
+    open: bool = False  # the group of `fence` was not closed yet
     result: str = ""
-    code: int = 0
+    code: int = 0  # of its exit
 
 
-Answer: TypeAlias = tuple[WorkerState, tuple[WorkerCommand, ...]]
+StepResult: TypeAlias = tuple[WorkerState, tuple[WorkerCommand, ...]]
 
 
-def initial(worker: WorkerId, slot: SlotId) -> Answer:
+def initial(worker: WorkerId, slot: SlotId) -> StepResult:
     """A process that was just started; it does nothing before it is warm."""
     return WorkerState(worker, slot), ()
 
 
-def step(state: WorkerState, event: on.WorkerEvent) -> Answer:
+def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """What follows from an event."""
     if state.stage is Stage.STOPPED:
         return state, (Exit("it was told to end", state.code),)
@@ -79,13 +78,13 @@ def step(state: WorkerState, event: on.WorkerEvent) -> Answer:
         case on.Warm():
             return _join(state, "warm") if state.stage is Stage.STARTING else (state, ())
         case on.WorldReceived():
-            return _got_world(state, event.world)
+            return _receive_world(state, event.world)
         case on.GroupFormed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroken() | on.Finished():
-            return _in_world(state, event) if event.fence == state.fence else (state, ())
+            return _handle_in_world(state, event) if event.fence == state.fence else (state, ())
         case on.AbortReceived():
-            return _abort_heard(state, event)
+            return _receive_abort(state, event)
         case on.UserRaised():
-            return _user_raised(state, event)
+            return _report_exception(state, event)
         case on.StopReceived():
             return _stop(state, event.reason, 0)
         case on.DriverSilent():
@@ -96,29 +95,29 @@ def step(state: WorkerState, event: on.WorkerEvent) -> Answer:
 
 def _join(
     state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
-) -> Answer:
+) -> StepResult:
     return replace(state, stage=Stage.JOINING), (
         Join(reason, state.fence, state.position, suspects, planned),
     )
 
 
-def _got_world(state: WorkerState, world: World) -> Answer:
+def _receive_world(state: WorkerState, world: World) -> StepResult:
     if state.stage not in (Stage.JOINING, Stage.DONE):
         return state, ()
     if state.fence is not None and world.fence <= state.fence:
         if state.stage is Stage.DONE:
-            return state, (_report_done(state),)
+            return state, (_report_result(state),)
         return _join(state, f"world {world.fence.generation} is one that it left")
     me = world.member(state.worker)
     if me is None:
         return _stop(state, f"world {world.fence.generation} was formed without it", 0)
     number = world.fence.generation
-    closing = _closing(state, f"world {number} follows")
+    closing = _close_commands(state, f"world {number} follows")
     entered = replace(state, stage=Stage.FORMING, fence=world.fence, world=world, open=False)
     if _is_over(entered):
-        after, commands = _join(entered, f"world {number} was over before it was heard of")
+        after, commands = _join(entered, f"world {number} was over before it came")
     elif me.position != state.position:
-        # A late message misled the driver. Who trained on from here would break P1: this world must not begin.
+        # A late message misled the driver. Training on from here would break P1, so this world must not begin.
         after, commands = _join(entered, f"world {number} was formed for a position that it does not hold")
     else:
         after = replace(entered, open=True)
@@ -126,17 +125,17 @@ def _got_world(state: WorkerState, world: World) -> Answer:
     return after, (*closing, *commands)
 
 
-def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
+def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Events of the current world's own work."""
     match event:
         case on.GroupFormed() if state.stage is Stage.FORMING:
-            return _formed(state)
+            return _enter_formed(state)
         case on.Synced() if state.stage is Stage.SYNCING:
             return _run(replace(state, position=event.position or state.position))
         case on.Applied() if state.stage is Stage.RUNNING:
             return replace(state, position=event.position), ()
         case on.Boundary() if state.stage is Stage.RUNNING:
-            # The group stays open until the next world is there: a slower peer may still read this step's last bytes.
+            # The group stays open until the next world comes: a slower peer may still read this step's last bytes.
             return _join(state, event.reason, planned=True)
         case on.GroupBroken() if state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING):
             assert state.world is not None
@@ -145,12 +144,12 @@ def _in_world(state: WorkerState, event: on.WorkerEvent) -> Answer:
             return _leave(state, event.reason, suspects)
         case on.Finished() if state.stage is Stage.RUNNING:
             done = replace(state, stage=Stage.DONE, result=event.result)
-            return done, (_report_done(done),)
+            return done, (_report_result(done),)
         case _:
             return state, ()
 
 
-def _formed(state: WorkerState) -> Answer:
+def _enter_formed(state: WorkerState) -> StepResult:
     world = state.world
     assert world is not None
     if _is_over(state):
@@ -161,8 +160,8 @@ def _formed(state: WorkerState) -> Answer:
     return replace(state, stage=Stage.SYNCING), (Sync(f"{verb} the state of rank {world.source}", world),)
 
 
-def _run(state: WorkerState) -> Answer:
-    """Train on. Where all begin from nothing, each holds the initial state from here on."""
+def _run(state: WorkerState) -> StepResult:
+    """Train on. If no member brought a state, each holds the initial state from here on."""
     world = state.world
     assert world is not None
     if _is_over(state):
@@ -172,23 +171,23 @@ def _run(state: WorkerState) -> Answer:
     return running, (Run(f"rank {_rank(state)} of {world.size}", world, state.position),)
 
 
-def _leave(state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = ()) -> Answer:
+def _leave(state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = ()) -> StepResult:
     joined, commands = _join(replace(state, open=False), reason, suspects)
-    return joined, (*_closing(state, reason), *commands)
+    return joined, (*_close_commands(state, reason), *commands)
 
 
-def _closing(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:
-    """The command that closes the group, where one is open."""
+def _close_commands(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:
+    """The command that closes the group, if one is open."""
     return (CloseGroup(reason, state.fence),) if state.open and state.fence is not None else ()
 
 
-def _report_done(state: WorkerState) -> ReportDone:
+def _report_result(state: WorkerState) -> ReportDone:
     assert state.fence is not None
     return ReportDone("the end of training", state.fence, state.position or START, state.result)
 
 
-def _abort_heard(state: WorkerState, event: on.AbortReceived) -> Answer:
-    """R10: an older one is ignored; a newer one is kept for the world that it speaks of."""
+def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
+    """R10 (fence): an abort of an older world is ignored; one of a newer world waits for that world."""
     if state.fence is not None and event.fence < state.fence:
         return state, ()
     known = event.fence if state.aborted is None else max(state.aborted, event.fence)
@@ -198,15 +197,16 @@ def _abort_heard(state: WorkerState, event: on.AbortReceived) -> Answer:
     return over, (AbortGroup(event.reason, event.fence),)
 
 
-def _user_raised(state: WorkerState, event: on.UserRaised) -> Answer:
-    """R13: told to the driver before the group closes, so that peers' broken connections are never the first news."""
+def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
+    """R13 (deterministic failures): report to the driver before the group closes, so that the peers' broken connections
+    never arrive first."""
     reason = "user code raised"
     report = ReportFailure(reason, state.fence, state.position, event.fingerprint, event.traceback)
     stopped = replace(state, stage=Stage.STOPPED, code=1, open=False)
-    return stopped, (report, *_closing(state, reason), Exit(reason, 1))
+    return stopped, (report, *_close_commands(state, reason), Exit(reason, 1))
 
 
-def _stop(state: WorkerState, reason: str, code: int) -> Answer:
+def _stop(state: WorkerState, reason: str, code: int) -> StepResult:
     stopped = replace(state, stage=Stage.STOPPED, code=code)
     if state.open and state.fence is not None:
         return stopped, (AbortGroup(reason, state.fence), Exit(reason, code))

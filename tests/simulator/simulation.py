@@ -114,7 +114,7 @@ class SimRun:
         return f"runs/{RUN}/checkpoints/{name}/{PART}"
 
 
-WorkerStep = Callable[[worker_machine.WorkerState, on.WorkerEvent], worker_machine.Answer]
+WorkerStep = Callable[[worker_machine.WorkerState, on.WorkerEvent], worker_machine.StepResult]
 DEADLINE = 600.0  # simulated seconds in which every plan must end
 AFTERWARDS = 30.0  # simulated seconds in which everybody must be gone after the end
 
