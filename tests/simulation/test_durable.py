@@ -11,7 +11,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState, EvictedMembers
-from spark_elastic.protocol.worker_machine import Answer, WorkerState
+from spark_elastic.protocol.worker_machine import StepResult, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.run_lease import RunLease
 from tests.simulation.scenes import scene
@@ -127,7 +127,7 @@ def test_p7_a_driver_that_loses_what_was_acknowledged_is_caught(step: object, ma
 def test_p1_a_resume_one_step_too_far_is_caught() -> None:
     plan = durable(ALL_KILLED)
 
-    def ahead(state: WorkerState, event: on.WorkerEvent) -> Answer:
+    def ahead(state: WorkerState, event: on.WorkerEvent) -> StepResult:
         if isinstance(event, on.Synced) and state.world is not None and state.world.resume:
             assert event.position is not None
             event = replace(event, position=plan.successor(event.position))

@@ -14,7 +14,7 @@ from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import JoinWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position
-from spark_elastic.protocol.worker_machine import Answer, Stage, WorkerState
+from spark_elastic.protocol.worker_machine import Stage, StepResult, WorkerState
 from tests.simulation.scenes import scene
 from tests.simulator.driver import Step
 from tests.simulator.fault_plan import Fault, FaultPlan, Kind, Moment, random_plan
@@ -88,7 +88,7 @@ def test_a_driver_that_breaks_a_rule_is_caught(rule: str) -> None:
         simulate(plan, driver_step=step)
 
 
-def _without_sync(state: WorkerState, event: on.WorkerEvent) -> Answer:
+def _without_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Trains on with whatever state it has."""
     after, commands = worker_machine.step(state, event)
     if after.stage is Stage.SYNCING and after.world is not None:
@@ -97,7 +97,7 @@ def _without_sync(state: WorkerState, event: on.WorkerEvent) -> Answer:
     return after, commands
 
 
-def _claims_early(state: WorkerState, event: on.WorkerEvent) -> Answer:
+def _claims_early(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """R5 broken: takes the new position before the new state is there."""
     after, commands = worker_machine.step(state, event)
     if isinstance(event, on.GroupFormed) and after.stage is Stage.SYNCING and after.world is not None:
@@ -105,14 +105,14 @@ def _claims_early(state: WorkerState, event: on.WorkerEvent) -> Answer:
     return after, commands
 
 
-def _deaf(state: WorkerState, event: on.WorkerEvent) -> Answer:
+def _deaf(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Loses one applied step from its report."""
     if isinstance(event, on.Applied) and event.position.step == 5 and event.fence.generation == 1:
         return state, ()
     return worker_machine.step(state, event)
 
 
-def _ignores_aborts(state: WorkerState, event: on.WorkerEvent) -> Answer:
+def _ignores_aborts(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     return (state, ()) if isinstance(event, on.AbortReceived) else worker_machine.step(state, event)
 
 
