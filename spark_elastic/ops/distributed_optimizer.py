@@ -1,68 +1,22 @@
-"""An optimizer of Keras with a further class, which exchanges: what all backends of it have in common.
+"""What the `DistributedOptimizer`s of all frameworks share: accumulated backward passes, and the wrapping of Keras's.
 
-It is the optimizer itself: variables, learning rate and schedules are the same objects. Imports no framework.
+Imports no framework. The thread that runs the optimizer owns everything here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import world
 
-_OWN = "_spark_elastic"
-
-
-class WrappedOptimizer:
-    """To be put before the optimizer's own class."""
-
-    _make_exchange: Callable[[], Any]  # of the class that `wrapped` makes
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        """By `from_config`: another optimizer, which exchanges in the same way."""
-        super().__init__(*args, **settings)
-        vars(self)[_OWN] = self._make_exchange()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What a LossScaleOptimizer does to the optimizer that it is put around.
-        if name == "loss_scale_factor" and value is None and _OWN in vars(self):
-            raise InvalidInput(
-                "a LossScaleOptimizer around a DistributedOptimizer would let a rank skip a step that the others take "
-                "(compile() puts one there where the policy is mixed_float16): use "
-                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
-            )
-        super().__setattr__(name, value)
-
-
-def wrap_optimizer(optimizer: Any, kind: type[WrappedOptimizer], made: Callable[[], Any], utils: Any) -> Any:
-    """`optimizer` with `kind` before its own class, saved as the plain one.
-
-    made: what an optimizer of that class has of its own, `exchange_of`. utils: Keras's module of that name.
-    """
-    own = type(optimizer)
-    # Under the name of its own class: what is saved is loaded as the plain optimizer.
-    known = type(own.__name__, (kind, own), {"__module__": own.__module__, "_made": staticmethod(made)})
-    package, _, name = utils.get_registered_name(own).rpartition(">")
-    if package:
-        for each in (known, own):  # the last one is what the name stands for
-            utils.register_keras_serializable(package, name)(each)
-    found: Any = object.__new__(known)
-    object.__setattr__(found, "__dict__", optimizer.__dict__)  # past Keras's own way to set attributes
-    vars(found)[_OWN] = made()  # unseen by Keras's tracking of attributes
-    return found
-
-
-def get_exchange(optimizer: WrappedOptimizer) -> Any:
-    """What `made` gave to it."""
-    return vars(optimizer)[_OWN]
-
-
-# How many backward passes make a step. Written by whoever runs the optimizer, one at a time.
+T = TypeVar("T")
+_EXCHANGE = "_spark_elastic"  # the attribute of an optimizer that holds its exchange
 
 
 def validate_backward_passes(count: int) -> int:
-    """The same number.
+    """Return `backward_passes_per_step` as it is.
 
     Raises:
         InvalidInput: it is below 1.
@@ -72,22 +26,99 @@ def validate_backward_passes(count: int) -> int:
     return count
 
 
-class PassCounter:
-    """Counts the backward passes of a step. An unfinished count is dropped when the world changes."""
+class GradientAccumulator(Generic[T]):
+    """Sums the gradients of `backward_passes_per_step` backward passes.
 
-    def __init__(self, count: int) -> None:
-        self.count = validate_backward_passes(count)
-        self._taken = 0
+    A new world starts a new step: it drops what the former world left unfinished.
+    """
+
+    def __init__(self, passes: int, average: bool, copy: Callable[[Sequence[T]], list[T]]) -> None:
+        """
+        Args:
+            average: divide the sums by the number of passes.
+            copy: makes arrays or tensors that the accumulator may write to.
+        """
+        self.passes = validate_backward_passes(passes)
+        self._average = average
+        self._copy = copy
+        self._sums: list[T | None] = []
+        self._done = 0  # passes of the present step
         self._fence = (0, 0)  # the world in which they were counted
 
-    def begin_pass(self) -> bool:
-        """Called before a pass is added. Returns whether it is the first of a step."""
+    def add(self, gradients: Sequence[T | None]) -> list[T | None] | None:
+        """Add one pass. Returns the sums if that completes the step, else None."""
         fence = world().fence
         if fence != self._fence:
-            self._fence, self._taken = fence, 0
-        return self._taken == 0
+            self._fence, self._done = fence, 0
+        if self._done == 0:
+            self._sums = [None] * len(gradients)
+        new = {i: g for i, g in enumerate(gradients) if g is not None and self._sums[i] is None}
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and i not in new:
+                self._sums[i] += gradient  # type: ignore[operator]
+        if new:
+            for i, copied in zip(new, self._copy(list(new.values())), strict=True):
+                self._sums[i] = copied
+        self._done = (self._done + 1) % self.passes
+        if self._done:
+            return None
+        sums, self._sums = self._sums, []
+        if self._average:
+            for i, total in enumerate(sums):
+                if total is not None:
+                    sums[i] /= self.passes  # type: ignore[operator, assignment]
+        return sums
 
-    def complete_pass(self) -> bool:
-        """Called after a pass was added. Returns whether that completes a step."""
-        self._taken = (self._taken + 1) % self.count
-        return self._taken == 0
+
+class WrappedOptimizer:
+    """Stands before the optimizer's own class among the bases of a wrapped Keras optimizer."""
+
+    _make_exchange: Callable[[], Any]  # set on the class that `wrap_optimizer` makes
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Called by `from_config`, which makes another optimizer that exchanges in the same way."""
+        super().__init__(*args, **settings)
+        vars(self)[_EXCHANGE] = self._make_exchange()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A LossScaleOptimizer sets this attribute of the optimizer that it wraps.
+        if name == "loss_scale_factor" and value is None and _EXCHANGE in vars(self):
+            raise InvalidInput(
+                "a LossScaleOptimizer around a DistributedOptimizer would let a rank skip a step that the others take "
+                "(compile() puts one there where the policy is mixed_float16): use "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+            )
+        super().__setattr__(name, value)
+
+
+def wrap_optimizer(
+    optimizer: Any, kind: type[WrappedOptimizer], make_exchange: Callable[[], Any], utils: Any
+) -> Any:
+    """Return `optimizer` with `kind` before its own class; Keras saves it as the plain optimizer.
+
+    The result is the optimizer itself: variables, learning rate and schedules are the same objects.
+
+    Args:
+        make_exchange: makes what an optimizer of that class has of its own; `get_exchange` returns it.
+        utils: the module `utils` of Keras.
+    """
+    own = type(optimizer)
+    # The class keeps the name of the plain one, so that a saved optimizer is loaded as the plain one.
+    distributed = type(
+        own.__name__,
+        (kind, own),
+        {"__module__": own.__module__, "_make_exchange": staticmethod(make_exchange)},
+    )
+    package, _, name = utils.get_registered_name(own).rpartition(">")
+    if package:
+        for each in (distributed, own):  # the name stands for the class that was registered last
+            utils.register_keras_serializable(package, name)(each)
+    result: Any = object.__new__(distributed)
+    object.__setattr__(result, "__dict__", optimizer.__dict__)  # bypasses the __setattr__ of Keras
+    vars(result)[_EXCHANGE] = make_exchange()  # Keras does not track this attribute
+    return result
+
+
+def get_exchange(optimizer: WrappedOptimizer) -> Any:
+    """Return what `make_exchange` made for this optimizer."""
+    return vars(optimizer)[_EXCHANGE]

@@ -1,12 +1,13 @@
-"""Horovod's names that are the same for every framework: each face of ours imports and exports all of them.
+"""Horovod's names that are the same for every framework; `spark_elastic.torch`, `.tensorflow` and `.keras` export them.
 
 Each framework's own names are in its package.
 """
 
 from elastic_collectives import CollectiveError as HorovodInternalError
-from spark_elastic.ops.operations import allgather_object, broadcast_object, start_timeline, stop_timeline
+from spark_elastic.ops.operations import allgather_object, broadcast_object
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.ops.timeline import start_timeline, stop_timeline
 from spark_elastic.ops.topology import (
     ccl_built,
     cross_rank,

@@ -1,13 +1,13 @@
-"""The order in which ranks carry out what they asked for: the same machine on every rank, fed with what all said.
+"""The order in which ranks carry out named operations: the same state machine on every rank, fed with all messages.
 
-The order itself needs no clock and no thread. An operation is due once every rank that has not joined asked for it;
-operations that are due in the same round go in the order in which they were first asked for, lower ranks first.
+In each round every rank sends what it newly requests. An operation is ready once every rank that has not joined has
+requested it; operations that become ready in the same round run in the order in which they were first requested, lower
+ranks first. The machine has no clock and no thread.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,35 +15,29 @@ from dataclasses import dataclass, field, fields
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
 
-# What a rank asks for in one operation, as far as the ranks must agree on it. Pure; frozen values, any thread.
-
-
 ALLREDUCE = "allreduce"
 ALLGATHER = "allgather"
 BROADCAST = "broadcast"
 ALLTOALL = "alltoall"
 REDUCESCATTER = "reducescatter"
 BARRIER = "barrier"
-JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part
+JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part in these
 
 
 @dataclass(frozen=True)
 class Request:
-    """One operation on one or more arrays.
-
-    name: None takes the next of the unnamed operations of its kind. shapes: one for each array; -1 stands for a first
-    dimension that may differ. dtypes: numpy's names, and bfloat16. scale: factors before and after.
-    compression: None, "fp16" or "bf16". root: rank within the channel.
-    """
+    """One operation on one or more arrays: everything in which the ranks must agree."""
 
     kind: str
-    name: str | None = None
-    dtypes: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    op: str = ""
-    scale: tuple[float, float] = (1.0, 1.0)
-    compression: str | None = None
-    root: int = 0
+    name: str | None = None  # None: the next of this rank's unnamed operations of this kind
+    dtypes: tuple[str, ...] = ()  # of each array: numpy's names, and bfloat16
+    shapes: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of each array; -1 is a first dimension that may differ between ranks
+    op: str = ""  # of a reduction: the engine's name
+    scale: tuple[float, float] = (1.0, 1.0)  # factors before and after a reduction
+    compression: str | None = None  # None, "fp16" or "bf16"
+    root: int = 0  # of a broadcast: rank within the process set
 
     def to_json(self) -> bytes:
         return json.dumps([getattr(self, field.name) for field in fields(self)]).encode()
@@ -57,85 +51,82 @@ class Request:
 
 
 def qualify_name(label: str, name: str | None) -> str | None:
-    """The name of an operation for which a user has this one; labels keep names of different kinds apart."""
+    """Return the name of an operation that the user calls `name`; the label keeps names of different kinds apart."""
     return None if name is None else f"{label}.{name}"
 
 
 def find_mismatch(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
-    """(ranks that differ from the first, one sentence), or None where all ask for the same."""
+    """Return (ranks whose request differs from the first one, a sentence), or None if all requests are equal."""
     first, *others = sorted(requests)
-    wanted = requests[first]
-    off = tuple(rank for rank in others if requests[rank] is not wanted and requests[rank] != wanted)
+    expected = requests[first]
+    off = tuple(rank for rank in others if requests[rank] is not expected and requests[rank] != expected)
     if not off:
         return None
-    ours, theirs = requests[first], requests[off[0]]
+    differing = requests[off[0]]
     for what in ("kind", "dtypes", "shapes", "op", "scale", "compression", "root"):
-        one, other = getattr(ours, what), getattr(theirs, what)
+        one, other = getattr(expected, what), getattr(differing, what)
         if one != other:
             who = f"rank{'s' if len(off) > 1 else ''} {', '.join(map(str, off))}"
             return (
                 off,
                 f"{label!r}: rank {first} has {what} {_format_value(one)}, {who} {_format_value(other)}.",
             )
-    raise AssertionError(f"{ours} and {theirs} differ in nothing")
+    raise AssertionError(f"{expected} and {differing} differ in nothing")
 
 
 def _format_value(value: object) -> str:
     return str(value[0]) if isinstance(value, tuple) and len(value) == 1 else str(value)
 
 
-# Requests that were asked for before travel as two bytes: the same numbers on every rank, since all hear all.
-#
-# Pure; owned by one thread. All ranks learn the same requests in the same order, and forget all of them together.
-
-
-CAPACITY = 4096
-_NEW = 0xFFFF
-_EXPIRED = 0xFFFE
-_JOIN = 0xFFFD
+CAPACITY = 4096  # requests in the cache
+_NEW = 0xFFFF  # numbers that stand for no cached request: the request follows as JSON,
+_EXPIRED = 0xFFFE  # the label of an operation that waited too long follows,
+_JOIN = 0xFFFD  # the number of steps before the join follows
 _NUMBER = struct.Struct("<H")
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One thing that a rank says in a round: a request, that it has joined (after so many steps), or that an operation
-    waited too long."""
+    """What a rank sends in a round: a request, an operation that waited too long, or (with neither) its join."""
 
     request: Request | None = None
-    expired: str | None = None
-    joined: int = 0
+    expired: str | None = None  # the label of the operation
+    joined: int = 0  # of a join: the steps that the rank took before it
 
 
 class RequestCache:
-    """Numbers for requests."""
+    """Encodes requests that were sent before as two bytes, as Horovod's response cache does.
+
+    All ranks decode all messages, so that they number the same requests alike, and clear their caches together.
+    """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._numbers: dict[Request, int] = {}
         self._requests: list[Request] = []
 
-    def encode(self, words: Sequence[Message]) -> bytes:
-        return b"".join(map(self._encode_message, words))
+    def encode(self, messages: Sequence[Message]) -> bytes:
+        return b"".join(map(self._encode_message, messages))
 
-    def _encode_message(self, word: Message) -> bytes:
-        if word.request is None:
-            if word.expired is not None:
-                return _encode_text(_EXPIRED, word.expired.encode())
-            return _NUMBER.pack(_JOIN) + _LENGTH.pack(word.joined)
-        number = self._numbers.get(word.request)
-        return _encode_text(_NEW, word.request.to_json()) if number is None else _NUMBER.pack(number)
+    def _encode_message(self, message: Message) -> bytes:
+        if message.request is None:
+            if message.expired is not None:
+                return _encode_text(_EXPIRED, message.expired.encode())
+            return _NUMBER.pack(_JOIN) + _LENGTH.pack(message.joined)
+        number = self._numbers.get(message.request)
+        return _encode_text(_NEW, message.request.to_json()) if number is None else _NUMBER.pack(number)
 
     def decode(self, texts: Sequence[bytes]) -> list[list[Message]]:
-        """What all ranks said in one round; then their new requests are known."""
-        said = [list(self._decode_messages(text)) for text in texts]
-        for words in said:
-            for word in words:
-                self._add(word.request)
+        """Return each rank's messages of one round, and add their new requests to the cache."""
+        by_rank = [list(self._decode_messages(text)) for text in texts]
+        for messages in by_rank:
+            for message in messages:
+                self._add(message.request)
         if len(self._requests) > self._capacity:
             self._numbers.clear()
             self._requests.clear()
-        return said
+        return by_rank
 
     def _add(self, request: Request | None) -> None:
         if request is not None and request not in self._numbers:
@@ -155,9 +146,9 @@ class RequestCache:
             if number == _JOIN:
                 yield Message(joined=length)
             else:
-                told = text[at : at + length]
+                body = text[at : at + length]
                 at += length
-                yield Message(Request.from_json(told)) if number == _NEW else Message(expired=told.decode())
+                yield Message(Request.from_json(body)) if number == _NEW else Message(expired=body.decode())
 
 
 def _encode_text(number: int, text: bytes) -> bytes:
@@ -166,30 +157,30 @@ def _encode_text(number: int, text: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Response:
-    """An operation to carry out now; `error`: or to give up, on every rank alike."""
+    """An operation that every rank carries out now, or gives up."""
 
     label: str
     request: Request
-    error: CollectiveError | None = None
+    error: CollectiveError | None = None  # not None: every rank gives it up with this error
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round came to.
+    """What a round decided."""
 
-    mine: labels of the requests that this rank has just announced, in their order. last_joined: once all ranks have
-    joined, the one that did so last; they are as before they joined.
-    """
-
-    responses: tuple[Response, ...]
-    announced: tuple[str, ...]
-    last_joined: int | None = None
+    responses: tuple[Response, ...]  # in the order in which to carry them out
+    announced: tuple[str, ...]  # labels of the requests that this rank announced in the round, in their order
+    last_joined: int | None = (
+        None  # once all ranks have joined: the one that joined last; the join is over then
+    )
 
 
 @dataclass
 class _PendingOperation:
-    requests: dict[int, Request] = field(default_factory=dict)
-    expired: bool = False
+    """An operation that some ranks have requested and others have not."""
+
+    requests: dict[int, Request] = field(default_factory=dict)  # by rank
+    expired: bool = False  # a rank has waited for it too long
 
 
 class Negotiation:
@@ -199,50 +190,59 @@ class Negotiation:
         self._rank = rank
         self._size = size
         self._cache = RequestCache()
-        self._pending: dict[str, _PendingOperation] = {}
+        self._pending: dict[str, _PendingOperation] = {}  # by label, in the order of the first request
         self._unnamed_counts: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
-        self._joined: dict[int, int] = {}  # rank -> after how many steps it joined, in the order of joining
+        self._joined: dict[
+            int, int
+        ] = {}  # rank -> the steps it took before it joined, in the order of joining
 
     @property
     def pending(self) -> dict[str, tuple[int, ...]]:
-        """Operations that some rank asked for, each with the ranks that have not."""
+        """Operations that some rank has requested, each with the ranks that have not requested it."""
         return {label: self._missing_ranks(entry) for label, entry in self._pending.items()}
 
     @property
     def all_ranks_wait(self) -> bool:
-        """Each rank has asked for something undecided, or has joined: only something new can bring them on."""
-        asked = {rank for entry in self._pending.values() for rank in entry.requests}
-        return len(asked | set(self._joined)) == self._size
+        """Whether each rank has joined or requested something pending, so that only a new request makes progress."""
+        waiting = {rank for entry in self._pending.values() for rank in entry.requests}
+        return len(waiting | set(self._joined)) == self._size
 
-    def encode(self, words: Sequence[Message]) -> bytes:
-        """What this rank says in the next round."""
-        return self._cache.encode(words)
+    def encode(self, messages: Sequence[Message]) -> bytes:
+        """Return what this rank sends in the next round."""
+        return self._cache.encode(messages)
 
-    def process(self, said: Sequence[bytes], stuck: bool = False) -> RoundResult:
-        """Take in what all ranks said, in rank order. stuck: all of them have been waiting for long."""
-        mine: list[str] = []
-        for rank, words in enumerate(self._cache.decode(said)):
-            for word in words:
-                label = self._apply(rank, word)
+    def process(self, texts: Sequence[bytes], deadlocked: bool = False) -> RoundResult:
+        """Process one round.
+
+        Args:
+            texts: what each rank sent, in rank order.
+            deadlocked: all ranks have been waiting for long, so that pending operations fail unless one is ready.
+        """
+        announced: list[str] = []
+        for rank, messages in enumerate(self._cache.decode(texts)):
+            for message in messages:
+                label = self._apply(rank, message)
                 if label is not None and rank == self._rank:
-                    mine.append(label)
-        due = [self._make_response(label) for label, entry in self._pending.items() if self._is_ready(entry)]
-        if stuck and not due and self._pending:
-            due = self._make_deadlock_responses()
-        for done in due:
-            del self._pending[done.label]
-        last = self._finish_join()
-        return RoundResult(tuple(due), tuple(mine), last)
+                    announced.append(label)
+        responses = [
+            self._make_response(label) for label, entry in self._pending.items() if self._is_ready(entry)
+        ]
+        if deadlocked and not responses:
+            responses = self._make_deadlock_responses()
+        for response in responses:
+            del self._pending[response.label]
+        return RoundResult(tuple(responses), tuple(announced), self._finish_join())
 
-    def _apply(self, rank: int, word: Message) -> str | None:
-        if word.expired is not None:
-            if word.expired in self._pending:
-                self._pending[word.expired].expired = True
-        elif word.request is None:
-            self._joined[rank] = word.joined
+    def _apply(self, rank: int, message: Message) -> str | None:
+        """Record a message of a rank. Returns the label of the operation that it requests, if it requests one."""
+        if message.expired is not None:
+            if message.expired in self._pending:
+                self._pending[message.expired].expired = True
+        elif message.request is None:
+            self._joined[rank] = message.joined
         else:
-            label = word.request.name or self._make_label(rank, word.request.kind)
-            self._pending.setdefault(label, _PendingOperation()).requests[rank] = word.request
+            label = message.request.name or self._make_label(rank, message.request.kind)
+            self._pending.setdefault(label, _PendingOperation()).requests[rank] = message.request
             return label
         return None
 
@@ -276,7 +276,7 @@ class Negotiation:
         return Response(label, request)
 
     def _make_deadlock_responses(self) -> list[Response]:
-        """The error where nobody can go on: each rank waits for an operation that others will not ask for."""
+        """Return an error for every pending operation: each rank waits for one that the others do not request."""
         waits = "; ".join(
             f"{label!r} for rank(s) {_format_ranks(missing)}" for label, missing in self.pending.items()
         )
@@ -290,10 +290,10 @@ class Negotiation:
     def _finish_join(self) -> int | None:
         if len(self._joined) < self._size:
             return None
-        # Steps are taken beside the rounds: of ranks that joined at about the same time, the one with most was last.
+        # Ranks take steps outside of the rounds: of ranks that joined in one round, the one with most steps was last.
         last = max(reversed(self._joined), key=lambda rank: self._joined[rank])
         self._joined.clear()
-        # Ranks that joined early asked for fewer than others.
+        # Ranks that joined early have requested fewer unnamed operations than the others.
         for counts in self._unnamed_counts.values():
             counts.clear()
         return last
@@ -301,35 +301,3 @@ class Negotiation:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-# Logs which operation waits for which ranks, once it has waited for long. One thread; the time is a value.
-
-
-log = logging.getLogger(__name__)
-
-
-class OperationStallCheck:
-    """Warns again after each further `warn_after` seconds. name: of the process set; "" for the whole world. members:
-    what its ranks are in the world."""
-
-    def __init__(self, name: str, warn_after: float, members: Sequence[int]) -> None:
-        self._where = f" of {name}" if name else ""
-        self._warn_after = warn_after
-        self._members = members
-        self._since: dict[str, float] = {}
-        self._warned: dict[str, float] = {}
-
-    def check(self, undecided: Mapping[str, tuple[int, ...]], now: float) -> None:
-        """undecided: operations that some rank asked for, each with the ranks that have not."""
-        for settled in self._since.keys() - undecided.keys():
-            del self._since[settled]
-            self._warned.pop(settled, None)
-        for label, missing in undecided.items():
-            since = self._since.setdefault(label, now)
-            if now - self._warned.get(label, since) >= self._warn_after:
-                self._warned[label] = now
-                log.warning(
-                    "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not ask for it.",
-                    label, self._where, now - since, ", ".join(str(self._members[rank]) for rank in missing),
-                )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Carries out operations on a group, in the order that all ranks decided. The channel's thread only.
+"""One named operation: its handle, and its execution on a group in the order that all ranks agreed on.
 
-Small reductions of one kind that are due together travel as one: the same ones on every rank, since what is due is the
-same everywhere.
+Small allreduces of one kind that are ready together are fused: every rank fuses the same ones, since the same
+operations are ready everywhere. The thread that runs the queue's round executes operations; any thread may wait for
+them.
 """
 
 from __future__ import annotations
@@ -31,46 +32,51 @@ from spark_elastic.ops.negotiation import (
     Request,
 )
 
-# One operation of one rank: its arrays, and the handle by which its result is waited for.
-#
-# The channel's thread settles it, any other may wait. Nothing here knows how it is carried out.
-
-
-POLLED_AGAIN = 0.5  # seconds: who asks more rarely has other things to do meanwhile
+POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
 
 
 @dataclass(frozen=True)
 class CompletionSignal:
-    """What the handles of a channel share. waiting: entered around a wait for other processes."""
+    """What the handles of one queue share to wait for their completion."""
 
     clock: Clock
+    # Entered around a wait for other processes.
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    # Notified whenever an operation completes or a round ends; its lock guards the state of the queue.
     condition: threading.Condition = field(default_factory=threading.Condition)
 
 
 class Operation:
-    """A handle. `outputs` once done: for allreduce and broadcast the arrays themselves, changed in place; allgather and
-    reducescatter one new array for each; alltoall the rows received, and how many came from each rank."""
+    """The handle of an operation.
+
+    `outputs` once it is done: for allreduce and broadcast the arrays themselves, changed in place; for allgather and
+    reducescatter a new array for each; for alltoall the rows received, and how many came from each rank.
+    """
 
     def __init__(
         self,
         request: Request,
         arrays: Sequence[Array],
-        desk: CompletionSignal,
+        signal: CompletionSignal,
         progress: Callable[[Operation], None],
         splits: list[int] | None = None,
     ) -> None:
+        """
+        Args:
+            progress: runs rounds until the operation is done; called by a thread that waits for it.
+            splits: of an alltoall: rows for each rank.
+        """
         self.request = request
         self.arrays = tuple(arrays)
         self.splits = splits
-        self.label = request.name or f"unnamed {request.kind}"
-        self.requested_at = desk.clock.now()
-        self.announced_at = self.requested_at
+        self.label = request.name or f"unnamed {request.kind}"  # the negotiation gives unnamed ones another
+        self.requested_at = signal.clock.now()
+        self.announced_at = self.requested_at  # when the round began in which the other ranks learned of it
         self.outputs: tuple[Array, ...] = ()
-        self._signal = desk
+        self._signal = signal
         self._progress = progress
-        self._wait_began_at: float | None = None
-        self._polled_at: float | None = None  # last
+        self._wait_began_at: float | None = None  # the first call of `wait` or `poll`
+        self._polled_at: float | None = None  # the last call of `poll`
         self._has_blocked_thread = False
         self._done = False
         self._error: Exception | None = None
@@ -81,10 +87,11 @@ class Operation:
         return self._done
 
     def wait(self) -> tuple[Array, ...]:
-        """Wait until it is done, driving rounds meanwhile. The channel's deadlines bound the wait.
+        """Run rounds until the operation is done. The deadlines of the queue bound the wait.
 
         Raises:
-            CollectiveError: it failed, or the world broke. Any other: this rank itself could not carry it out.
+            CollectiveError: the operation failed, or the group broke.
+            Exception: this rank itself could not carry it out.
         """
         if not self._done:
             self._has_blocked_thread = True
@@ -96,24 +103,24 @@ class Operation:
         return self.outputs
 
     def poll(self) -> bool:
-        """Whether it is done. A caller that polls again and again counts as waiting: see `waited`."""
+        """Whether it is done. A caller that polls repeatedly counts as waiting: see `seconds_waited`."""
         if not self._done:
             self._polled_at = self._signal.clock.now()
             self._wait_began_at = self._wait_began_at or self._polled_at
         return self._done
 
     def seconds_waited(self, now: float) -> float:
-        """Seconds since somebody first waited for it or polled; 0 if nobody did."""
+        """Return the seconds since the first wait or poll; 0 if there was none."""
         return 0.0 if self._wait_began_at is None else now - self._wait_began_at
 
     def has_waiter(self, now: float) -> bool:
-        """Whether a thread is blocked on it now, or polled within the last POLLED_AGAIN seconds."""
+        """Whether a thread is blocked on it, or has polled it within the last POLLED_AGAIN seconds."""
         return self._has_blocked_thread or (
             self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
         )
 
     def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
-        """Set its outputs or its error. Called by the channel."""
+        """Set the outputs or the error, unless it is done already. Called by the queue."""
         with self._signal.condition:
             if not self._done:
                 self.outputs, self._error, self._done = outputs, error, True
@@ -121,31 +128,31 @@ class Operation:
 
 
 def reraise(error: Exception) -> NoReturn:
-    """Raise an error that several callers are told of. For a group's end each gets an error of its own; any other
-    keeps the traceback of its origin."""
+    """Raise an error for one of several callers. Each gets a CollectiveError of its own; any other error keeps the
+    traceback of its origin."""
     if isinstance(error, CollectiveError):
         raise type(error)(error.ranks, error.reason)
     raise error
 
 
-FUSED_AT_MOST = 1 << 20  # bytes of one operation; copying more of it costs more than a call of its own
+FUSED_AT_MOST = 1 << 20  # bytes of an operation: to copy a larger one costs more than a collective of its own
 
 
 @dataclass(frozen=True)
 class Task:
-    """One operation that is due. own: this rank's; None where it has joined and never asked for it."""
+    """An operation that all ranks carry out now."""
 
     label: str
     request: Request
-    operation: Operation | None
+    operation: Operation | None  # None: this rank has joined and has not requested it
 
 
 def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
-    """Tasks to be carried out together, at most `threshold` bytes of them. The same on every rank."""
+    """Yield batches of tasks to carry out as one, of at most `threshold` bytes; every rank yields the same."""
     open_batches: dict[object, list[Task]] = {}
     sizes: dict[object, int] = {}
     for task in tasks:
-        size, key = nbytes(task.request), _fusion_key(task.request)
+        size, key = _count_bytes(task.request), _fusion_key(task.request)
         if key is None or size > min(FUSED_AT_MOST, threshold):
             yield [task]
             continue
@@ -157,8 +164,7 @@ def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
     yield from open_batches.values()
 
 
-def nbytes(request: Request) -> int:
-    """Bytes of all arrays of a reduction."""
+def _count_bytes(request: Request) -> int:
     return sum(
         _itemsize(name) * math.prod(shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
@@ -170,63 +176,63 @@ def _fusion_key(request: Request) -> object | None:
     return request.dtypes[0], request.op, request.scale, request.compression
 
 
-def validate(own: Operation, size: int) -> None:
-    """Check an operation before peers hear of it.
+def validate(operation: Operation, size: int) -> None:
+    """Check an operation before this rank announces it.
 
     Raises:
-        InvalidInput: its arrays, or what is asked for, make no sense.
+        InvalidInput: its arrays or arguments are invalid.
     """
-    request = own.request
+    request = operation.request
     try:
-        for array, name in zip(own.arrays, request.dtypes, strict=True):
+        for array, name in zip(operation.arrays, request.dtypes, strict=True):
             if request.kind in (ALLREDUCE, REDUCESCATTER):
                 view = as_array(array, writable=request.kind == ALLREDUCE)
                 as_reduction(view, request.op, name, None, request.scale, request.compression)
             if request.kind in (REDUCESCATTER, ALLGATHER, ALLTOALL):
                 as_rows(array)
         if request.kind == ALLTOALL:
-            validate_splits(len(own.arrays[0]), own.splits, size)
+            validate_splits(len(operation.arrays[0]), operation.splits, size)
         validate_root(request.root, size)
     except ValueError as error:
-        raise InvalidInput(f"{own.label!r}: {error}") from error
+        raise InvalidInput(f"{operation.label!r}: {error}") from error
 
 
 def execute(group: Group, batch: Sequence[Task]) -> None:
-    """Settles the operations of a batch.
+    """Carry out a batch and complete its operations.
 
     Raises:
-        CollectiveError: the group broke; none of them is settled.
+        CollectiveError: the group broke; none of them is completed.
     """
     request = batch[0].request
     if request.kind == ALLREDUCE:
         _execute_allreduces(group, batch)
         return
-    own = batch[0].operation
+    operation = batch[0].operation
     if request.kind == BARRIER:
         group.barrier()
         outputs: tuple[Array, ...] = ()
     else:
-        assert own is not None  # only reductions and barriers can do without
-        outputs = _execute_single(group, own)
-    if own is not None:
-        own.complete(outputs)
+        assert operation is not None  # a rank that has joined takes part in reductions and barriers only
+        outputs = _execute_single(group, operation)
+    if operation is not None:
+        operation.complete(outputs)
 
 
-def _execute_single(group: Group, own: Operation) -> tuple[Array, ...]:
-    request = own.request
+def _execute_single(group: Group, operation: Operation) -> tuple[Array, ...]:
+    request = operation.request
     if request.kind == BROADCAST:
-        for array in own.arrays:
+        for array in operation.arrays:
             group.broadcast(array, request.root)
-        return own.arrays
+        return operation.arrays
     if request.kind == ALLGATHER:
-        return tuple(np.concatenate(group.allgatherv(array)) for array in own.arrays)
+        return tuple(np.concatenate(group.allgatherv(array)) for array in operation.arrays)
     if request.kind == ALLTOALL:
-        rows, came = group.alltoall(own.arrays[0], own.splits)
-        return rows, np.array(came, np.int64)
+        rows, counts = group.alltoall(operation.arrays[0], operation.splits)
+        return rows, np.array(counts, np.int64)
     assert request.kind == REDUCESCATTER
     return tuple(
         group.reducescatter(array, request.op, name, None, request.scale, request.compression)
-        for array, name in zip(own.arrays, request.dtypes, strict=True)
+        for array, name in zip(operation.arrays, request.dtypes, strict=True)
     )
 
 
@@ -234,8 +240,8 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
     request = batch[0].request
     arrays: dict[str, list[Array]] = {}
     for task in batch:
-        own = make_neutral_arrays(task.request) if task.operation is None else task.operation.arrays
-        for name, array in zip(task.request.dtypes, own, strict=True):
+        mine = make_neutral_arrays(task.request) if task.operation is None else task.operation.arrays
+        for name, array in zip(task.request.dtypes, mine, strict=True):
             arrays.setdefault(name, []).append(array)
     for name, alike in arrays.items():
         if len(alike) == 1:
@@ -250,14 +256,14 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 
 
 def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
-    """What a rank that has joined adds to a reduction: nothing that changes its result."""
+    """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
     return tuple(
-        narrow(np.full(shape, _neutral_element_of(request.op, name), _numpy_name(name)), name)
+        narrow(np.full(shape, _neutral_element(request.op, name), _numpy_name(name)), name)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
-def _neutral_element_of(op: str, name: str) -> float:
+def _neutral_element(op: str, name: str) -> float:
     if op not in ("min", "max", "product"):
         return 0
     if op == "product":
@@ -272,7 +278,7 @@ def _neutral_element_of(op: str, name: str) -> float:
 
 
 def _numpy_name(name: str) -> str:
-    """The dtype in which numpy computes it, since numpy has no bfloat16."""
+    """Return the dtype in which numpy computes `name`, since it has no bfloat16."""
     return "float32" if name in ("bfloat16", "float16") else name
 
 

@@ -1,9 +1,9 @@
-"""Named operations over one group: ranks tell each other what they have asked for, and carry out what all have.
+"""Named operations over one group: ranks request them in any order, and carry them out in one order.
 
-A round is one small exchange, in which each rank says what is new. A rank with a new request begins a round, and waits
-inside it for the ranks without one. If no rank has a request, they still meet now and then. A thread that waits for an
-operation drives the rounds; while none waits, the channel's own thread does. Any thread may use `submit`, `join` and
-handles. Once the group has broken, so has the channel.
+In each round the ranks exchange a small message: what each of them newly requests. A rank with a request starts a
+round, and waits inside it for the ranks that have none; without requests the ranks still meet every IDLE seconds. A
+thread that waits for an operation runs the rounds itself, otherwise the thread of the queue does. Any thread may call
+`submit` and `join`, and use handles. After the group has broken, every call raises.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.group import Array
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import (
-    Message,
-    Negotiation,
-    OperationStallCheck,
-    Request,
-    Response,
-    RoundResult,
-)
+from spark_elastic.ops.negotiation import Message, Negotiation, Request, Response, RoundResult
 from spark_elastic.ops.operation import (
     CompletionSignal,
     Operation,
@@ -36,14 +29,17 @@ from spark_elastic.ops.operation import (
     reraise,
     validate,
 )
+from spark_elastic.ops.stall import OperationStallCheck
 from spark_elastic.ops.timeline import Timeline
 
-HEAD = 512  # bytes of the exchange that each round begins with
-_HEADING = struct.Struct("<I?")  # at their beginning: the message's length, and whether the rank is stuck
-CYCLE = 0.001  # seconds that the channel's thread waits for further requests before it begins a round
+HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
+_HEADING = struct.Struct(
+    "<I?"
+)  # at their beginning: the length of the message, and whether the rank seems deadlocked
+CYCLE = 0.001  # seconds that the thread of the queue waits for further requests before it starts a round
 CYCLES = 5  # how many such waits at most, as long as further requests come
 IDLE = 0.5  # seconds between rounds while no rank has a request
-BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is due
+BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is ready
 JOIN = Request("join")
 
 
@@ -53,35 +49,40 @@ class OperationQueue:
     def __init__(
         self,
         group: Group,
-        desk: CompletionSignal,
+        signal: CompletionSignal,
         limits: OperationConfig,
         name: str = "",
         timeline: Timeline | None = None,
     ) -> None:
-        """name: of the process set, for messages; "" for the whole world."""
+        """
+        Args:
+            name: of the process set, for messages; "" for the whole world.
+            timeline: where to write what this rank carries out.
+        """
         self.group = group
         self.timeline = timeline
-        self._signal = desk
-        self._clock = desk.clock
+        self._signal = signal
+        self._clock = signal.clock
         self._limits = limits
         self._wait_at_most = group.timeout if limits.wait_at_most is None else limits.wait_at_most
         self._stall_check = OperationStallCheck(name, limits.warn_after, group.members)
         self._negotiation = Negotiation(group.rank, group.size)
-        self._condition = desk.condition  # its lock guards everything below
-        self._new: list[Operation] = []
-        self._announcing: list[Operation] = []  # what this rank announces in the round under way
-        self._announced: dict[str, Operation] = {}  # announced and not due yet, by label
-        self._by_name: dict[str, Operation] = {}  # those in `_live` and `_new` that have a name, by name
-        self._join: Operation | None = None
-        self._steps_before_join = 0  # that this rank took before it joined
-        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._wake_thread = threading.Event()  # there is work for the channel's thread
-        self._waiting_threads = 0  # threads that wait for an operation, and drive the rounds meanwhile
-        self._idle = False  # this rank has no request in the round under way, or in the next one
-        self._in_round = False  # a thread is in a round; only that thread changes what follows
-        self._last_round_at = desk.clock.now()
-        self._quiet_since = desk.clock.now()
+        self._wake_thread = threading.Event()  # there is work for the thread of the queue
+        self._condition = signal.condition  # its lock guards the following
+        self._new: list[Operation] = []  # requested, and not announced yet
+        self._announcing: list[Operation] = []  # announced in the present round
+        self._announced: dict[str, Operation] = {}  # announced and not ready yet, by label
+        self._by_name: dict[str, Operation] = {}  # the named ones of `_new`, `_announcing` and `_announced`
+        self._join: Operation | None = None  # this rank has joined
+        self._steps_before_join = 0
+        self._error: Exception | None = None  # what broke the queue
+        self._waiting_threads = 0  # threads that wait for an operation, and run rounds meanwhile
+        self._idle = False  # this rank has no request in the present round, or in the next one
+        # A thread is in a round. Only that thread changes the following.
+        self._in_round = False
+        self._last_round_at = signal.clock.now()
+        self._progress_at = signal.clock.now()  # when this rank last had a new request or a decision
         self._back_off = BACK_OFF[0]
 
     def submit(
@@ -91,13 +92,16 @@ class OperationQueue:
         splits: list[int] | None = None,
         awaited: bool = False,
     ) -> Operation:
-        """Ask for an operation; its arrays belong to the channel until the handle is done.
+        """Request an operation. Its arrays belong to the queue until the handle is done.
 
-        awaited: the caller waits for it at once, and nobody else needs to see to it.
+        Args:
+            splits: of an alltoall: rows for each rank.
+            awaited: the caller waits for it at once, so that the thread of the queue need not wake up.
 
         Raises:
-            InvalidInput: it makes no sense, or one of that name is under way. CollectiveError: the group broke. Any
-                other: this rank could not carry out what was asked for.
+            InvalidInput: the arguments are invalid, or an operation of that name is in progress.
+            CollectiveError: the group broke.
+            Exception: what broke the queue on this rank.
         """
         operation = Operation(request, arrays, self._signal, self._progress, splits)
         validate(operation, self.group.size)
@@ -117,9 +121,13 @@ class OperationQueue:
         return operation
 
     def join(self, steps: int = 0) -> Operation:
-        """Take part in reductions with nothing to add, until all ranks do; outputs: the rank that was last to join.
+        """Take part in reductions without contributing, until all ranks have joined.
 
-        steps: that this rank has taken in this world together with the others, by other means than operations.
+        Args:
+            steps: optimizer steps that this rank has taken in this world; they tell which rank joined last.
+
+        Returns:
+            A handle whose output is the rank that joined last.
         """
         operation = Operation(JOIN, (), self._signal, self._progress)
         with self._condition:
@@ -134,9 +142,9 @@ class OperationQueue:
         return operation
 
     def close(self) -> None:
-        """End the thread and the group; what is under way fails."""
+        """End the thread and the group. Operations in progress fail."""
         self.group.close()
-        self._break(self._error or CollectiveError((), "the channel is closed"))
+        self._break(self._error or CollectiveError((), "the operation queue is closed"))
         self._wake_thread.set()
         if self._thread is not None:
             self._thread.join()
@@ -155,29 +163,30 @@ class OperationQueue:
             self._wake_thread.set()
 
     def _set_idle(self, *, idle: bool) -> None:
-        """An idle round has no deadline, since nobody waits for it: a rank that cannot come to it, because a long call
-        holds the interpreter's lock, breaks nothing. The group's timeout counts again from the first request on."""
+        """Set or lift the timeout of the group. An idle round has none, since no thread waits for it: a rank that is
+        late, because a long call holds the interpreter lock, breaks nothing. The timeout counts from the first request
+        on."""
         if idle is not self._idle:
             self._idle = idle
             self.group.limit(None if idle else self.group.timeout)
 
-    # ---- whoever drives
+    # ---- which thread runs a round
 
     def _run(self) -> None:
-        """The channel's thread."""
+        """The thread of the queue."""
         while self._error is None:
-            asked = self._wake_thread.wait(IDLE)
+            woken = self._wake_thread.wait(IDLE)
             self._wake_thread.clear()
             self._collect_more_requests()
-            self._run_round_unless(partial(self._can_skip_round, asked))
+            self._run_round_unless(partial(self._can_skip_round, woken))
             if self._has_work() and not self._waiting_threads:
                 self._wake_thread.set()
 
-    def _can_skip_round(self, asked: bool) -> bool:
-        """Whether the channel's thread leaves out its round. Threads that wait drive rounds themselves: turns with
-        them would cost more than a round."""
-        due = self._has_work() if asked else self._clock.now() - self._last_round_at > IDLE / 2
-        return self._waiting_threads > 0 or not due
+    def _can_skip_round(self, woken: bool) -> bool:
+        """Whether the thread of the queue leaves out a round. Threads that wait for operations run rounds themselves:
+        taking turns with them would cost more than a round."""
+        needed = self._has_work() if woken else self._clock.now() - self._last_round_at > IDLE / 2
+        return self._waiting_threads > 0 or not needed
 
     def _collect_more_requests(self) -> None:
         for _ in range(CYCLES):
@@ -189,7 +198,7 @@ class OperationQueue:
                 return
 
     def _progress(self, operation: Operation) -> None:
-        """Drive rounds until the operation is done. Called by a thread that waits for it."""
+        """Run rounds until the operation is done. Called by a thread that waits for it."""
         with self._condition:
             self._waiting_threads += 1
         try:
@@ -198,17 +207,17 @@ class OperationQueue:
         finally:
             with self._condition:
                 self._waiting_threads -= 1
-            if self._has_work():  # what is left is the thread's
+            if self._has_work():  # the thread of the queue does the rest
                 self._wake_thread.set()
 
     def _has_work(self) -> bool:
         return bool(self._new or self._announced or self._join or self._error)
 
-    def _run_round_unless(self, over: Callable[[], bool]) -> None:
-        """Take one round as soon as no other thread is in one; none if `over()` by then."""
+    def _run_round_unless(self, is_over: Callable[[], bool]) -> None:
+        """Run one round as soon as no other thread is in one, unless `is_over()` holds by then."""
         with self._condition:
-            self._condition.wait_for(lambda: over() or not self._in_round)
-            if over():
+            self._condition.wait_for(lambda: is_over() or not self._in_round)
+            if is_over():
                 return
             self._in_round = True
         try:
@@ -218,8 +227,9 @@ class OperationQueue:
                 self._in_round = False
                 self._condition.notify_all()
 
+    # ---- one round
+
     def _run_round_or_break(self) -> None:
-        """One round, unless the channel is broken."""
         if self._error is not None:
             return
         try:
@@ -230,101 +240,103 @@ class OperationQueue:
             reason = f"rank {self.group.rank} cannot go on: {type(error).__name__}: {error}"
             self.group.abort(reason)
             if isinstance(error, Exception):
-                self._break(error)  # as itself: it is no loss that another world could mend
+                self._break(error)  # as itself: another world would not mend it
             else:
                 self._break(CollectiveError((self.group.rank,), reason).among(self.group.members))
                 raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: Exception) -> None:
+        """Fail all operations, and all later calls."""
         with self._condition:
             self._error = error
-            open_ones = [*self._new, *self._announcing, *self._announced.values()]
-        for operation in [*open_ones, self._join] if self._join else open_ones:
+            operations = [*self._new, *self._announcing, *self._announced.values()]
+            if self._join is not None:
+                operations.append(self._join)
+        for operation in operations:
             operation.complete(error=error)
 
     def _collect_messages(self) -> list[Message]:
-        """Wait until a round is worthwhile. Returns what this rank says in it."""
+        """Wait until a round is worthwhile. Returns what this rank sends in it."""
         with self._condition:
             if (self._announced or self._join) and self._negotiation.all_ranks_wait:
                 self._condition.wait_for(lambda: self._new or self._error, self._back_off)
             new, self._new = self._new, []
             self._set_idle(idle=not (new or self._announced or self._join))
-        if new:
-            self._quiet_since = self._clock.now()
-        words = [
-            Message(None if o.request is JOIN else o.request, joined=self._steps_before_join) for o in new
-        ]
         now = self._clock.now()
-        words += [
+        if new:
+            self._progress_at = now
+        messages = [
+            Message(None if operation.request is JOIN else operation.request, joined=self._steps_before_join)
+            for operation in new
+        ]
+        messages += [
             Message(expired=label)
             for label, operation in self._announced.items()
             if operation.seconds_waited(now) > self._wait_at_most
         ]
         self._announcing = [operation for operation in new if operation.request is not JOIN]
-        return words
+        return messages
 
-    def _run_round(self, words: list[Message]) -> None:
+    def _run_round(self, messages: list[Message]) -> None:
         begin = self._clock.now()
-        said, stuck = self._exchange(self._negotiation.encode(words))
+        texts, deadlocked = self._exchange(self._negotiation.encode(messages))
         self._last_round_at = self._clock.now()
-        came = self._negotiation.process(said, stuck)
-        for label, operation in zip(came.announced, self._announcing, strict=True):
+        result = self._negotiation.process(texts, deadlocked)
+        for label, operation in zip(result.announced, self._announcing, strict=True):
             operation.label, operation.announced_at = label, begin
             self._announced[label] = operation
         self._announcing = []
-        if came.responses or came.last_joined is not None:
-            self._quiet_since, self._back_off = self._clock.now(), BACK_OFF[0]
+        if result.responses or result.last_joined is not None:
+            self._progress_at, self._back_off = self._clock.now(), BACK_OFF[0]
         elif self._negotiation.all_ranks_wait:
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
         if self.timeline is not None:
             self.timeline.cycle(begin)
-        self._execute_responses(came)
+        self._execute_responses(result)
         if self.group.rank == 0:
             self._stall_check.check(self._negotiation.pending, self._clock.now())
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
-        """What all ranks say, and whether all of them have been waiting for long."""
+        """Exchange the messages of a round. Returns those of all ranks, and whether all ranks seem deadlocked."""
         first = message[: HEAD - _HEADING.size]
         head = _HEADING.pack(len(message), self._seems_deadlocked()) + first
         heads = self.group.allgather(np.frombuffer(head.ljust(HEAD, b"\0"), np.uint8)).tobytes()
         headings = [_HEADING.unpack_from(heads, at) for at in range(0, len(heads), HEAD)]
-        stuck = all(waits for _, waits in headings)
+        deadlocked = all(seems for _, seems in headings)
         if max(length for length, _ in headings) > HEAD - _HEADING.size:
-            return self.group.allgather_bytes(message), stuck
+            return self.group.allgather_bytes(message), deadlocked
         begins = range(_HEADING.size, len(heads), HEAD)
-        return [heads[at : at + length] for at, (length, _) in zip(begins, headings, strict=True)], stuck
+        texts = [heads[at : at + length] for at, (length, _) in zip(begins, headings, strict=True)]
+        return texts, deadlocked
 
     def _seems_deadlocked(self) -> bool:
+        """Whether this rank waits, without progress for `stuck_after` seconds."""
         now = self._clock.now()
-        waits = self._join is not None or any(
-            operation.has_waiter(now) for operation in self._announced.values()
-        )
-        return waits and not self._new and now - self._quiet_since > self._limits.stuck_after
+        waits = self._join is not None or any(o.has_waiter(now) for o in self._announced.values())
+        return waits and not self._new and now - self._progress_at > self._limits.stuck_after
 
-    def _execute_responses(self, came: RoundResult) -> None:
+    def _execute_responses(self, result: RoundResult) -> None:
         with self._condition:
-            for one in came.responses:
-                self._by_name.pop(one.label, None)
-        due = [
-            Task(one.label, one.request, self._announced.get(one.label))
-            for one in came.responses
-            if not one.error
-        ]
-        for one in came.responses:
-            if one.error is not None:
-                self._fail_operation(one)
-        for batch in fuse_tasks(due, self._limits.fusion_threshold):
+            for response in result.responses:
+                self._by_name.pop(response.label, None)
+        tasks = []
+        for response in result.responses:
+            if response.error is None:
+                tasks.append(Task(response.label, response.request, self._announced.get(response.label)))
+            else:
+                self._fail_operation(response)
+        for batch in fuse_tasks(tasks, self._limits.fusion_threshold):
             begin = self._clock.now()
             execute(self.group, batch)
             for task in batch:
                 self._announced.pop(task.label, None)
                 if self.timeline is not None and task.operation is not None:
                     self.timeline.operation(task.operation, begin, self._clock.now())
-        if came.last_joined is not None and self._join is not None:
+        if result.last_joined is not None and self._join is not None:
             joined, self._join = self._join, None
-            joined.complete((np.array([came.last_joined], np.int64),))
+            joined.complete((np.array([result.last_joined], np.int64),))
 
-    def _fail_operation(self, due: Response) -> None:
-        own = self._announced.pop(due.label, None)
-        if own is not None:
-            own.complete(error=due.error and due.error.among(self.group.members))
+    def _fail_operation(self, response: Response) -> None:
+        operation = self._announced.pop(response.label, None)
+        if operation is not None:
+            operation.complete(error=response.error and response.error.among(self.group.members))

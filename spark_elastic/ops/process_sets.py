@@ -1,7 +1,7 @@
-"""Process sets: some of the world's ranks, with operations of their own, under Horovod's names. Any thread.
+"""The current world and its process sets: which group the operations of this process use. Any thread.
 
-A set names ranks: in each world it consists of those of its ranks that the world has. When the world grows again, its
-ranks are back in the set, whichever workers have them.
+A process set names ranks: in each world it consists of those of its ranks that the world has. When the world grows
+again, its ranks are back in the set, whichever workers have them. A process that is no worker is a world of one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spark_elastic.worker.context import get_call_context, get_context
 
 
 class SingleProcessGroup:
-    """The part of `Group` that operations use, for a world of one."""
+    """The part of `Group` that operations use, for a process that is no worker: its collectives return at once."""
 
     rank = 0
     size = 1
@@ -49,7 +49,7 @@ class SingleProcessGroup:
         return reduce_parts([own], name, op, scale[1])
 
     def broadcast(self, array: Array, root: int) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no peers."""
 
     def allgatherv(self, array: Array) -> list[Array]:
         return [array.copy()]
@@ -58,58 +58,58 @@ class SingleProcessGroup:
         return array.copy(), [len(array)]
 
     def barrier(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no peers."""
 
 
 def world() -> Group:
-    """The group of all ranks. Only the main thread may call its collectives.
+    """Return the group of all ranks. Only the main thread may call its collectives.
 
     Raises:
-        CollectiveError: between two worlds there is none.
+        CollectiveError: the worker is between two worlds.
     """
     worker = get_context()
     return cast("Group", SingleProcessGroup()) if worker is None else worker.require_group()
 
 
 class ProcessSet:
-    """ranks_or_comm: the ranks, in any order. Usable once it was added; `process_set_id` is None until then."""
+    """Some of the world's ranks, with operations of their own. `add_process_set` makes it usable."""
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
             raise InvalidInput(f"a ProcessSet takes ranks and no MPI communicator; got {ranks_or_comm!r}.")
         given = [int(rank) for rank in ranks_or_comm]
-        self.process_set_id: int | None = None
+        self.process_set_id: int | None = None  # None until the set was added
         self._ranks = tuple(sorted(set(given)))
         if len(self._ranks) < len(given) or (self._ranks and self._ranks[0] < 0):
             raise InvalidInput(f"the ranks of a ProcessSet must be different and not below 0; got {given}.")
 
     @property
     def declared_ranks(self) -> tuple[int, ...]:
-        """What tells it from other sets in any world: the ranks it was made from; empty for all ranks."""
+        """The ranks it was made from, which identify the set in every world; empty for the global set."""
         return self._ranks
 
     @property
     def ranks(self) -> list[int]:
-        """Its ranks that the current world has."""
+        """Those of its ranks that the current world has."""
         size = world().size
         return [rank for rank in self._ranks if rank < size]
 
     def included(self) -> bool:
-        """Whether this process is in it."""
+        """Whether this process is in the set."""
         return world().rank in self.ranks
 
     def rank(self) -> int:
-        """The rank of this process within the set.
+        """Return the rank of this process within the set.
 
         Raises:
-            InvalidInput: it is not in it.
+            InvalidInput: the process is not in the set.
         """
         if not self.included():
             raise InvalidInput(f"rank {world().rank} is not in {self}.")
         return self.ranks.index(world().rank)
 
     def size(self) -> int:
-        """How many of its ranks the current world has."""
+        """Return how many of its ranks the current world has."""
         return len(self.ranks)
 
     def __repr__(self) -> str:
@@ -140,8 +140,10 @@ global_process_set = _GlobalProcessSet()
 
 @dataclass
 class _Registry:
-    added: dict[int, ProcessSet] = field(default_factory=dict)
-    newest: int = 0
+    """The process sets of one call of the user's function."""
+
+    added: dict[int, ProcessSet] = field(default_factory=dict)  # by id
+    newest: int = 0  # the id that was given out last
 
 
 def _get_registry() -> _Registry:
@@ -149,25 +151,25 @@ def _get_registry() -> _Registry:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set, on all ranks of the world. Nothing is exchanged before its first operation.
+    """Register a set; to be called on all ranks of the world. Ranks exchange nothing before its first operation.
 
-    It may name ranks that only a larger world has.
+    The set may name ranks that only a larger world has.
 
     Raises:
-        InvalidInput: it is there already.
+        InvalidInput: a set of these ranks was added already.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry = _get_registry()
-    if any(other.declared_ranks == made.declared_ranks for other in registry.added.values()):
-        raise InvalidInput(f"{made} was added already.")
+    if any(other.declared_ranks == added.declared_ranks for other in registry.added.values()):
+        raise InvalidInput(f"{added} was added already.")
     registry.newest += 1
-    made.process_set_id = registry.newest
-    registry.added[made.process_set_id] = made
-    return made
+    added.process_set_id = registry.newest
+    registry.added[registry.newest] = added
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a set out; False where it is not there, and for the global one."""
+    """Remove a set. Returns False if it was not added, and for the global set."""
     number = process_set.process_set_id
     if number is None or _get_registry().added.pop(number, None) is None:
         return False
@@ -176,7 +178,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) -> None:
-    """Only these, from now on."""
+    """Remove all sets, and add these."""
     registry = _get_registry()
     for former in list(registry.added.values()):
         remove_process_set(former)
@@ -187,7 +189,7 @@ def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) 
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """All sets, the global one (0) included, each with the ranks that the current world has."""
+    """Return all sets by id, the global one (0) included, with those of their ranks that the current world has."""
     everything = {0: global_process_set, **_get_registry().added}
     return {number: process_set.ranks for number, process_set in everything.items()}
 
@@ -196,16 +198,16 @@ def is_process_set_included(process_set_id: int) -> bool:
     """Whether this process is in the set of that id.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is no such set.
     """
     return get_process_set(process_set_id).included()
 
 
 def get_process_set(process_set_id: int) -> ProcessSet:
-    """The set of that id, 0 for the global one.
+    """Return the set of that id; 0 is the global one.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is no such set.
     """
     found = {0: global_process_set, **_get_registry().added}.get(process_set_id)
     if found is None:
@@ -214,10 +216,10 @@ def get_process_set(process_set_id: int) -> ProcessSet:
 
 
 def root_index(process_set: ProcessSet, root_rank: int) -> int:
-    """The place within the set of a rank of the world.
+    """Return the rank within the set of a rank of the world.
 
     Raises:
-        InvalidInput: it is not in it.
+        InvalidInput: that rank is not in the set.
     """
     if root_rank not in process_set.ranks:
         raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
@@ -225,5 +227,5 @@ def root_index(process_set: ProcessSet, root_rank: int) -> int:
 
 
 def is_single_process(process_set: ProcessSet) -> bool:
-    """This process has nobody to exchange gradients with: a world or set of one, or a set that it is not in."""
+    """Whether this process has no peers to exchange gradients with: the set has one rank, or not this one."""
     return process_set.size() <= 1 or not process_set.included()

@@ -1,4 +1,4 @@
-"""How tensors are reduced: what Horovod's arguments say, checked, for all frameworks. Values only."""
+"""How tensors are reduced: Horovod's reductions, compressors and checked arguments, for all frameworks. Values only."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 
-# How tensors travel in fewer bytes, under Horovod's names: what all frameworks share. Values only.
-#
-# A compressor with a `wire` names a format of the engine: float32 is cut to 16 bits on its way and accumulated as
-# float32. One of a user's own is a `Compressor` whose two methods surround the exchange.
-
 
 class Compressor:
-    """wire: the engine's format for what is wider than 16 bits; None: `compress` and `decompress` say it all."""
+    """How tensors travel in fewer bytes. Users write their own with `compress` and `decompress`.
 
+    The compressors that come with the package name a format of the engine, which sends float32 as 16 bits and
+    accumulates it as float32.
+    """
+
+    # The engine's wire format of float32; None: only `compress` and `decompress` change what is exchanged.
     wire: str | None = None
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """(what is exchanged, what `decompress` needs)"""
+        """Return (the tensor to exchange, what `decompress` needs)."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The result, from the result of the exchange."""
+        """Return the result, made from the exchanged tensor."""
         return tensor
 
 
@@ -37,7 +37,7 @@ class NoneCompressor(Compressor):
 
 
 def resolve_compressor(compression: object) -> type[Compressor]:
-    """None is `NoneCompressor`.
+    """Return the class of a compressor; None stands for `NoneCompressor`.
 
     Raises:
         InvalidInput: it is no Compressor.
@@ -52,11 +52,8 @@ def resolve_compressor(compression: object) -> type[Compressor]:
     return kind
 
 
-# What a reduction computes, under Horovod's names. Values only.
-
-
 class ReduceOp(enum.Enum):
-    """What becomes of the ranks' tensors; the value is the engine's name for it."""
+    """What a reduction computes. The value is the name that the engine uses."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -75,7 +72,7 @@ Product = ReduceOp.PRODUCT
 
 
 def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """The reduction that the two arguments stand for.
+    """Return the reduction that the two arguments stand for.
 
     Raises:
         InvalidInput: both are given, or `op` is no ReduceOp.
@@ -89,10 +86,10 @@ def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """The arguments that say how to reduce. scale: factors before and after."""
+    """How a reduction is computed, and by whom: Horovod's arguments after all checks."""
 
     op: ReduceOp
-    scale: tuple[float, float] = (1.0, 1.0)
+    scale: tuple[float, float] = (1.0, 1.0)  # factors before and after the reduction
     compression: type[Compressor] = NoneCompressor
     process_set: ProcessSet = global_process_set
 
@@ -105,7 +102,7 @@ class ReduceOptions:
         process_set: ProcessSet,
         compression: object = None,
     ) -> ReduceOptions:
-        """The arguments of an allreduce, checked.
+        """Check the arguments of an allreduce.
 
         Raises:
             InvalidInput: an argument is wrong.
@@ -121,7 +118,7 @@ class ReduceOptions:
         process_set: ProcessSet,
         compression: object = None,
     ) -> ReduceOptions:
-        """The arguments of a reducescatter of `count` tensors, checked.
+        """Check the arguments of a reducescatter of `count` tensors.
 
         Raises:
             InvalidInput: an argument is wrong, or there is no tensor.
@@ -136,7 +133,7 @@ class ReduceOptions:
     def from_gradient_args(
         cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
     ) -> ReduceOptions:
-        """The arguments of an exchange of gradients, checked. An average divides by `predivide` before the sum, and by
+        """Check the arguments of an exchange of gradients. An average divides by `predivide` before the sum, and by
         size / predivide after it.
 
         Raises:
@@ -151,12 +148,16 @@ class ReduceOptions:
         return cls(op, _floats((1.0 / predivide, predivide)), resolve_compressor(compression), process_set)
 
     def wire_format(self, all_float32: bool) -> str | None:
-        """The engine's format for these tensors; None: the compressor's two methods surround the exchange."""
+        """Return the engine's wire format; None: the caller calls `compress` and `decompress` around the exchange."""
         return self.compression.wire if all_float32 and self.op is not Adasum else None
 
     def reducescatter_gradient_factor(self, size: Callable[[], Any]) -> Any:
-        """Of a reducescatter's gradient: as in the last releases of Horovod, that of the sum of all losses, times the
-        size, which is asked for where it counts.
+        """Return the factor of a reducescatter's gradient.
+
+        As in the last releases of Horovod this is the gradient of the sum of all losses, times the size.
+
+        Args:
+            size: returns the number of ranks; called only where the result depends on it.
 
         Raises:
             InvalidInput: this reduction has no gradient.

@@ -1,9 +1,9 @@
-"""When each operation was asked for, agreed on and carried out, as a Chrome trace (chrome://tracing, Perfetto).
+"""Horovod's timeline: a Chrome trace (chrome://tracing, Perfetto) of operations and of gradient buckets.
 
-One row per name: QUEUE until the round that announced it, NEGOTIATE_x until all ranks had asked for it, then x itself;
-and one per bucket of an optimizer's gradients, which nobody negotiates.
-Channels write from their threads; a lock guards the file. What is there can be read after a crash: the format lets the
-closing bracket be missing. A file that can be written no more ends there; training goes on.
+One row per name: QUEUE until the round that announces the operation, NEGOTIATE_x until all ranks have requested it,
+then x itself; and one row per gradient bucket, which ranks do not negotiate. Several threads write; a lock guards the
+file. The file is readable after a crash, since the format lets the closing bracket be missing. If the file cannot be
+written any more, the trace ends and training goes on.
 """
 
 from __future__ import annotations
@@ -13,31 +13,40 @@ import logging
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.operation import Operation
+from spark_elastic.ops.process_sets import world
+from spark_elastic.worker.context import get_process_context
 
 log = logging.getLogger(__name__)
 
 
 class Timeline:
-    """An open trace file. mark_cycles: each round is marked, too. goes_on: append to what the file has already."""
+    """An open trace file."""
 
-    def __init__(self, path: str, mark_cycles: bool = False, goes_on: bool = False) -> None:
+    def __init__(self, path: str, mark_cycles: bool = False, append: bool = False) -> None:
+        """
+        Args:
+            mark_cycles: mark the beginning of each round, too.
+            append: continue the file of a former rank 0.
+        """
         try:
-            mode = "a" if goes_on else "w"
+            mode = "a" if append else "w"
             self._file = open(path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
         except OSError as error:
             raise InvalidInput(f"the timeline {path!r} cannot be written: {error}.") from error
         self._mark_cycles = mark_cycles
         self._lock = threading.Lock()
-        self._rows: dict[str, int] = {}
+        self._rows: dict[str, int] = {}  # row number by name
         if self._file.tell() == 0:
             self._put("[")
 
     def operation(self, operation: Operation, begin: float, end: float) -> None:
-        """One that was carried out between `begin` and `end`, seconds by the clock that its handle has."""
+        """Write an operation that ran from `begin` to `end`, in seconds of the clock of its handle."""
         kind = operation.request.kind.upper()
         self._spans(
             operation.label,
@@ -47,7 +56,7 @@ class Timeline:
         )
 
     def gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:
-        """Of one bucket of an optimizer: there at `complete`, exchanged between `begin` and `end`."""
+        """Write a gradient bucket that was complete at `complete` and was summed from `begin` to `end`."""
         self._spans(label, ("QUEUE", complete, begin), ("ALLREDUCE", begin, end), bytes=nbytes)
 
     def _spans(self, label: str, *spans: tuple[str, float, float], **details: int) -> None:
@@ -64,13 +73,13 @@ class Timeline:
                 self._write({**event, "args": details} if details else event)
 
     def cycle(self, now: float) -> None:
-        """A round began."""
+        """Mark the beginning of a round."""
         if self._mark_cycles:
             with self._lock:
                 self._write({"name": "CYCLE_START", "ph": "i", "ts": now * 1e6, "pid": 0, "s": "g"})
 
     def close(self) -> None:
-        """Complete the file; what comes later is dropped."""
+        """Complete the file; later events are dropped."""
         with self._lock:
             self._put("{}]\n", last=True)
 
@@ -92,7 +101,69 @@ class Timeline:
             self._file.write(text)
             if last:
                 self._file.close()
-        except OSError as error:  # a full disk must not end the world
+        except OSError as error:  # a full disk must not end the training
             log.warning("the timeline %s ends here: %s", self._file.name, error)
-            with suppress(OSError):  # it tries once more to write that text
+            with suppress(OSError):  # closing flushes the same text again
                 self._file.close()
+
+
+@dataclass
+class _TimelineState:
+    """The timeline that the user has started on every rank; rank 0 of each world has the file open."""
+
+    path: str | None = None  # None: no timeline was started
+    mark_cycles: bool = False
+    timeline: Timeline | None = None  # the open file
+
+    def get_open(self) -> Timeline | None:
+        """Return the open file on rank 0. A worker that has become rank 0 continues the file if it can write there."""
+        if self.path is not None and self.timeline is None and world().rank == 0:
+            is_continued = world().fence[1] > 1
+            try:
+                self.timeline = Timeline(self.path, self.mark_cycles, is_continued)
+            except InvalidInput as error:
+                if not is_continued:
+                    raise
+                log.warning("%s It ends here; training goes on.", error)
+                self.path = None
+        return self.timeline
+
+
+def _get_state() -> _TimelineState:
+    return get_process_context().get_or_create(_TimelineState, _make_state)
+
+
+def _make_state() -> _TimelineState:
+    settings = operations_from_env()
+    return _TimelineState(settings.timeline, settings.timeline_mark_cycles)
+
+
+def get_timeline() -> Timeline | None:
+    """Return the timeline that this rank writes; None if it writes none."""
+    return _get_state().get_open()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Start a Chrome trace of all operations. To be called on all ranks; rank 0 writes the file, on its host.
+
+    A timeline that already writes to that path continues: the function may have been called again in another world.
+
+    Raises:
+        InvalidInput: another timeline is being written, or the file cannot be written.
+    """
+    state = _get_state()
+    if state.path == file_path:
+        return
+    if state.path is not None:
+        raise InvalidInput("a timeline is being written: stop_timeline() first.")
+    if world().rank == 0:
+        state.timeline = Timeline(file_path, mark_cycles)
+    state.path, state.mark_cycles = file_path, mark_cycles
+
+
+def stop_timeline() -> None:
+    """Complete and close the trace."""
+    state = _get_state()
+    if state.timeline is not None:
+        state.timeline.close()
+    state.path = state.timeline = None

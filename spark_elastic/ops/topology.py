@@ -1,4 +1,4 @@
-"""Where this process stands among the workers: Horovod's names for it. A process that is no worker is alone."""
+"""Horovod's `init`, `rank`, `size` and the like: where this process stands in the world. Any thread."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.process_sets import ProcessSet, reset_process_sets
+from spark_elastic.ops.process_sets import ProcessSet, reset_process_sets, world
 from spark_elastic.protocol.types import Member
-from spark_elastic.worker.context import WorkerContext, get_context, get_process_context
+from spark_elastic.worker.context import get_context, get_process_context
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Begin to use this interface. A worker was placed in its world before its function was called.
+    """Begin to use this interface. A worker has entered its world before its function is called.
 
-    comm: only None; there is no MPI. process_sets: to be added, in this order; "dynamic" adds none, and sets can be
-    added later in any case.
+    Args:
+        comm: only None, since there is no MPI.
+        process_sets: sets to add, in this order; "dynamic" adds none. More sets can be added at any time.
     """
     if comm is not None:
         raise InvalidInput(
@@ -26,59 +27,55 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 
 
 def shutdown() -> None:
-    """End the use of this interface; the world goes on until the worker's function ends."""
+    """End the use of this interface. The worker stays in its world until its function returns."""
     get_process_context().is_initialized = False
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called."""
+    """Whether `init` was called, and `shutdown` was not called since."""
     return get_process_context().is_initialized
 
 
 def size() -> int:
-    """How many workers the world has."""
-    worker = get_context()
-    return 1 if worker is None else worker.require_group().size
+    """Return the number of workers in the world."""
+    return world().size
 
 
 def rank() -> int:
-    """This worker's number in the world, from 0."""
-    worker = get_context()
-    return 0 if worker is None else worker.require_group().rank
+    """Return this worker's rank in the world, from 0."""
+    return world().rank
 
 
 def local_size() -> int:
-    """How many workers of the world are on this host."""
-    me = _get_member()
-    return 1 if me is None else me.local_size
+    """Return the number of workers on this host."""
+    member = _get_member()
+    return 1 if member is None else member.local_size
 
 
 def local_rank() -> int:
-    """This worker's number among those on its host, from 0."""
-    me = _get_member()
-    return 0 if me is None else me.local_rank
+    """Return this worker's rank among those on its host, from 0."""
+    member = _get_member()
+    return 0 if member is None else member.local_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a worker of this local rank."""
-    me = _get_member()
-    return 1 if me is None else me.cross_size
+    """Return the number of hosts that have a worker of this local rank."""
+    member = _get_member()
+    return 1 if member is None else member.cross_size
 
 
 def cross_rank() -> int:
-    """This worker's number among those of the same local rank on all hosts, from 0."""
-    me = _get_member()
-    return 0 if me is None else me.cross_rank
+    """Return this worker's rank among those of the same local rank on all hosts, from 0."""
+    member = _get_member()
+    return 0 if member is None else member.cross_rank
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of workers."""
     worker = get_context()
-    return (
-        worker is None
-        or worker.world is None
-        or len({member.local_size for member in worker.world.members}) == 1
-    )
+    if worker is None or worker.world is None:
+        return True
+    return len({member.local_size for member in worker.world.members}) == 1
 
 
 def mpi_threads_supported() -> bool:
@@ -97,17 +94,17 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """True: Gloo's algorithms work between hosts."""
+    """True: the engine uses Gloo's algorithms between hosts."""
     return True
 
 
 def gloo_built() -> bool:
-    """True: Gloo's algorithms work between hosts."""
+    """True: the engine uses Gloo's algorithms between hosts."""
     return True
 
 
 def nccl_built() -> int:
-    """0: tensors of GPUs are exchanged through the host."""
+    """0: tensors on GPUs are exchanged through host memory."""
     return 0
 
 
@@ -122,21 +119,21 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """False: the engine knows no GPU; tensors of GPUs are exchanged through the host."""
+    """False: the engine knows no GPU; tensors on GPUs are exchanged through host memory."""
     return False
 
 
 def rocm_built() -> bool:
-    """False: the engine knows no GPU; tensors of GPUs are exchanged through the host."""
+    """False: the engine knows no GPU; tensors on GPUs are exchanged through host memory."""
     return False
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: object) -> None:
-    """Nothing to check: no part of this interface is built for one framework."""
+    """Do nothing: no part of this interface is built for one framework."""
 
 
 def _get_member() -> Member | None:
-    worker: WorkerContext | None = get_context()
+    worker = get_context()
     if worker is None or worker.world is None:
         return None
     return worker.world.members[worker.require_group().rank]

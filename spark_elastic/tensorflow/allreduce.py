@@ -89,12 +89,12 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, how: ReduceOp
 
 
 def _allreduce(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
-    wire, squeezed = on_the_wire(tensors, how)
+    wire, squeezed = compress_tensors(tensors, how)
     dtypes = [tensor.dtype for tensor, _ in squeezed]
     names = tuple(name_of(dtype) for dtype in dtypes)
 
     def body(arrays: list[Array]) -> list[Array]:
-        results, _ = copy_arrays(arrays)
+        results = copy_arrays(arrays).views
         request = Request(
             ALLREDUCE,
             qualify_name(ALLREDUCE, name),
@@ -112,7 +112,9 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) 
     return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
 
 
-def on_the_wire(tensors: Sequence[Tensor], how: ReduceOptions) -> tuple[str | None, list[tuple[Tensor, Any]]]:
+def compress_tensors(
+    tensors: Sequence[Tensor], how: ReduceOptions
+) -> tuple[str | None, list[tuple[Tensor, Any]]]:
     """(the engine's wire format, what is exchanged and what undoes its compression)"""
     wire = how.wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
     if wire is not None:
@@ -123,7 +125,7 @@ def on_the_wire(tensors: Sequence[Tensor], how: ReduceOptions) -> tuple[str | No
 # IndexedSlices of all ranks, concatenated: their sum or average, without the rows that nobody has.
 
 
-def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, alone: bool = False) -> Any:
+def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, allow_single: bool = False) -> Any:
     """IndexedSlices with the rows of all ranks, each listed once; they travel as they are, whatever the compression.
 
     alone: ranks that are not in the set keep their own.
@@ -139,7 +141,7 @@ def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, alone: b
     names = tuple(name_of(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
-        if alone and is_single_process(how.process_set):
+        if allow_single and is_single_process(how.process_set):
             return _each_once(arrays[0], arrays[1])
         request = Request(
             ALLGATHER,

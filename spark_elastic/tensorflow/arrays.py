@@ -20,9 +20,9 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.flat_allreduce import FlatBuffer, allocate_aligned
 from spark_elastic.worker.context import get_group_context, get_process_context
 
-ALIGN = 64
 KEPT_FROM = 1 << 20  # bytes; smaller pieces are cheaper to allocate anew
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tensor: TypeAlias = Any  # a tf.Tensor, eager or of a graph
@@ -72,35 +72,23 @@ class Memory:
     def piece(self, nbytes: int) -> Bytes:
         """So many bytes, of any content; zeros when they are given out for the first time."""
         if nbytes < KEPT_FROM:
-            return _allocate_aligned(nbytes)
+            return allocate_aligned(nbytes)
         free = self._free.setdefault(nbytes, [])
         try:
             whole = free.pop()
         except IndexError:
-            whole = _allocate_aligned(nbytes)
+            whole = allocate_aligned(nbytes)
         lease = _Lease(whole)
         weakref.finalize(lease, free.append, whole).atexit = False
         return np.asarray(lease)
 
 
-def copy_arrays(arrays: Sequence[Array]) -> tuple[list[Array], Bytes]:
-    """(copies of them, the one piece of memory that they lie in, each aligned)"""
-    ends = [0]
-    for array in arrays:
-        ends.append(ends[-1] + -(-array.nbytes // ALIGN) * ALIGN)
-    memory = get_process_context().get_or_create(Memory).piece(ends[-1])
-    made = []
-    for begin, array in zip(ends[:-1], arrays, strict=True):
-        copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-        np.copyto(copy, array)
-        made.append(copy)
-    return made, memory
-
-
-def _allocate_aligned(nbytes: int) -> Bytes:
-    whole = np.zeros(nbytes + ALIGN, np.uint8)
-    begin = -whole.ctypes.data % ALIGN
-    return whole[begin : begin + nbytes]
+def copy_arrays(arrays: Sequence[Array]) -> FlatBuffer:
+    """Return a buffer that holds copies of the arrays, each in memory that TensorFlow takes over without a copy."""
+    memory = get_process_context().get_or_create(Memory)
+    buffer = FlatBuffer([array.shape for array in arrays], [array.dtype for array in arrays], memory.piece)
+    buffer.fill(arrays)
+    return buffer
 
 
 # What a collective raised inside of a TensorFlow graph, which knows it as an error of its own kind only.

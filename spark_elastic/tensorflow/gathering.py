@@ -106,7 +106,7 @@ def broadcast_all(
     names = tuple(name_of(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> list[Array]:
-        results, _ = copy_arrays(arrays)
+        results = copy_arrays(arrays).views
         request = Request(
             BROADCAST,
             qualify_name(BROADCAST, name),

@@ -7,11 +7,9 @@ training thread owns everything here; the engine's thread runs only what it is h
 from __future__ import annotations
 
 import json
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any
 
@@ -23,6 +21,7 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.reduction import Compressor
+from spark_elastic.ops.stall import watch_collective
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, Spec
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
@@ -67,51 +66,6 @@ def first_difference(first: Sequence[str], other: Sequence[str], rank: int) -> s
             )
             return f"{what if number else ''}on rank 0, {a}; on rank {rank}, {b}."
     return "their buckets are cut differently: set SPARK_ELASTIC_BUCKET_BYTES and groups alike."
-
-
-# Horovod's stall check: logs which ranks an exchange of gradients waits for, and gives it up in the end.
-
-
-NAMED = 3  # how many parameters a line names
-
-log = logging.getLogger(__name__)
-
-
-@contextmanager
-def stall_check(
-    group: Group, names: Callable[[], Sequence[str]], warn_after: float, wait_at_most: float | None
-) -> Iterator[None]:
-    """Around a collective of `group`, in the thread that calls it.
-
-    names: of the parameters whose gradients it sums. warn_after: seconds until the ranks that it waits for are logged,
-    and between two such lines. wait_at_most: until it is an error; None: the group's timeout.
-    """
-    if warn_after == math.inf and wait_at_most is None:
-        yield
-        return
-    told = 0.0
-
-    def waits(seconds: float, ranks: Sequence[int]) -> None:
-        nonlocal told
-        if seconds - told >= warn_after:
-            told = seconds
-            log.warning(
-                "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not brought theirs.",
-                _listed(names()), seconds, ", ".join(str(group.members[rank]) for rank in ranks),
-            )  # fmt: skip
-
-    group.watch(waits)
-    group.limit(group.timeout if wait_at_most is None else wait_at_most)
-    try:
-        yield
-    finally:
-        group.watch(None)
-        group.limit(group.timeout)
-
-
-def _listed(names: Sequence[str]) -> str:
-    some = ", ".join(map(repr, names[:NAMED]))
-    return some if len(names) <= NAMED else f"{some} and {len(names) - NAMED} more"
 
 
 # Gradients that travel as a user's own `Compressor` says. Knows no buckets; runs where these are reduced: in the
@@ -266,7 +220,7 @@ class Dispatch:
 
     def _stall_check(self, indices: Sequence[int]) -> AbstractContextManager[None]:
         terms = self._terms
-        return stall_check(
+        return watch_collective(
             self._group, lambda: [self._names[i] for i in indices], terms.warn_after, terms.wait_at_most
         )
 

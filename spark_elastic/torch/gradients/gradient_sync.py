@@ -18,8 +18,8 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.operations import get_timeline
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.timeline import get_timeline
 from spark_elastic.protocol.types import START
 from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions

@@ -1,35 +1,61 @@
-"""Which backward passes make a step, and what becomes of them when their world ends."""
+"""Which backward passes make a step, and what becomes of unfinished steps when their world ends."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import distributed_optimizer
-from spark_elastic.ops.distributed_optimizer import PassCounter, validate_backward_passes
+from spark_elastic.ops.distributed_optimizer import GradientAccumulator, validate_backward_passes
 
 
-def _pass(count: PassCounter) -> tuple[bool, bool]:
-    return count.begin_pass(), count.complete_pass()
+def make_accumulator(passes: int, average: bool = False) -> GradientAccumulator[Array]:
+    return GradientAccumulator(passes, average, lambda arrays: [array.copy() for array in arrays])
+
+
+def add(accumulator: GradientAccumulator[Array], *values: float | None) -> list[float | None] | None:
+    sums = accumulator.add([None if value is None else np.array(value) for value in values])
+    return None if sums is None else [None if total is None else float(total) for total in sums]
 
 
 def test_three_passes_make_a_step() -> None:
-    count = PassCounter(3)
-    assert [_pass(count) for _ in range(4)] == [(True, False), (False, False), (False, True), (True, False)]
+    accumulator = make_accumulator(3)
+    results = [add(accumulator, value) for value in (1.0, 2.0, 4.0, 8.0)]
+    assert results == [None, None, [7.0], None]
 
 
-def test_a_world_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(distributed_optimizer, "world", lambda: here)
-    count = PassCounter(2)
-    assert _pass(count) == (True, False)
-    here.fence = (1, 2)
-    assert [_pass(count), _pass(count)] == [(True, False), (False, True)]
+def test_averaged_passes_are_divided_by_their_number() -> None:
+    accumulator = make_accumulator(2, average=True)
+    assert [add(accumulator, 1.0), add(accumulator, 4.0)] == [None, [2.5]]
 
 
-def test_there_is_one_pass_at_least() -> None:
+def test_a_gradient_that_some_passes_lack_is_the_sum_of_the_others() -> None:
+    accumulator = make_accumulator(3)
+    passes = [(1.0, None, None), (None, 2.0, None), (4.0, 8.0, None)]
+    assert [add(accumulator, *values) for values in passes] == [None, None, [5.0, 10.0, None]]
+
+
+def test_sums_are_not_written_into_the_gradients_of_a_pass() -> None:
+    accumulator, first = make_accumulator(2), np.array([1.0])
+    accumulator.add([first])
+    accumulator.add([np.array([2.0])])
+    assert first.tolist() == [1.0]
+
+
+def test_a_new_world_starts_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(fence=(1, 1))
+    monkeypatch.setattr(distributed_optimizer, "world", lambda: world)
+    accumulator = make_accumulator(2)
+    assert add(accumulator, 1.0) is None
+    world.fence = (1, 2)
+    assert [add(accumulator, 2.0), add(accumulator, 4.0)] == [None, [6.0]]
+
+
+def test_a_step_has_at_least_one_backward_pass() -> None:
     assert validate_backward_passes(1) == 1
     with pytest.raises(InvalidInput, match="at least 1; got 0"):
-        PassCounter(0)
+        make_accumulator(0)

@@ -32,13 +32,13 @@ class Ranks:
         self.machines = [Negotiation(rank, size) for rank in range(size)]
         self.sent: list[int] = []  # bytes that rank 0 said in each round
 
-    def say(self, *words: Sequence[Message | Request], stuck: bool = False) -> RoundResult:
+    def say(self, *words: Sequence[Message | Request], deadlocked: bool = False) -> RoundResult:
         texts = [
             machine.encode([word if isinstance(word, Message) else Message(word) for word in said])
             for machine, said in zip(self.machines, words, strict=True)
         ]
         self.sent.append(len(texts[0]))
-        rounds = [machine.process(texts, stuck) for machine in self.machines]
+        rounds = [machine.process(texts, deadlocked) for machine in self.machines]
         told = [
             ([(d.label, d.request, str(d.error)) for d in came.responses], came.last_joined)
             for came in rounds
@@ -121,7 +121,7 @@ def test_ranks_that_all_wait_for_different_operations_are_told() -> None:
     ranks = Ranks(2)
     assert not ranks.say([reduction("x")], [reduction("y")]).responses
     assert ranks.machines[0].all_ranks_wait
-    first, second = ranks.say([], [], stuck=True).responses
+    first, second = ranks.say([], [], deadlocked=True).responses
     assert (first.label, second.label) == ("x", "y")
     assert "'x' for rank(s) 1; 'y' for rank(s) 0" in str(first.error)
 

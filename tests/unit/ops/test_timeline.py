@@ -12,7 +12,8 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
-from spark_elastic.ops.operations import get_queue, start_timeline, stop_timeline
+from spark_elastic.ops.operations import get_queue
+from spark_elastic.ops.timeline import start_timeline, stop_timeline
 from tests.unit.ops.workers import among_fakes, become, per_thread
 
 

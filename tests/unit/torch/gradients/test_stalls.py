@@ -30,7 +30,7 @@ def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0,
 
 
 def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "spark_elastic.torch.gradients.dispatch"):
+    with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
         in_a_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
@@ -43,7 +43,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
             step(group.subgroup(1, [1, 3]), ExchangeOptions(warn_after=2.5), (0.0, 3.5))
         group.barrier()
 
-    with caplog.at_level(logging.WARNING, "spark_elastic.torch.gradients.dispatch"):
+    with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
         in_a_world(4, work)
     (line,) = caplog.messages
     assert line.endswith("for rank(s) 3, which have not brought theirs.")

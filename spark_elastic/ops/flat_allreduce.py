@@ -1,0 +1,84 @@
+"""Several arrays in one buffer, so that one allreduce per dtype sums all of them. Knows no framework.
+
+The thread that fills a buffer owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_collectives import Group
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+ALIGN = 64  # bytes: every array begins at a multiple of it
+
+
+def allocate_aligned(nbytes: int) -> Bytes:
+    """Return zeros that begin at a multiple of ALIGN."""
+    whole = np.zeros(nbytes + ALIGN, np.uint8)
+    begin = -whole.ctypes.data % ALIGN
+    return whole[begin : begin + nbytes]
+
+
+class FlatBuffer:
+    """Arrays of given shapes and dtypes in one piece of memory; those of one dtype lie next to each other."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[npt.DTypeLike],
+        allocate: Callable[[int], Bytes] = allocate_aligned,
+    ) -> None:
+        """
+        Args:
+            allocate: returns that many bytes, from a multiple of ALIGN on; for example `Group.buffer`.
+        """
+        kinds = [np.dtype(dtype) for dtype in dtypes]
+        spans: dict[
+            int, tuple[int, int]
+        ] = {}  # by index of the array: its first byte, and the one behind its last
+        ranges: dict[np.dtype[Any], tuple[int, int]] = {}  # by dtype: the same of all its arrays
+        end = 0
+        for kind in dict.fromkeys(kinds):
+            begin = end
+            for index, shape in enumerate(shapes):
+                if kinds[index] == kind:
+                    nbytes = math.prod(shape) * kind.itemsize
+                    spans[index] = end, end + nbytes
+                    end += -(-nbytes // ALIGN) * ALIGN
+            ranges[kind] = begin, end
+        memory = allocate(end)
+        # One flat array per dtype: what collectives take. Between the views lie up to ALIGN - 1 bytes of padding.
+        self.flat: list[Array] = [memory[begin:end].view(kind) for kind, (begin, end) in ranges.items()]
+        # One array per shape, in the order of `shapes`: the same memory as `flat`.
+        self.views: list[Array] = [
+            memory[slice(*spans[index])].view(kinds[index]).reshape(shape)
+            for index, shape in enumerate(shapes)
+        ]
+
+    def fill(self, arrays: Sequence[Array | None]) -> None:
+        """Copy arrays in; None stands for zeros."""
+        for view, array in zip(self.views, arrays, strict=True):
+            if array is None:
+                view.fill(0)
+            else:
+                np.copyto(view, array, casting="same_kind")
+
+    def allreduce(self, group: Group, op: str = "sum", compression: str | None = None) -> None:
+        """Reduce all arrays in place over the ranks of `group`; an empty dtype takes no collective.
+
+        Args:
+            compression: the wire format of float32; other dtypes travel as they are.
+
+        Raises:
+            CollectiveError: the group broke; the contents are void.
+        """
+        for flat in self.flat:
+            if len(flat):
+                group.allreduce(flat, op=op, compression=compression if flat.dtype == np.float32 else None)
