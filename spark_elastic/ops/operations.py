@@ -11,6 +11,7 @@ import hashlib
 import pickle
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,11 +53,9 @@ class OperationQueues:
                 if group.size > 1:
                     group = group.subgroup(_subgroup_channel(ranks), process_set.ranks)
                 name = "" if process_set is global_process_set else repr(process_set)
-                context = current()
-                clock = SystemClock()
-                signal = (
-                    CompletionSignal(clock) if context is None else CompletionSignal(clock, context.waiting)
-                )
+                worker = get_context()
+                wait = nullcontext if worker is None else worker.wait_recorder.record_wait
+                signal = CompletionSignal(SystemClock(), wait)
                 self._queues[ranks] = OperationQueue(group, signal, self._limits, name)
             return self._queues[ranks]
 
