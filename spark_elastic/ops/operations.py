@@ -29,7 +29,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.timeline import get_timeline
 from spark_elastic.state.handover import pickled
-from spark_elastic.worker.context import get_group_context
+from spark_elastic.worker.context import get_context, get_group_context
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
