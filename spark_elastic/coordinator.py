@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 from spark_elastic import errors
 from spark_elastic.clock import Clock, SystemClock
@@ -23,7 +23,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
 from spark_elastic.driver.gathering import GatherTurn
 from spark_elastic.driver.ports import Launcher
-from spark_elastic.driver.remote_launcher import RemoteLauncher
+from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, WorldSpan
@@ -35,14 +35,13 @@ from spark_elastic.monitoring.log_forwarding import (
     isolate_log_handlers,
 )
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.protocol.events import DriverEvent, LaunchEnded, SlotsWanted
+from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.state.store_channel import (
     SEND_EVERY,
     ChannelEnd,
-    Message,
     StoreChannel,
     StoreHeartbeat,
     wait_until_stale,
@@ -51,84 +50,183 @@ from spark_elastic.state.store_channel import (
 log = logging.getLogger("spark_elastic")
 
 CLIENT, COORDINATOR = "client", "coordinator"
-LAST_WORDS = 10.0  # seconds for what is said at the end
+CLOSE_WAIT = 10.0  # seconds for the last messages, and for slots that still run
 LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
+
+
+# ---- what the coordinator sends to its client, beside the requests of its launcher
+
+
+@dataclass(frozen=True)
+class LineLogged:
+    """A line that a worker printed; rank None: of a worker outside the world."""
+
+    rank: int | None
+    line: str
+
+
+@dataclass(frozen=True)
+class ProgressMade:
+    """Numbers that rank 0 reported."""
+
+    numbers: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WorldStarted:
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SlotsGathered:
+    """The job has a world: the next job of the application may gather its slots."""
+
+
+@dataclass(frozen=True)
+class SlotsLacking:
+    """Whether the job lacks slots for its next world."""
+
+    lacking: bool
+
+
+@dataclass(frozen=True)
+class UserNotified:
+    """A sentence for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RecordLogged:
+    """A record of the coordinator's log, which would otherwise stay in the executor's standard error."""
+
+    entry: LogEntry
+
+
+@dataclass(frozen=True)
+class JobSucceeded:
+    # What the workers returned, JSON text in rank order.
+    results: tuple[str, ...]
+    worlds: tuple[WorldSpan, ...]
+    # JSON text of a `JobReport`.
+    report: str
+
+
+@dataclass(frozen=True)
+class JobEndedInError:
+    # Name of the class in `spark_elastic.errors`.
+    error: str
+    text: str
+    # JSON text of a `JobReport`, if the error has one.
+    report: str | None = None
+
+
+JobEnd: TypeAlias = JobSucceeded | JobEndedInError
+Message: TypeAlias = (
+    DriverStarted | SlotRequested | LineLogged | ProgressMade | WorldStarted | SlotsGathered | SlotsLacking
+    | UserNotified | RecordLogged | JobEnd
+)  # fmt: skip
+COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
+
+
+# ---- the task
 
 
 @dataclass(frozen=True)
 class Coordinator:
-    """What is shipped to the task. run: id, attempt and checkpoints of a `RunLease`."""
+    """The body of the coordinator's task, as it is shipped."""
 
-    box: ChannelEnd = field(repr=False)
+    end: ChannelEnd = field(repr=False)
     limits: Limits
     config: ElasticConfig
+    # The job's name.
     name: str
+    # The server speaks TLS, unless the configuration says otherwise.
     encrypted: bool
-    admit: Callable[[Mapping[str, Any]], str | None]
+    # Why a host with these facts cannot take part, or None.
+    check_host: Callable[[Mapping[str, Any]], str | None]
+    # Id, attempt and checkpoints of a `RunLease`; None: the job writes no checkpoints.
     run: tuple[str, int, tuple[Checkpoint, ...]] | None
 
     def run_driver(self, host: str) -> None:
-        """Drive the job to its end, and tell the client of it. host: where its server listens. Blocks."""
-        clock = SystemClock()
-        launcher = RemoteLauncher(self.box, clock, silence_limit(self.config))
-        run = None if self.run is None else RunLease(self.box.store, *self.run)
-        site = DriverOptions(
+        """Drive the job to its end, and send the client its result. Blocks.
+
+        Args:
+            host: the address at which the driver's server listens.
+        """
+        launcher = RemoteLauncher(self.end, SystemClock(), silence_limit(self.config))
+        channel = launcher.channel
+        options = DriverOptions(
             bind=host,
             encrypted=self.encrypted,
-            admit=self.admit,
-            run=run,
-            key=self.box.key,
-            gathered=lambda: launcher.channel.send({"gathered": True}),
-            lacks=lambda slots: launcher.channel.send({"lacks": slots}),
+            check_host=self.check_host,
+            run=None if self.run is None else RunLease(self.end.store, *self.run),
+            key=self.end.key,
+            turn=_RemoteTurn(channel),
         )
-        told = _Told(launcher.channel)
+        listener = _ForwardingListener(channel)
         try:
-            with StoreHeartbeat(self.box.store, self._pulse), forward_log(told.logged):
-                done = supervise(launcher, Together(), site, self.limits, self.config, self.name, told)
-            worlds = [dataclasses.astuple(world) for world in done.worlds]
-            report = done.report.to_json()
-            launcher.channel.send({"results": list(done.results), "worlds": worlds, "report": report})
+            with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(listener.record):
+                done = supervise(launcher, Together(), options, self.limits, self.config, self.name, listener)
+            channel.send(JobSucceeded(done.results, done.worlds, done.report.to_json()))
         except errors.ElasticError as error:
-            failed = {"failed": type(error).__name__, "text": str(error)}
-            if isinstance(error, JobFailed | JobCancelled) and error.report is not None:
-                failed["report"] = error.report.to_json()
-            launcher.channel.send(failed)
-        except Exception:  # of ours, or of the machine's: its words would stay in this executor's log
+            has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None
+            report = error.report.to_json() if has_report else None  # type: ignore[attr-defined]
+            channel.send(JobEndedInError(type(error).__name__, str(error), report))
+        except (
+            Exception
+        ):  # a defect of ours or of the machine: otherwise it would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
-            launcher.channel.send({"failed": JobFailed.__name__, "text": text})
+            channel.send(JobEndedInError(JobFailed.__name__, text))
         finally:
-            launcher.channel.close(LAST_WORDS)
+            channel.close(CLOSE_WAIT)
 
     def wait_standby(self) -> None:
-        """Return once nobody conducts. Blocks."""
-        wait_until_stale(self.box.store, self._pulse, SystemClock())
+        """Return once no other copy of this task drives the job. Blocks."""
+        wait_until_stale(self.end.store, self._heartbeat, SystemClock())
 
     @property
-    def _pulse(self) -> str:
-        return f"{self.box.folder}/pulse"
+    def _heartbeat(self) -> str:
+        return f"{self.end.folder}/heartbeat"
 
 
 @dataclass(frozen=True)
-class _Told:
-    """The coordinator's narrator: all of it goes to the client."""
+class _ForwardingListener:
+    """The coordinator's `JobListener`: it sends everything to the client."""
 
-    mail: StoreChannel
+    channel: StoreChannel
 
     def log(self, rank: int | None, line: str) -> None:
-        self.mail.send({"log": line, "rank": rank})
+        self.channel.send(LineLogged(rank, line))
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
-        self.mail.send({"progress": dict(numbers)})
+        self.channel.send(ProgressMade(dict(numbers)))
 
     def world(self, size: int, reason: str) -> None:
-        self.mail.send({"world": size, "reason": reason})
+        self.channel.send(WorldStarted(size, reason))
 
     def tell(self, text: str) -> None:
-        self.mail.send({"tell": text})
+        self.channel.send(UserNotified(text))
 
-    def logged(self, record: LogEntry) -> None:
-        """The driver's own words would stay in this executor's standard error."""
-        self.mail.send({"record": record})
+    def record(self, entry: LogEntry) -> None:
+        self.channel.send(RecordLogged(entry))
+
+
+@dataclass(frozen=True)
+class _RemoteTurn:
+    """The turn of the job to gather slots: the client has it, and other jobs of its application."""
+
+    channel: StoreChannel
+
+    def gathered(self) -> None:
+        self.channel.send(SlotsGathered())
+
+    def lacks(self, slots: bool) -> None:
+        self.channel.send(SlotsLacking(slots))
+
+
+# ---- the client
 
 
 def check_config(config: ElasticConfig) -> ElasticConfig:
@@ -137,7 +235,7 @@ def check_config(config: ElasticConfig) -> ElasticConfig:
     Raises:
         InvalidInput: one of them belongs to the client's machine.
     """
-    script = isinstance(config.host_discovery, str)  # a function travels
+    script = isinstance(config.host_discovery, str)  # a function can be shipped, a script cannot
     for name in ("handle", "journal", "tls_certificate", *["host_discovery"] * script):
         if getattr(config, name) is not None:
             raise InvalidInput(
@@ -148,135 +246,129 @@ def check_config(config: ElasticConfig) -> ElasticConfig:
 
 
 def silence_limit(config: ElasticConfig) -> float:
-    """Seconds of silence after which either side takes the other for gone."""
+    """Seconds of silence after which either side assumes that the other is gone."""
     return max(config.driver_timeout, 4 * SEND_EVERY)
 
 
 class CoordinatorClient:
-    """Launches slots for a coordinator, and hears it out. carry: runs its task; returns why that ended."""
+    """Launches slots for a coordinator, shows people its messages, and returns its result."""
 
     def __init__(
         self,
-        box: ChannelEnd,
-        name: str,
+        end: ChannelEnd,
+        spec: SlotSpec,
         launcher: Launcher,
         turn: GatherTurn,
-        narrate: JobListener,
+        listener: JobListener,
         clock: Clock,
     ) -> None:
-        self._box = box
-        self._name = name
+        """
+        Args:
+            spec: of the slots; the coordinator fills in its address and certificate.
+        """
+        self._spec = spec
         self._launcher = launcher
         self._turn = turn
-        self._narrate = narrate
+        self._listener = listener
         self._clock = clock
-        self._mail = StoreChannel(box, self._heard, clock)
-        self._teller = (
-            AsyncNotifier()
-        )  # so that a terminal that blocks does not look like a client that is gone
-        self._begun = False
-        self._waits_since = 0.0  # for a core, while no other job of the application trains
-        self._end: Message | None = None
-        self._gone: list[str] = []  # why
+        self._channel = StoreChannel(end, COORDINATOR_MESSAGES, self._on_message, clock)
+        # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
+        self._notifier = AsyncNotifier()
+        self._begun = False  # the coordinator's task runs
+        self._waits_since = (
+            0.0  # for a core; the time does not count while another job of the application trains
+        )
+        self._end: JobEnd | None = None
+        self._losses: list[str] = []  # why the coordinator is gone
         self._ended = threading.Event()
 
-    def follow(self, carry: Callable[[], str], attempt: int, config: ElasticConfig) -> LaunchResult:
-        """See the job to its end. attempt: the run's, which workers prove in each request.
+    def follow(self, run_task: Callable[[], str], config: ElasticConfig) -> LaunchResult:
+        """Run the coordinator's task and follow the job to its end. Blocks.
+
+        Args:
+            run_task: runs the task; returns why it ended.
 
         Raises:
-            CoordinatorLost: its task ended without a word. NotEnoughWorkers: no executor took that. As
-            `launch.supervise`.
+            CoordinatorLost: the task ended without a result.
+            NotEnoughWorkers: no executor took the task.
+            JobFailed, JobCancelled: as `launch.job.supervise`.
         """
-        self._attempt, self._config = attempt, config
-        with isolate_log_handlers(), self._teller:
-            self._follow(carry, config)
+        with isolate_log_handlers(), self._notifier:
+            self._follow(run_task, config)
         if self._end is None:
-            why = self._gone[0] if self._gone else "it is silent"
-            raise CoordinatorLost(f"the coordinator of {self._name}, which ran in a task, was lost: {why}")
-        return _result(self._end)
+            why = self._losses[0] if self._losses else "it is silent"
+            raise CoordinatorLost(
+                f"the coordinator of {self._spec.job_name}, which ran in a task, was lost: {why}"
+            )
+        return _unpack_end(self._end)
 
-    def _follow(self, carry: Callable[[], str], config: ElasticConfig) -> None:
-        self._waits_since, patient = self._clock.now(), silence_limit(config)
-        gone = self._gone
-        carrier = threading.Thread(target=lambda: gone.append(carry()), name="coordinator", daemon=True)
-        carrier.start()
-        self._mail.start()
+    def _follow(self, run_task: Callable[[], str], config: ElasticConfig) -> None:
+        self._waits_since, limit = self._clock.now(), silence_limit(config)
+        losses = self._losses
+        task = threading.Thread(target=lambda: losses.append(run_task()), name="coordinator", daemon=True)
+        task.start()
+        self._channel.start()
         self._turn.start(self._forward)
         try:
-            while not self._ended.wait(LOOK_EVERY) and carrier.is_alive():
+            while not self._ended.wait(LOOK_EVERY) and task.is_alive():
                 if not self._begun and self._clock.now() - self._waits_since > config.start_timeout:
                     raise NotEnoughWorkers(
-                        f"no executor took the coordinator of {self._name} within {config.start_timeout:g} s "
+                        f"no executor took the coordinator of {self._spec.job_name} within {config.start_timeout:g} s "
                         "(start_timeout): it needs a core beside those of the workers."
                     )
-                if self._begun and self._clock.now() - self._mail.last_seen > patient:
-                    gone.append(f"it has not been heard for {patient:g} s")
+                if self._begun and self._clock.now() - self._channel.last_seen > limit:
+                    losses.append(f"it has not been heard for {limit:g} s")
                     break
         except BaseException:
-            self._mail.send({"cancel": "the caller was interrupted"})
+            self._channel.send(CancelRequested(self._clock.now(), "the caller was interrupted"))
             raise
         finally:
             self._turn.close()
-            self._mail.close(LAST_WORDS)  # which also reads the last words of one that has just ended
-            left = self._launcher.close(LAST_WORDS)
+            self._channel.close(CLOSE_WAIT)  # also reads the last messages of a task that has just ended
+            left = self._launcher.close(CLOSE_WAIT)
             if left:
                 log.warning("still running at Spark: %s", ", ".join(left))
 
     def _forward(self, event: DriverEvent) -> None:
-        match event:
-            case LaunchEnded():
-                self._mail.send(
-                    {
-                        "ended": event.launch,
-                        "reason": event.reason,
-                        "cancelled": event.cancelled,
-                        "executor_lost": event.executor_lost,
-                    }
-                )
-            case SlotsWanted():
-                self._mail.send({"wanted": event.reason, "taken": event.in_use})
-                self._waits_since = event.now
+        """Send an event of the launcher or of the turn to the coordinator."""
+        if isinstance(event, SlotsWanted):
+            self._waits_since = event.now
+        if isinstance(event, LaunchEnded | SlotsWanted):
+            self._channel.send(event)
 
-    def _heard(self, letter: Message) -> None:
-        match letter:
-            case {"contact": str(address), "certificate": certificate}:
+    def _on_message(self, message: Message) -> None:
+        show = self._notifier.tell
+        match message:
+            case DriverStarted(address, certificate):
                 self._begun = True
-                log.info("the coordinator of %s runs in a task, at %s", self._name, address)
-                spec = SlotSpec.from_config(
-                    self._config,
-                    address=address,
-                    key=self._box.key,
-                    attempt=self._attempt,
-                    job_name=self._name,
-                    certificate=certificate,
-                )
+                log.info("the coordinator of %s runs in a task, at %s", self._spec.job_name, address)
+                spec = dataclasses.replace(self._spec, address=address, certificate=certificate)
                 self._launcher.start(spec, self._forward)
-            case {"launch": int(job)}:
-                self._launcher.launch(job)
-            case {"log": str(line), "rank": rank}:
-                self._teller.tell(partial(self._narrate.log, rank, line))
-            case {"progress": dict(numbers)}:
-                self._teller.progress(partial(self._narrate.progress, numbers))
-            case {"world": int(size), "reason": str(reason)}:
-                self._teller.tell(partial(self._narrate.world, size, reason))
-            case {"gathered": True}:
+            case SlotRequested(launch):
+                self._launcher.launch(launch)
+            case LineLogged(rank, line):
+                show(partial(self._listener.log, rank, line))
+            case ProgressMade(numbers):
+                self._notifier.progress(partial(self._listener.progress, numbers))
+            case WorldStarted(size, reason):
+                show(partial(self._listener.world, size, reason))
+            case SlotsGathered():
                 self._turn.gathered()
-            case {"lacks": bool(slots)}:
-                self._turn.lacks(slots)
-            case {"tell": str(text)}:
-                self._teller.tell(partial(self._narrate.tell, text))
-            case {"record": [level, name, text, told]}:
+            case SlotsLacking(lacking):
+                self._turn.lacks(lacking)
+            case UserNotified(text):
+                show(partial(self._listener.tell, text))
+            case RecordLogged((level, name, text, told)):
                 emit_forwarded(level, name, text, told)
-            case {"results": _} | {"failed": _}:
-                self._end = letter
+            case JobSucceeded() | JobEndedInError():
+                self._end = message
                 self._ended.set()
 
 
-def _result(end: Message) -> LaunchResult:
-    if "failed" in end:
-        error = getattr(errors, end["failed"], JobFailed)(end["text"])
-        if "report" in end:
-            error.report = JobReport.from_json(end["report"])
+def _unpack_end(end: JobEnd) -> LaunchResult:
+    if isinstance(end, JobEndedInError):
+        error = getattr(errors, end.error, JobFailed)(end.text)
+        if end.report is not None:
+            error.report = JobReport.from_json(end.report)
         raise error
-    worlds = tuple(WorldSpan(*world) for world in end["worlds"])
-    return LaunchResult(tuple(end["results"]), worlds, (), JobReport.from_json(end["report"]))
+    return LaunchResult(end.results, end.worlds, (), JobReport.from_json(end.report))

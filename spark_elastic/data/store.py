@@ -375,12 +375,12 @@ def _started(pid: int) -> str:
     return "" if state in DEAD else fields[18]
 
 
-_KINDS = {"data": "data", "runs": "run", "probes": "probe", "mail": "mail"}
+_KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
 
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """A folder of the store. kind: data, run, probe or mail. changed: of its newest object, seconds since 1970.
+    """A folder of the store. kind: data, run, probe or channel. changed: of its newest object, seconds since 1970.
 
     needed: it is an unfinished run, or rows that one reads.
     """

@@ -1,77 +1,89 @@
-"""The coordinator's side of a job whose slots somebody else launches: orders go out by mail, their ends come back.
+"""The driver's side of a job whose driver runs in a task: its client launches the slots.
 
-`driver.ports.Launcher`, and the driver's only sight of its cluster. Threads: the driver loop's, and the mail's.
+The launcher sends requests to the client through a `StoreChannel`, and the client answers with driver events. Two
+threads: the driver loop's, and the channel's.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, replace
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.state.store_channel import ChannelEnd, Message, StoreChannel
+from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
+CLIENT_EVENTS = (LaunchEnded, SlotsWanted, CancelRequested)  # what the client sends
+
+
+@dataclass(frozen=True)
+class DriverStarted:
+    """The driver listens: slots can be launched."""
+
+    address: str
+    certificate: str | None
+
+
+@dataclass(frozen=True)
+class SlotRequested:
+    """The client is to launch a slot."""
+
+    launch: int
 
 
 class RemoteLauncher:
-    """patience: seconds of the client's silence after which the job ends."""
+    """`driver.ports.Launcher` by way of a client. Without word from it for a time the job is cancelled."""
 
-    def __init__(self, box: ChannelEnd, clock: Clock, patience: float) -> None:
-        self.channel = StoreChannel(box, self._on_message, clock)
+    def __init__(self, end: ChannelEnd, clock: Clock, silence_limit: float) -> None:
+        """
+        Args:
+            silence_limit: seconds of the client's silence after which the job ends.
+        """
+        self.channel = StoreChannel(end, CLIENT_EVENTS, self._on_event, clock)
         self._clock = clock
-        self._patience = patience
+        self._silence_limit = silence_limit
         self._post: Post | None = None
         self._closing = threading.Event()
         self._change = threading.Condition()  # owns _open
-        self._open: set[int] = set()  # slot jobs
+        self._open: set[int] = set()  # numbers of the slot launches that have not ended
         self._watch = threading.Thread(target=self._watch_client, name="spark-elastic-client", daemon=True)
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         self._post = post
-        self.channel.send({"contact": spec.address, "certificate": spec.certificate})
+        self.channel.send(DriverStarted(spec.address, spec.certificate))
         self.channel.start()
         self._watch.start()
 
-    def launch(self, job: int) -> None:
+    def launch(self, launch: int) -> None:
         with self._change:
-            self._open.add(job)
-        self.channel.send({"launch": job})
+            self._open.add(launch)
+        self.channel.send(SlotRequested(launch))
 
     def close(self, timeout: float) -> list[str]:
-        """Wait for slots that were released by message; the client ends what still runs, once it hears of the end."""
+        """Wait for the slots, which the driver has released by message. When the client hears of the job's end, it
+        cancels those that still run."""
         self._closing.set()
         with self._change:
             self._change.wait_for(lambda: not self._open, timeout / 2)
         self._watch.join(timeout / 2)
         return []
 
-    def _on_message(self, letter: Message) -> None:
+    def _on_event(self, event: LaunchEnded | SlotsWanted | CancelRequested) -> None:
         assert self._post is not None
-        now = self._clock.now()
-        match letter:
-            case {
-                "ended": int(job),
-                "reason": str(reason),
-                "cancelled": bool(cancelled),
-                "executor_lost": bool(host_lost),
-            }:
-                with self._change:
-                    self._open.discard(job)
-                    self._change.notify_all()
-                self._post(LaunchEnded(now, job, reason, cancelled, host_lost))
-            case {"wanted": str(reason), "taken": bool(taken)}:
-                self._post(SlotsWanted(now, reason, taken))
-            case {"cancel": str(reason)}:
-                self._post(CancelRequested(now, reason))
+        if isinstance(event, LaunchEnded):
+            with self._change:
+                self._open.discard(event.launch)
+                self._change.notify_all()
+        self._post(replace(event, now=self._clock.now()))  # the client has a clock of its own
 
     def _watch_client(self) -> None:
         assert self._post is not None
         while not self._closing.wait(LOOK_EVERY):
             silent = self._clock.now() - self.channel.last_seen
-            if silent > self._patience:
+            if silent > self._silence_limit:
                 reason = f"the client has not been heard for {silent:.0f} s (driver_timeout)"
                 self._post(CancelRequested(self._clock.now(), reason))
                 return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
@@ -81,41 +81,54 @@ FIRST_ATTEMPT = 1
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """results: what the workers returned, JSON text in rank order. story: events and commands, a line each.
+    """A job that succeeded."""
 
-    report: where the time went.
-    """
-
+    # What the workers returned, JSON text in rank order.
     results: tuple[str, ...]
+    # All worlds, in their order.
     worlds: tuple[WorldSpan, ...]
+    # The driver machine's events and commands, a line each.
     event_log: tuple[str, ...]
+    # Where the time went.
     report: JobReport = field(default_factory=JobReport)
+
+
+class SlotTurn(Protocol):
+    """The job's turn to gather slots, among the jobs of its application. Called by the driver's thread."""
+
+    def gathered(self) -> None:
+        """The job has a world. Called for each world."""
+        ...
+
+    def lacks(self, slots: bool) -> None:
+        """Called when the job begins to lack slots for its next world, or has enough again."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverOptions:
-    """The driver's side of a job: where its server listens, whom it lets in, and what outlives all workers.
+    """How a job's driver runs: where its server listens, which hosts it admits, and what outlives all workers."""
 
-    encrypted: over TLS, unless the configuration says otherwise. admit: why a host with these facts cannot take part,
-    or None. run: what the job's checkpoints belong to and where it goes on from; None: no checkpoints. key: the job's,
-    where others have it already. gathered: called at each world; lacks: whenever the job begins to lack slots for its
-    next world, or has enough again. Both by the driver's thread.
-    """
-
+    # The address at which the server listens.
     bind: str = "127.0.0.1"
+    # The name under which workers dial it; None: `bind`.
     advertise: str | None = None
+    # The server speaks TLS, unless the configuration says otherwise.
     encrypted: bool = False
-    admit: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    # Given a host's facts, why it cannot take part, or None.
+    check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
     run: RunLease | None = None
+    # The job's key, if others know it already; None: a new one.
     key: bytes | None = field(default=None, repr=False)
-    gathered: Callable[[], None] = field(default=lambda: None)
-    lacks: Callable[[bool], None] = field(default=lambda slots: None)
+    # None: no other job competes for slots.
+    turn: SlotTurn | None = None
 
 
 def supervise(
     launcher: Launcher,
     discovery: Discovery,
-    site: DriverOptions,
+    options: DriverOptions,
     limits: Limits,
     config: ElasticConfig,
     name: str,
@@ -128,13 +141,14 @@ def supervise(
     inbox: Inbox = Inbox()
     pace = partial(heartbeat_interval, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
-    run = site.run
+    run, turn = options.run, options.turn
     files = _open_log_files(run, config, clock)
-    monitor = JobMonitor(narrator, clock, clock.now(), stalls, files, site.gathered, site.lacks)
+    hooks = () if turn is None else (turn.gathered, turn.lacks)
+    monitor = JobMonitor(narrator, clock, clock.now(), stalls, files, *hooks)
     journal = Journal(config.journal, monitor.turn)
-    key = site.key or secrets.token_bytes(32)
-    recipients = Recipients(stalls.post, monitor.lines, site.admit, monitor.report, pace)
-    bind = Bind(site.bind, config.driver_port, site.advertise, auth.chosen(config, site.encrypted))
+    key = options.key or secrets.token_bytes(32)
+    recipients = Recipients(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
+    bind = Bind(options.bind, config.driver_port, options.advertise, auth.chosen(config, options.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     door = StatusDoor(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, recipients, clock, bind, door)

@@ -1,9 +1,8 @@
-"""Letters between a client and a coordinator that cannot dial each other: objects of the store that both reach.
+"""Messages and heartbeats through a store, for processes that cannot dial each other but reach the same store.
 
-A letter is JSON, signed with the job's key, and deleted by whom it is for. What was posted since the last turn goes out
-as one object, so that logs come in chunks; silence is broken now and then, so that each side knows of the other. What
-does not verify stays where it is: it may be half of a letter, or in the place of one that is still to come. One
-thread a side, `start` to `close`, which also calls `heard`; `post` may be called from any thread.
+A `StoreChannel` exchanges messages between two sides: objects of the store, each a JSON list of the messages that were
+sent since the last one, signed with the job's key, and deleted by the side that has read them. A `StoreHeartbeat` shows
+that its owner lives. Each side has a thread of its own, from `start` to `close`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hmac
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -21,71 +20,88 @@ from typing import Any
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from spark_elastic.rendezvous import codec
 
 log = logging.getLogger("spark_elastic.state")
 
-TURN = 0.5  # seconds between two looks
-SEND_EVERY = 2.0  # seconds between two letters; an empty one is sent if there is nothing to say
-Message = Mapping[str, Any]
+POLL_EVERY = 0.5  # seconds between two looks into the store
+SEND_EVERY = 2.0  # seconds after which a side without messages sends an empty list, as a sign of life
 
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """Where the letters of one job lie. own, other: names of the sides."""
+    """One side's end of a channel."""
 
     store: Store
     folder: str
     key: bytes = field(repr=False)
+    # Names of this side and of the other.
     own: str
     other: str
 
     def object_name(self, to: str, number: int) -> str:
         return f"{self.folder}/{to}-{number:08d}"
 
-    def sign(self, name: str, letters: list[Message]) -> bytes:
-        body = json.dumps(letters).encode()
-        return base64.b64encode(self._seal(name, body)) + b"\n" + body
+    def sign(self, name: str, messages: list[dict[str, Any]]) -> bytes:
+        """The content of the object of that name: a signature and, on the next line, the messages."""
+        body = json.dumps(messages).encode()
+        return self._signature(name, body) + b"\n" + body
 
-    def verify(self, name: str, content: bytes) -> list[Message]:
-        """Raises StoreError for what nobody with the key has written under that name, or not yet to its end."""
-        seal, _, body = content.partition(b"\n")
-        if not hmac.compare_digest(seal, base64.b64encode(self._seal(name, body))):
-            raise StoreError(f"The letter {name} is not whole, or not signed with the job's key.")
-        letters: list[Message] = json.loads(body)
-        return letters
+    def verify(self, name: str, content: bytes) -> list[dict[str, Any]]:
+        """The messages in the object of that name.
 
-    def _seal(self, name: str, body: bytes) -> bytes:
-        return hmac.digest(self.key, b"letter\0" + name.encode() + b"\0" + body, "sha256")
+        Raises:
+            StoreError: it was not written by the other side under that name, or is not yet complete.
+        """
+        signature, _, body = content.partition(b"\n")
+        if not hmac.compare_digest(signature, self._signature(name, body)):
+            raise StoreError(f"The message {name} is not whole, or not signed with the job's key.")
+        messages: list[dict[str, Any]] = json.loads(body)
+        return messages
+
+    def _signature(self, name: str, body: bytes) -> bytes:
+        return base64.b64encode(hmac.digest(self.key, b"message\0" + name.encode() + b"\0" + body, "sha256"))
 
 
 class StoreChannel:
-    """heard: called with each letter, in order; what it raises is logged."""
+    """One side of a channel. Messages are dataclasses; any thread may send them."""
 
-    def __init__(self, box: ChannelEnd, heard: Callable[[Message], None], clock: Clock) -> None:
-        self._box = box
-        self._on_message = heard
+    def __init__(
+        self, end: ChannelEnd, receives: Iterable[type], on_message: Callable[[Any], None], clock: Clock
+    ) -> None:
+        """
+        Args:
+            receives: the types of the messages that the other side sends.
+            on_message: called with each message, in their order, in the channel's thread; what it raises is logged.
+        """
+        self._end = end
+        self._types = {cls.__name__: cls for cls in receives}
+        self._on_message = on_message
         self._clock = clock
-        self._lock = threading.Lock()  # owns _waiting
-        self._waiting: list[Message] = []
-        self._under_way: bytes | None = None
-        self._sent = self._read = 0
-        self._last_sent = self.last_seen = clock.now()
+        self._lock = threading.Lock()  # owns _outbox
+        self._outbox: list[object] = []
+        self._unconfirmed: bytes | None = (
+            None  # an object whose write failed, and which may be there all the same
+        )
+        self._sent = self._read = 0  # numbers of the next objects
+        self._last_sent = clock.now()
+        self.last_seen = clock.now()  # when the other side was last heard
         self._closing = threading.Event()
-        self._until = 0.0  # of the last turn
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-mail", daemon=True)
+        self._give_up_at = 0.0  # the deadline of `close`
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-channel", daemon=True)
 
     def start(self) -> None:
         self.last_seen = self._clock.now()
         self._thread.start()
 
-    def send(self, letter: Message) -> None:
+    def send(self, message: object) -> None:
         with self._lock:
-            self._waiting.append(letter)
+            self._outbox.append(message)
 
     def close(self, timeout: float) -> None:
-        """Send what waits, and read what is there; also where it was not started. Where the store fails, it is tried
-        again until `timeout` seconds have passed: the last letter may be the job's result."""
-        self._until = self._clock.now() + timeout
+        """Send what waits and read what is there, even if the channel was never started. While the store fails, try
+        again until `timeout` seconds have passed: the last message may be the job's result."""
+        self._give_up_at = self._clock.now() + timeout
         self._closing.set()
         if self._thread.ident is None:
             self._thread.start()
@@ -95,77 +111,75 @@ class StoreChannel:
         """Send what waits and read what is there, once.
 
         Raises:
-            StoreError: the store failed, or a letter in it is not whole; nothing is lost.
+            StoreError: the store failed, or an object in it is not whole; no message is lost.
         """
-        self._send()
-        while self._box.store.exists(name := self._box.object_name(self._box.own, self._read)):
-            letters = self._box.verify(name, self._box.store.read_bytes(name))
+        self._send_outbox()
+        while self._end.store.exists(name := self._end.object_name(self._end.own, self._read)):
+            # An object that does not verify stays: it may be incomplete, or lie where one is still to come.
+            messages = self._end.verify(name, self._end.store.read_bytes(name))
             self._read += 1
             self.last_seen = self._clock.now()
-            for letter in letters:
-                self._deliver(letter)
-            self._box.store.delete(name)
+            for message in messages:
+                self._deliver(message)
+            self._end.store.delete(name)
 
-    def _send(self) -> None:
-        if self._under_way is not None:
-            # It may have been written, and read, all the same: the same again, and what is new by the next one.
-            self._write(self._under_way)
+    def _send_outbox(self) -> None:
+        if self._unconfirmed is not None:
+            # The other side may have read it: send the same content again, and newer messages in the next object.
+            self._write(self._unconfirmed)
         with self._lock:
-            letters, self._waiting = self._waiting, []
-        if letters or self._clock.now() - self._last_sent >= SEND_EVERY:
-            self._write(self._box.sign(self._next_name(), letters))
+            messages, self._outbox = self._outbox, []
+        if messages or self._clock.now() - self._last_sent >= SEND_EVERY:
+            plain = [{"type": type(each).__name__, **codec.plain(each)} for each in messages]
+            self._write(self._end.sign(self._next_name(), plain))
 
     def _next_name(self) -> str:
-        return self._box.object_name(self._box.other, self._sent)
+        return self._end.object_name(self._end.other, self._sent)
 
     def _write(self, content: bytes) -> None:
-        self._under_way = content
-        self._box.store.write_bytes(self._next_name(), content)
-        self._under_way = None
+        self._unconfirmed = content
+        self._end.store.write_bytes(self._next_name(), content)
+        self._unconfirmed = None
         self._sent += 1
         self._last_sent = self._clock.now()
 
-    def _deliver(self, letter: Message) -> None:
+    def _deliver(self, message: dict[str, Any]) -> None:
         try:
-            self._on_message(letter)
+            self._on_message(codec.read(self._types[message.pop("type")], message))
         except Exception:
-            log.exception("a letter could not be acted on")
+            log.exception("a message could not be handled")
 
     def _run(self) -> None:
         while True:
-            last = self._closing.wait(TURN)
+            closing = self._closing.wait(POLL_EVERY)
             try:
                 self.poll()
-                if last:
+                if closing:
                     return
-            except StoreError as error:  # the next turn may fare better
-                log.warning("letters wait: %s", error)
-                if last and self._clock.now() + TURN > self._until:
+            except StoreError as error:  # the next poll may succeed
+                log.warning("messages wait: %s", error)
+                if closing and self._clock.now() + POLL_EVERY > self._give_up_at:
                     return
-                if last:
-                    self._clock.sleep(TURN)
+                if closing:
+                    self._clock.sleep(POLL_EVERY)
 
 
-# A sign of life in a store: a count that grows as long as its owner lives, and the wait until it stands still.
-#
-# Also across processes that were not started together: an absent count is one that stands still. One thread of who
-# lives.
+# ---- heartbeats
 
-
-BEAT_EVERY = 2.0  # seconds
-STILL = 4 * BEAT_EVERY  # seconds after which a count stands still
-LOOK_EVERY = 0.5  # seconds
-END_WAIT = 5.0  # seconds for a beat under way
+HEARTBEAT_EVERY = 2.0  # seconds
+STALE_AFTER = 4 * HEARTBEAT_EVERY  # seconds without a new heartbeat after which its owner counts as gone
+LOOK_EVERY = 0.5  # seconds between two looks at a heartbeat
+END_WAIT = 5.0  # seconds for a heartbeat that is being written
 
 
 class StoreHeartbeat:
-    """Counts in the object `name` of the store while the block runs, and takes it away at the end."""
+    """Writes a growing count to the object `name` of the store while the block runs, and deletes it at the end."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._name = name
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-heartbeat", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -181,26 +195,27 @@ class StoreHeartbeat:
         while True:
             try:
                 self._store.write_bytes(self._name, str(count).encode())
-            except StoreError as error:  # who watches cannot read it either, as a rule
-                log.warning("no sign of life: %s", error)
+            except StoreError as error:  # the side that waits usually cannot read the store either
+                log.warning("a heartbeat was not written: %s", error)
             count += 1
-            if self._closing.wait(BEAT_EVERY):
+            if self._closing.wait(HEARTBEAT_EVERY):
                 break
         try:
             self._store.delete(self._name)
         except StoreError as error:
-            log.debug("the last sign of life stays: %s", error)
+            log.debug("the last heartbeat was not deleted: %s", error)
 
 
 def wait_until_stale(store: Store, name: str, clock: Clock) -> None:
-    """Return once the count has stood still for `STILL` seconds. A store that fails is no sign of death."""
+    """Return once the count has not grown for `STALE_AFTER` seconds; one that does not exist counts as one that does
+    not grow. While the store fails, nothing follows about the owner, and the wait begins anew."""
     seen, since = b"", clock.now()
-    while clock.now() - since < STILL:
+    while clock.now() - since < STALE_AFTER:
         clock.sleep(LOOK_EVERY)
         try:
             count = store.read_bytes(name) if store.exists(name) else b""
         except StoreError as error:
-            log.debug("a sign of life cannot be looked for: %s", error)
+            log.debug("a heartbeat cannot be read: %s", error)
             since = clock.now()
         else:
             seen, since = count, since if count == seen else clock.now()

@@ -23,6 +23,7 @@ from spark_elastic.driver.gathering import Application, GatherTurn
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.launch.job_monitor import NullListener
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
@@ -31,14 +32,14 @@ from tests.component.worker.moments import Held
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
 KEY = b"k" * 32
-STILL = 0.6  # seconds, in place of eight
+STALE_AFTER = 0.6  # seconds, in place of eight
 PROGRAM = f"""
 import cloudpickle, sys
 from spark_elastic.state import pulse
-pulse.BEAT_EVERY, pulse.STILL, pulse.LOOK_EVERY = 0.1, {STILL}, 0.05
+pulse.BEAT_EVERY, pulse.STALE_AFTER, pulse.LOOK_EVERY = 0.1, {STALE_AFTER}, 0.05
 with open(sys.argv[1], "rb") as file:
     coordinator = cloudpickle.load(file)
-coordinator.conduct("127.0.0.1") if sys.argv[2] == "0" else coordinator.stand_by()
+coordinator.run_driver("127.0.0.1") if sys.argv[2] == "0" else coordinator.wait_standby()
 """
 
 
@@ -67,12 +68,12 @@ class Task:
         self.store = Store.open(str(folder))
         self.process: subprocess.Popen[bytes] | None = None
         coordinator = Coordinator(
-            ChannelEnd(self.store, "mail/1", KEY, COORDINATOR, CLIENT),
+            ChannelEnd(self.store, "channels/1", KEY, COORDINATOR, CLIENT),
             Limits(2, 1, 2, gather_timeout=60.0),
             ElasticConfig(status_page=False),
             "test",
             encrypted=False,
-            admit=lambda facts: None,
+            check_host=lambda facts: None,
             run=None,
         )
         self.file = folder / "coordinator"
@@ -91,13 +92,14 @@ class Task:
         self.process.kill()
 
     def follow(self, launcher: ProcessLauncher, narrate: NullListener) -> LaunchResult:
-        box = ChannelEnd(self.store, "mail/1", KEY, CLIENT, COORDINATOR)
+        end = ChannelEnd(self.store, "channels/1", KEY, CLIENT, COORDINATOR)
         turn = GatherTurn(Application(), "test", Limits(1, 1, 1), SystemClock())
-        client = CoordinatorClient(box, "test", launcher, turn, narrate, SystemClock())
-        return client.follow(self.carry, 1, ElasticConfig())
+        spec = SlotSpec(address="", key=KEY, attempt=1, job_name="test")
+        client = CoordinatorClient(end, spec, launcher, turn, narrate, SystemClock())
+        return client.follow(self.carry, ElasticConfig())
 
 
-def test_a_job_by_mail_lives_through_the_loss_of_a_slot(
+def test_a_job_with_a_coordinator_lives_through_the_loss_of_a_slot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "spark_elastic")
@@ -113,7 +115,7 @@ def test_a_job_by_mail_lives_through_the_loss_of_a_slot(
     assert any(record.getMessage().startswith("world 1 is over: ") for record in caplog.records), (
         "its log, too"
     )
-    assert Store.open(str(tmp_path)).list("mail/1") == []
+    assert Store.open(str(tmp_path)).list("channels/1") == []
 
 
 @pytest.mark.faults
@@ -128,7 +130,7 @@ def test_a_copy_of_the_coordinators_task_waits_for_its_end(tmp_path: Path) -> No
     def speculate() -> None:
         copies.append(task.attempt(1))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            copies[0].wait(2.0 + 3 * STILL)
+            copies[0].wait(2.0 + 3 * STALE_AFTER)
         waited.append(copies[0].poll() is None)
         program.release()
 

@@ -30,7 +30,7 @@ from pyspark.sql import SparkSession  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.launch.job import LaunchResult  # noqa: E402
 from spark_elastic.launch.job_monitor import JobListener  # noqa: E402
-from spark_elastic.platforms import Classic, JobSpec  # noqa: E402
+from spark_elastic.platforms import JobSpec  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
 from tests.spark.cluster import quiet_session  # noqa: E402
 
@@ -76,13 +76,13 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
     )
     launched = []
 
-    plainly = Classic.launch
+    plainly = ClassicPlatform.launch
 
-    def noted(self: Classic, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
+    def noted(self: ClassicPlatform, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
         launched.append(plainly(self, order, narrate))
         return launched[0]
 
-    Classic.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
+    ClassicPlatform.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
     weights = estimator.fit(spark.read.parquet(f"{folder}/table")).getModel().state_dict()
     return {
         "to plain loop": soak.difference(weights, soak.plain(case, folder, epochs)),

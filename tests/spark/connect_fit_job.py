@@ -151,7 +151,7 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
         "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
         "shown": model.transform(df).where("prediction is not null").count(),
         "began": model.summary.worlds[0].reason,
-        "mail": [found.name for found in store.find() if found.name.startswith("mail")],
+        "channels": [found.name for found in store.find() if found.name.startswith("channels")],
     }
 
 

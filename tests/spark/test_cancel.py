@@ -19,7 +19,8 @@ from pyspark import InheritableThread
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import JobCancelled
-from spark_elastic.platforms import Classic, JobSpec
+from spark_elastic.platforms import JobSpec
+from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.spark.cluster import StandaloneCluster, await_line, await_true, cluster_environment
@@ -83,7 +84,7 @@ class Job:
 
 def launch_for_ever(spark: SparkSession, narrator: Running) -> None:
     program = CountingProgram(steps=1_000_000, seconds=0.02)
-    Classic(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "for-ever"), narrator)
+    ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "for-ever"), narrator)
 
 
 def assert_nothing_is_left(spark: SparkSession, cluster: StandaloneCluster) -> None:
@@ -99,7 +100,7 @@ def children(cluster: StandaloneCluster) -> list[psutil.Process]:
 
 def assert_a_new_launch_works(spark: SparkSession) -> None:
     program = CountingProgram(steps=3)
-    result = Classic(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "afterwards"))
+    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "afterwards"))
     assert result.results
     assert f'"sum": {program.expected_sum()}' in result.results[0]
 

@@ -47,5 +47,5 @@ def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tm
     assert afar["told"][1].endswith("the run goes on from its newest checkpoint")
     assert "checkpoint" in afar["began"]
     assert afar["shown"] == connect_fit_job.estimators.ROWS
-    assert (afar["exact"], afar["mail"]) == (True, [])
+    assert (afar["exact"], afar["channels"]) == (True, [])
     assert seen["keras"][-1] < seen["keras"][0]

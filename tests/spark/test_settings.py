@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.platforms import Classic, JobSpec
+from spark_elastic.platforms import JobSpec
+from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.scenarios import Fault
@@ -48,7 +49,7 @@ def run_and_lose_an_executor(
 
     program = Held(folder, fault.on)
     story = Story((5, workers, kill), over=(program.over, workers))
-    result = Classic(spark, ElasticConfig()).launch(
+    result = ClassicPlatform(spark, ElasticConfig()).launch(
         JobSpec(program, Limits(workers, 1, workers), "settings"), story
     )
     assert exact(result, program)
@@ -67,7 +68,7 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
     spark = spark_with(NARROW)
     run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
     program = Heavy(5, 0.0)
-    result = Classic(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 2, 2), "heavy"))
+    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 2, 2), "heavy"))
     assert exact(result, program)
     fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3)
 
@@ -105,7 +106,9 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
         program.over.touch()
 
     story = Story((5, 2, decommission))
-    result = Classic(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "decommission"), story)
+    result = ClassicPlatform(spark, ElasticConfig()).launch(
+        JobSpec(program, Limits(2, 1, 2), "decommission"), story
+    )
     assert left
     assert len(story.sizes) > 1, "nobody left"
     assert exact(result, program)

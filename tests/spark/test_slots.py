@@ -18,7 +18,8 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import NotEnoughWorkers
-from spark_elastic.platforms import Classic, JobSpec
+from spark_elastic.platforms import JobSpec
+from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
@@ -79,7 +80,7 @@ def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
 
     striker = Striker({30: kill_slot_task, 200: kill_executor})
     limits = Limits(3, 1, 3, gather_timeout=60.0)
-    result = Classic(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), striker)
+    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), striker)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
     assert sums == {program.expected_sum()}
     sizes = [world.size for world in result.worlds]
@@ -99,7 +100,7 @@ def test_r18_executors_that_were_killed_are_known_dead(
         for pid in standalone.executor_pids():
             standalone.kill_executor(pid)
 
-    result = Classic(spark, ElasticConfig()).launch(
+    result = ClassicPlatform(spark, ElasticConfig()).launch(
         JobSpec(program, Limits(3, 1, 3), "all"), Striker({30: kill_all})
     )
     anew = next(after for after, world in enumerate(result.worlds) if "begins from nothing" in world.reason)
@@ -138,7 +139,7 @@ def test_output_and_ports(spark: SparkSession, tmp_path: Path) -> None:
     )
     program = Talkative(tmp_path)
     listener = Listener(program.over)
-    result = Classic(spark, config).launch(
+    result = ClassicPlatform(spark, config).launch(
         JobSpec(program, Limits(2, 1, 2, gather_timeout=60.0), "ports"), listener
     )
     assert json.loads(result.results[0])["sum"] == program.expected_sum()
@@ -171,7 +172,7 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     sc.setLocalProperty("spark.scheduler.pool", "lane")
     try:
         striker = Striker({5: look_and_kill})
-        Classic(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "carried"), striker)
+        ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "carried"), striker)
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):
             sc.setLocalProperty(name, None)
@@ -189,6 +190,6 @@ def test_an_address_that_executors_cannot_reach_is_named(spark: SparkSession) ->
     port = free_port()
     config = ElasticConfig(advertise_address="127.0.0.2", bind_address="127.0.0.1", driver_port=port)
     with pytest.raises(NotEnoughWorkers, match=f"127.0.0.2:{port} does not answer"):
-        Classic(spark, config).launch(
+        ClassicPlatform(spark, config).launch(
             JobSpec(CountingProgram(5), Limits(1, 1, 1, start_timeout=45.0), "unreachable")
         )

@@ -18,7 +18,8 @@ import pytest
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
-from spark_elastic.platforms import Classic, JobSpec
+from spark_elastic.platforms import JobSpec
+from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.scenarios import Fault
@@ -64,7 +65,7 @@ def test_a_happy_run(spark: SparkSession) -> None:
     all_executors(spark)
     program, story = CountingProgram(40, 0.05), Story()
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
-    result = Classic(spark, ElasticConfig()).launch(JobSpec(program, limits, "happy"), story)
+    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "happy"), story)
     assert story.sizes == [3]
     assert ranks_in_order(result)
     assert exact(result, program)
@@ -91,7 +92,7 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
     )  # fmt: skip
     # Hosts that come back find a spare, as in a job that lasts.
     config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0, spare_after=0.0)
-    result = Classic(spark, config).launch(
+    result = ClassicPlatform(spark, config).launch(
         JobSpec(program, Limits(1, 1, 3, gather_timeout=1.0), "hosts"), story
     )
     assert story.told
@@ -128,7 +129,7 @@ def test_hosts_that_nobody_needs_come_and_go_unnoticed(
     story = Story((5, 2, lambda: fault(lose_one_and_bring_one)))
     limits = Limits(2, 1, 2, gather_timeout=WHOLE)
     try:
-        result = Classic(spark, ElasticConfig()).launch(JobSpec(program, limits, "unused"), story)
+        result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "unused"), story)
     finally:
         for worker in brought:
             standalone.kill_worker(worker)
@@ -160,7 +161,7 @@ def test_failing_workers_come_back_after_their_cooldown(
     story = Story((5, 3, order(1)), (10, 3, order(0)), (15, 3, order(1)), over=(program.over, 3))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=(1.0, 1.0))
     config = ElasticConfig(spare_after=0.0)  # these crash in their first seconds
-    result = Classic(spark, config).launch(JobSpec(program, limits, "failing"), story)
+    result = ClassicPlatform(spark, config).launch(JobSpec(program, limits, "failing"), story)
     assert story.told
     assert story.sizes.count(2) >= 3
     assert story.sizes[-1] == 3
@@ -181,7 +182,7 @@ def test_failing_slots_that_never_return_leave_a_smaller_world(
         over=(program.over, 1),
     )
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
-    result = Classic(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
+    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
     assert story.sizes == [3, 2, 1]
     assert exact(result, program)
 
@@ -195,7 +196,7 @@ def test_no_capacity_is_left_and_the_job_ends_with_the_reason(
     story = Story((5, 3, lambda: fault((tmp_path / "order.0").touch)))
     limits = Limits(3, 3, 3, start_timeout=20.0, cooldown_range=NEVER_AGAIN)
     with pytest.raises(NotEnoughWorkers, match="2 workers came within 20 s and 3 are needed"):
-        Classic(spark, ElasticConfig()).launch(
+        ClassicPlatform(spark, ElasticConfig()).launch(
             JobSpec(Ordered(tmp_path, fault.on), limits, "excluded"), story
         )
 
@@ -208,7 +209,7 @@ def test_an_exception_of_all_ranks_ends_the_job_at_once(
     story = Story((5, 3, lambda: fault((tmp_path / "order.all").touch)))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     with pytest.raises((WorkerFailed, FailureBudgetExceeded), match="ordered of all"):
-        Classic(spark, ElasticConfig()).launch(
+        ClassicPlatform(spark, ElasticConfig()).launch(
             JobSpec(Ordered(tmp_path, fault.on), limits, "all raise"), story
         )
 
@@ -224,6 +225,6 @@ def test_more_failures_than_the_budget_bears_end_the_job_at_once(
     )
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, failure_budget=1, cooldown_range=(0.2, 0.4))
     with pytest.raises(FailureBudgetExceeded, match=r"workers failed 2 times .*\(failure_budget\)"):
-        Classic(spark, ElasticConfig()).launch(
+        ClassicPlatform(spark, ElasticConfig()).launch(
             JobSpec(Ordered(tmp_path, fault.on), limits, "over budget"), story
         )

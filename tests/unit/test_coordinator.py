@@ -11,20 +11,31 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.coordinator import (
     CLIENT,
     COORDINATOR,
+    COORDINATOR_MESSAGES,
     Coordinator,
     CoordinatorClient,
-    _result,
+    JobEndedInError,
+    JobSucceeded,
+    SlotsGathered,
+    SlotsLacking,
+    WorldStarted,
+    _unpack_end,
     check_config,
 )
 from spark_elastic.data.store import memory_store
 from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.remote_launcher import DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.launch.job_monitor import NullListener, WorldSpan
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import MOST_IDLE, resume_after_coordinator_loss
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
+from spark_elastic.rendezvous import codec
 from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
+
+SPEC = SlotSpec(address="", key=b"key", attempt=1, job_name="job")
 
 
 @pytest.mark.parametrize(
@@ -53,12 +64,10 @@ def test_the_clients_addresses_are_not_the_tasks() -> None:
 
 def test_what_fails_there_is_raised_here() -> None:
     with pytest.raises(WorkerFailed, match="no such luck") as failed:
-        _result(
-            {"failed": "WorkerFailed", "text": "no such luck", "report": JobReport(seconds=3.0).to_json()}
-        )
+        _unpack_end(JobEndedInError("WorkerFailed", "no such luck", JobReport(seconds=3.0).to_json()))
     assert failed.value.report.seconds == 3.0
     with pytest.raises(JobFailed, match="of a later release"):
-        _result({"failed": "Unknown", "text": "of a later release"})
+        _unpack_end(JobEndedInError("Unknown", "of a later release"))
 
 
 def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
@@ -73,7 +82,7 @@ def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
     launcher: Any = Launcher()
     client = CoordinatorClient(
         ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
-        "job",
+        SPEC,
         launcher,
         lone_turn(clock),
         NullListener(),
@@ -86,7 +95,7 @@ def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
         return "cancelled"
 
     with pytest.raises(NotEnoughWorkers, match="no executor took the coordinator of job within 60 s"):
-        client.follow(carry, 1, ElasticConfig(start_timeout=60.0))
+        client.follow(carry, ElasticConfig(start_timeout=60.0))
 
 
 def test_a_coordinator_that_falls_silent_is_lost() -> None:
@@ -106,16 +115,16 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
     launcher: Any = Launcher()
     client = CoordinatorClient(
         ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
-        "job",
+        SPEC,
         launcher,
         lone_turn(clock),
         NullListener(),
         clock,
     )
-    task = StoreChannel(ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT), lambda letter: None, clock)
+    task = StoreChannel(ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT), [], lambda message: None, clock)
 
     def carry() -> str:
-        task.send({"contact": "10.0.0.1:7", "certificate": None})
+        task.send(DriverStarted("10.0.0.1:7", None))
         task.poll()
         began.wait(20)
         clock.advance(61)
@@ -123,7 +132,7 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
         return "interrupted"
 
     with pytest.raises(CoordinatorLost, match="was lost: it has not been heard for 60 s"):
-        client.follow(carry, 1, ElasticConfig(driver_timeout=60.0))
+        client.follow(carry, ElasticConfig(driver_timeout=60.0))
 
 
 def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,21 +141,23 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
 
     monkeypatch.setattr("spark_elastic.coordinator.supervise", fails)
     store = memory_store()
-    box = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
+    end = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
     task = Coordinator(
-        box, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, admit=lambda facts: None, run=None
+        end, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, check_host=lambda facts: None, run=None
     )
     task.run_driver("127.0.0.1")
     heard: list[Any] = []
-    client = StoreChannel(ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR), heard.append, FakeClock())
+    client = StoreChannel(
+        ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR), COORDINATOR_MESSAGES, heard.append, FakeClock()
+    )
     client.poll()
     with pytest.raises(JobFailed, match=r"the coordinator of job, .*\n(.*\n)*RuntimeError: no port was free"):
-        _result(heard[-1])
+        _unpack_end(heard[-1])
 
 
 def test_results_come_whole() -> None:
-    end = {"results": ["1", "2"], "worlds": [[0.5, 2, "start"]], "report": JobReport(3.0).to_json()}
-    found = _result(end)
+    end = JobSucceeded(("1", "2"), (WorldSpan(0.5, 2, "start"),), JobReport(3.0).to_json())
+    found = _unpack_end(codec.read(JobSucceeded, codec.plain(end)))
     assert (found.results, found.worlds) == (("1", "2"), (WorldSpan(0.5, 2, "start"),))
     assert found.report.seconds == 3.0
 
@@ -176,11 +187,11 @@ def test_a_run_that_stands_still_ends() -> None:
 def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
     turn = lone_turn(clock)
-    box = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
-    client = CoordinatorClient(box, "job", launcher, turn, NullListener(), clock)
+    end = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
+    client = CoordinatorClient(end, SPEC, launcher, turn, NullListener(), clock)
     with turn.lives, turn:
-        client._heard({"gathered": True})
-        client._heard({"lacks": True})
-        client._heard({"world": 2, "reason": "all are there"})  # its narrator is behind
+        client._on_message(SlotsGathered())
+        client._on_message(SlotsLacking(True))
+        client._on_message(WorldStarted(2, "all are there"))  # its listener is behind
         clock.advance(60.0)
         assert turn._is_short()

@@ -14,7 +14,9 @@ from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.platforms import Classic, Connect, JobSpec, make_platform
+from spark_elastic.platforms import JobSpec, make_platform
+from spark_elastic.platforms.classic import ClassicPlatform
+from spark_elastic.platforms.connect import ConnectPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark import connect
 from spark_elastic.spark.probe import ProbeSpec
@@ -29,9 +31,9 @@ def session() -> Any:
 def test_a_session_with_a_context_is_classic() -> None:
     classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="yarn", defaultParallelism=7))
     platform = make_platform(classic, ElasticConfig())
-    assert isinstance(platform, Classic)
+    assert isinstance(platform, ClassicPlatform)
     assert (platform.master, platform.workers(None), platform.workers(2)) == ("yarn", 7, 2)
-    assert isinstance(make_platform(session(), ElasticConfig()), Connect)
+    assert isinstance(make_platform(session(), ElasticConfig()), ConnectPlatform)
 
 
 @pytest.mark.parametrize("unreached", [UNREACHED, None])
@@ -40,12 +42,14 @@ def test_the_driver_is_in_a_task_where_the_client_is_out_of_reach(
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: unreached)
     ways: list[str] = []
-    monkeypatch.setattr("spark_elastic.platforms.supervise", lambda *arguments: ways.append("beside"))
+    monkeypatch.setattr(
+        "spark_elastic.platforms.spark_platform.supervise", lambda *arguments: ways.append("beside")
+    )
     monkeypatch.setattr(
         "spark_elastic.coordinator.CoordinatorClient.follow",
         lambda self, *arguments: ways.append("in a task"),
     )
-    platform = Connect(session(), ElasticConfig())
+    platform = ConnectPlatform(session(), ElasticConfig())
     platform.preflight(b"", memory_store(), (), 2, "it")
     found: LaunchResult | None = platform.launch(JobSpec("program", Limits(1, 1, 1), "job"))
     assert found is None
@@ -59,7 +63,7 @@ def test_what_a_coordinator_in_a_task_cannot_have_is_said_before_it_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
-    platform = Connect(session(), ElasticConfig(handle=JobHandle()))
+    platform = ConnectPlatform(session(), ElasticConfig(handle=JobHandle()))
     with pytest.raises(InvalidInput, match="handle does not work where executors cannot reach the client"):
         platform.preflight(b"", memory_store(), (), 2, "it")
 

@@ -59,7 +59,7 @@ def test_a_file_holds_neither_environment_nor_the_options_of_stores() -> None:
     assert isinstance(carrier, SplitPayload)
     carrier = replace(carrier, bulk=InlinePayload(file))  # as the executor reads it
     loaded = cloudpickle.loads(carrier.value)
-    assert (loaded.environment, loaded.pickled) == (program.environment, program.pickled_call)
+    assert (loaded.environment, loaded.pickled_call) == (program.environment, program.pickled_call)
     assert loaded._durable[0].filesystem.storage_options == store.filesystem.storage_options
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from spark_elastic.data.store import memory_store
 from spark_elastic.errors import StoreError
-from spark_elastic.state.store_channel import LOOK_EVERY, STILL, StoreHeartbeat, wait_until_stale
+from spark_elastic.state.store_channel import LOOK_EVERY, STALE_AFTER, StoreHeartbeat, wait_until_stale
 from spark_elastic.testing.fakes import FakeClock
 
-NAME = "mail/1/pulse"
+NAME = "channels/1/heartbeat"
 
 
 class ActingClock(FakeClock):
@@ -45,17 +45,17 @@ def test_who_watches_waits_until_the_count_stands_still() -> None:
 
     def beat(now: float) -> None:
         if now < 100:
-            store.write_bytes(NAME, str(int(now / (STILL - 1))).encode())
+            store.write_bytes(NAME, str(int(now / (STALE_AFTER - 1))).encode())
 
     clock = ActingClock(beat)
     wait_until_stale(store, NAME, clock)
-    assert clock.now() == pytest.approx(100 + STILL, abs=STILL)
+    assert clock.now() == pytest.approx(100 + STALE_AFTER, abs=STALE_AFTER)
 
 
 def test_an_absent_count_stands_still() -> None:
     clock = FakeClock()
     wait_until_stale(memory_store(), NAME, clock)
-    assert clock.now() == pytest.approx(STILL, abs=LOOK_EVERY)
+    assert clock.now() == pytest.approx(STALE_AFTER, abs=LOOK_EVERY)
 
 
 def test_a_store_that_fails_is_no_sign_of_death(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""What a job needs of a Spark session, of the classic kind or of Spark Connect: `make_platform(session, config)`.
+
+Runs in the caller's thread. This module imports no Spark, which `spark-elastic-run` does without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CoordinatorLost
+from spark_elastic.launch.job import LaunchResult
+from spark_elastic.launch.job_monitor import JobListener
+from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import Limits
+from spark_elastic.state.run_lease import RunLease
+from spark_elastic.worker.forking import select_fork_imports
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+T = TypeVar("T")
+
+log = logging.getLogger("spark_elastic")
+
+MOST_IDLE = 3  # coordinators that may be lost in a row without a new checkpoint
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What is to be launched."""
+
+    # A `worker.program.Program`.
+    program: object
+    limits: Limits
+    name: str
+    # Modules that a spare imports before it is warm.
+    preload: tuple[str, ...] = ()
+    # The run to which the job's checkpoints belong; None: no checkpoints.
+    run: RunLease | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Packages that hosts must have."""
+        return tuple(name for name in self.preload if "." not in name)
+
+    def complete(self, spec: SlotSpec) -> SlotSpec:
+        """The description of the job's slots, with what depends on the program."""
+        imports = select_fork_imports(self.program, self.preload, spec.fork_workers)
+        return replace(spec, preload=self.preload, imports=imports)
+
+
+class Platform(Protocol):
+    """Where a job runs."""
+
+    @property
+    def master(self) -> str:
+        """Spark's name of the cluster."""
+        ...
+
+    def workers(self, asked: int | None) -> int:
+        """How many workers are wanted at the start.
+
+        Raises:
+            InvalidInput: none were asked for, and their number cannot be looked up.
+        """
+        ...
+
+    def preflight(
+        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+    ) -> None:
+        """Check that hosts can run the job: see `spark.preflight`.
+
+        Args:
+            payload: the pickled program; what: the same in words, for errors.
+            number: of workers.
+        """
+        ...
+
+    def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
+        """Run the job to its end. Blocks.
+
+        Raises:
+            JobFailed, JobCancelled: as `launch.job.supervise`.
+        """
+        ...
+
+
+def make_platform(spark: SparkSession, config: ElasticConfig) -> Platform:
+    """The platform of a session. Spark Connect's own client has neither py4j nor what `classic` imports."""
+    from spark_elastic.spark.session import has_context
+
+    if has_context(spark):
+        from spark_elastic.platforms.classic import ClassicPlatform
+
+        return ClassicPlatform(spark, config)
+    from spark_elastic.platforms.connect import ConnectPlatform
+
+    return ConnectPlatform(spark, config)
+
+
+def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Callable[[], object]) -> T:
+    """`attempt()`, and again after the loss of its coordinator, as long as the run advances now and then.
+
+    Args:
+        find_checkpoints: looks up the checkpoints from which the run would go on.
+
+    Raises:
+        CoordinatorLost: `MOST_IDLE` coordinators in a row were lost without a new checkpoint.
+    """
+    before, idle = find_checkpoints(), 0
+    while True:
+        try:
+            return attempt()
+        except CoordinatorLost as error:
+            after = find_checkpoints()
+            before, idle = after, 0 if after != before else idle + 1
+            if idle >= MOST_IDLE:
+                raise
+            log.warning("%s; the run goes on from its newest checkpoint", error)

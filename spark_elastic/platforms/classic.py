@@ -1,0 +1,81 @@
+"""A session with a SparkContext, which the driver reaches through py4j."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import cloudpickle
+
+from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.gathering import GatherTurn
+from spark_elastic.driver.ports import Discovery
+from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
+from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.spark.executors import ExecutorWatch
+from spark_elastic.spark.launcher import SparkLauncher
+from spark_elastic.spark.payload import Payload, broadcast
+from spark_elastic.spark.preflight import preflight
+from spark_elastic.spark.probe import ProbeSpec
+from spark_elastic.spark.session import choose_bind
+from spark_elastic.spark.shipping import ship
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.resource import ResourceProfile
+
+log = logging.getLogger("spark_elastic")
+
+
+class ClassicPlatform(SparkPlatform):
+    """Programs travel as broadcasts, and the scheduler tells which executors there are."""
+
+    @property
+    def master(self) -> str:
+        return str(self._owner().master)
+
+    def workers(self, asked: int | None) -> int:
+        return self._owner().defaultParallelism if asked is None else asked
+
+    def _settings(self) -> dict[str, str]:
+        return dict(self._owner().getConf().getAll())
+
+    def _owner(self) -> SparkContext:
+        return self._spark.sparkContext
+
+    def _bind(self) -> Bind:
+        return choose_bind(self._owner().getConf(), self._config)
+
+    def _probe(self, spec: ProbeSpec, number: int) -> None:
+        self._ship_package()
+        preflight(self._owner(), spec, self._config.start_timeout)
+
+    def _plaintext_server(self) -> None:
+        return None
+
+    @contextmanager
+    def _ship(self, program: object) -> Iterator[Payload]:
+        self._ship_package()
+        shipped = broadcast(self._owner(), cloudpickle.dumps(program), "the program")
+        try:
+            yield shipped
+        finally:
+            try:
+                shipped.destroy()
+            except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
+                log.debug("broadcast not destroyed: %s", error)
+
+    def _check_profile(self, profile: ResourceProfile) -> object:
+        return self._owner().emptyRDD().withResources(profile)
+
+    def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> SparkLauncher:
+        return SparkLauncher(self._owner(), make_task, self._clock, profile)
+
+    def _discover(self, turn: GatherTurn) -> Discovery:
+        return Together(ExecutorWatch(self._owner(), self._clock), turn)
+
+    def _ship_package(self) -> None:
+        if self._config.ship:
+            ship(self._owner())

@@ -1,0 +1,126 @@
+"""The steps of preflight and launch that sessions of both kinds share. Runs in the caller's thread."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
+from spark_elastic.driver.gathering import GatherTurn, application_of
+from spark_elastic.driver.ports import Discovery
+from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
+from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.launch.job_monitor import JobListener
+from spark_elastic.platforms import JobSpec
+from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.spark.payload import Payload
+from spark_elastic.spark.probe import ProbeSpec, make_version_check
+from spark_elastic.spark.session import collect_host_facts
+from spark_elastic.spark.settings import (
+    is_ssl_enabled,
+    make_slot_profile,
+    read_executor_memory,
+    warn_about_settings,
+)
+from spark_elastic.spark.slot_task import SlotTask
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+MakeTask = Callable[[SlotSpec], SlotTask]
+
+
+class SparkPlatform(ABC):
+    """A `Platform` over a session. Subclasses say what differs between the kinds of sessions."""
+
+    def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
+        self._spark = spark
+        self._config = config
+        self._clock = SystemClock()
+
+    # ---- what differs
+
+    @abstractmethod
+    def _settings(self) -> dict[str, str]:
+        """Spark's settings, as far as the session can see them."""
+
+    @abstractmethod
+    def _owner(self) -> object:
+        """What stands for the application: its SparkContext, or the session."""
+
+    @abstractmethod
+    def _bind(self) -> Bind:
+        """Where the driver's server listens."""
+
+    @abstractmethod
+    def _probe(self, spec: ProbeSpec, number: int) -> None:
+        """Run the preflight of a job with that number of workers."""
+
+    @abstractmethod
+    def _plaintext_server(self) -> str | None:
+        """The host of a Spark Connect server to which the session speaks without TLS."""
+
+    @abstractmethod
+    def _ship(self, program: object) -> AbstractContextManager[Payload]:
+        """The program as tasks receive it, as long as the block runs."""
+
+    @abstractmethod
+    def _check_profile(self, profile: ResourceProfile) -> object:
+        """Make Spark accept a resource profile, or raise."""
+
+    @abstractmethod
+    def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> ThreadPerSlotLauncher:
+        """A launcher over the session."""
+
+    @abstractmethod
+    def _discover(self, turn: GatherTurn) -> Discovery:
+        """What posts the changes of hosts, and of the turn, to the driver."""
+
+    # ---- what is the same
+
+    def preflight(
+        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+    ) -> None:
+        encrypted = auth.wanted(self._config, is_ssl_enabled(self._settings()))
+        self._probe(ProbeSpec(payload, store, needs, self._bind(), what, encrypted), number)
+
+    def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
+        settings = self._settings()
+        warn_about_settings(settings, self._owner(), self._plaintext_server())
+        memory = read_executor_memory(settings)
+        with self._ship(job.program) as program:
+            profile = make_slot_profile(settings, self._check_profile)
+            launcher = self._make_launcher(
+                lambda spec: SlotTask(job.complete(spec), program, memory), profile
+            )
+            turn = GatherTurn(application_of(self._owner()), job.name, job.limits, self._clock)
+            with turn.lives, turn:
+                return self._drive(job, launcher, turn, settings, listener)
+
+    def _drive(
+        self,
+        job: JobSpec,
+        launcher: ThreadPerSlotLauncher,
+        turn: GatherTurn,
+        settings: Mapping[str, str],
+        listener: JobListener | None,
+    ) -> LaunchResult:
+        """Drive the job from this process."""
+        bind = self._bind()
+        options = DriverOptions(
+            bind=bind.host,
+            advertise=bind.advertise,
+            encrypted=is_ssl_enabled(settings),
+            check_host=make_version_check(collect_host_facts(), job.needs),
+            run=job.run,
+            turn=turn,
+        )
+        discovery = self._discover(turn)
+        return supervise(launcher, discovery, options, job.limits, self._config, job.name, listener)
