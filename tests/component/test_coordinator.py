@@ -35,8 +35,8 @@ KEY = b"k" * 32
 STALE_AFTER = 0.6  # seconds, in place of eight
 PROGRAM = f"""
 import cloudpickle, sys
-from spark_elastic.state import pulse
-pulse.BEAT_EVERY, pulse.STALE_AFTER, pulse.LOOK_EVERY = 0.1, {STALE_AFTER}, 0.05
+from spark_elastic.state import store_channel
+store_channel.HEARTBEAT_EVERY, store_channel.STALE_AFTER, store_channel.LOOK_EVERY = 0.1, {STALE_AFTER}, 0.05
 with open(sys.argv[1], "rb") as file:
     coordinator = cloudpickle.load(file)
 coordinator.run_driver("127.0.0.1") if sys.argv[2] == "0" else coordinator.wait_standby()

@@ -31,6 +31,7 @@ from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.launch.job import LaunchResult  # noqa: E402
 from spark_elastic.launch.job_monitor import JobListener  # noqa: E402
 from spark_elastic.platforms import JobSpec  # noqa: E402
+from spark_elastic.platforms.classic import ClassicPlatform  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
 from tests.spark.cluster import quiet_session  # noqa: E402
 
