@@ -1,7 +1,7 @@
-"""The only place that names time: everything else takes a `Clock` or a `now` value.
+"""Time. Only this module imports `time`; all other code takes a `Clock` or a `now` value.
 
-`now()` is monotonic seconds of this process (never compared between processes); `wall()` is seconds since the
-Unix epoch, for people and for ages of files.
+`now()` is this machine's monotonic clock and is not compared between machines. `wall()` is for people and for ages of
+files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of time. `spark_elastic.testing` has one whose time is moved by hand."""
+    """A source of time. `spark_elastic.testing.FakeClock` is one that tests move by hand."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -27,7 +27,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clock."""
+    """The machine's clock."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -1,20 +1,20 @@
-"""Every error a user of spark_elastic can meet, in one tree.
+"""All errors that spark_elastic raises, in one tree.
 
 ElasticError                      everything below
 ├── InvalidInput (ValueError)     an argument, column or setting is wrong; the sentence says what to change
 ├── PreflightError                a host cannot run the job: versions, function or store
 ├── JobFailed                     training ended without a result
-│   ├── WorkerFailed              user code raised; carries traceback, step and position
-│   ├── NotEnoughWorkers          below `min_workers` past the deadline; names who was waited for
-│   ├── OutOfMemory               workers were killed again and again because memory ran out
+│   ├── WorkerFailed              user code raised; the message has its traceback and position
+│   ├── NotEnoughWorkers          fewer than `min_workers` at the deadline; names the missing ones
+│   ├── OutOfMemory               the kernel killed workers repeatedly because memory ran out
 │   ├── TimeLimitReached          `max_runtime` is over; the newest checkpoint stays
-│   ├── CoordinatorLost           it ran in a task, whose executor was lost, and there is no run to go on with
+│   ├── CoordinatorLost           the driver ran in a task that was lost, and there is no run to resume
 │   └── FailureBudgetExceeded     too many failures inside the window
-├── JobCancelled                  the user or Spark cancelled the job, or another driver took its run over
+├── JobCancelled                  the user or Spark cancelled the job, or another driver took over its run
 ├── DriverUnreachable             the rendezvous server does not answer; names host:port
 ├── Unauthorized                  a request without the job's key
-├── StaleGeneration               a message of a world that is over
-├── PeersMissing                  a wait for other workers reached its deadline; names who was missing
+├── StaleGeneration               a message of an ended world
+├── PeersMissing                  a wait for other workers reached its deadline; names the missing ones
 ├── ConnectionClosed              this side closed its connection to the driver while a request was open
 └── StoreError                    the store cannot be read or written
 """
@@ -40,40 +40,41 @@ class PreflightError(ElasticError):
 
 
 class JobFailed(ElasticError):
-    """Training ended without a result. report: as `JobCancelled.report`."""
+    """Training ended without a result."""
 
+    # A `JobReport` of the job so far; None if the job never started.
     report: Any = None
 
 
 class WorkerFailed(JobFailed):
-    """User code raised on a worker, or kept worlds from going on; the message holds its traceback or the reason, and
+    """User code raised on a worker, or kept worlds from progressing. The message has the traceback or the reason, and
     the position."""
 
 
 class NotEnoughWorkers(JobFailed):
-    """Fewer than `min_workers` workers came within the deadline."""
+    """Fewer than `min_workers` workers joined before the deadline."""
 
 
 class OutOfMemory(JobFailed):
-    """The kernel killed workers again and again because memory ran out; the message names the setting to raise."""
+    """The kernel killed workers repeatedly because memory ran out. The message names the setting to raise."""
 
 
 class TimeLimitReached(JobFailed):
-    """The job had its `max_runtime` and stopped at a step boundary; its newest checkpoint stays."""
+    """The job reached its `max_runtime` and stopped at a step boundary. Its newest checkpoint stays."""
 
 
 class CoordinatorLost(JobFailed):
-    """The job's driver ran in a task, and that task was lost; a run goes on from its newest checkpoint."""
+    """The job's driver ran in a task, and that task was lost. A run resumes from its newest checkpoint."""
 
 
 class FailureBudgetExceeded(JobFailed):
-    """More failures inside the window than the job allows."""
+    """More failures within the failure window than the job allows."""
 
 
 class JobCancelled(ElasticError):
-    """The user or Spark cancelled the job, or another driver took its run over. report: a `JobReport` of where its time
-    went, as far as it came; None where it was never begun."""
+    """The user or Spark cancelled the job, or another driver took over its run."""
 
+    # A `JobReport` of the job so far; None if the job never started.
     report: Any = None
 
 
@@ -82,15 +83,15 @@ class DriverUnreachable(ElasticError):
 
 
 class Unauthorized(ElasticError):
-    """A request that does not prove the job's key."""
+    """A request did not prove the job's key."""
 
 
 class StaleGeneration(ElasticError):
-    """A message that belongs to a world that is over."""
+    """A message belongs to a world that has ended."""
 
 
 class PeersMissing(ElasticError):
-    """A wait for other workers reached its deadline; the message names who was missing."""
+    """A wait for other workers reached its deadline. The message names the missing ones."""
 
 
 class ConnectionClosed(ElasticError):

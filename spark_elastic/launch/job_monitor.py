@@ -122,7 +122,7 @@ class JobMonitor:
         if self.files is not None:
             self.files.add(lines.worker, rank, lines.lines)
         for line in lines.lines:
-            if line.startswith(SLOT_LINE_PREFIX):  # a slot's, not its worker's: what the user must know
+            if line.startswith(SLOT_LINE_PREFIX):  # the slot's own line, which the user must see
                 log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), lines.slot)
                 continue
             self._show(rank, line)

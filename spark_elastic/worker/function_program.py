@@ -1,7 +1,7 @@
-"""A function of the user as a program: called once in the worker's main thread, and elastic where it says so.
+"""A user's function as a program, called in the worker's main thread.
 
-A function that hands its loop to `elastic.run` keeps control over all worlds. One that does not is called again from
-its beginning, on fresh copies of its arguments, in each world that follows a loss; a planned change waits for its end.
+A function that uses `elastic.run` is called once and goes on from world to world. Any other function is called again
+from its beginning, with fresh copies of its arguments, in each world after a loss; a planned change waits for its end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from spark_elastic.worker.script import destroy_process_group, set_dist_env
 class FunctionProgram:
     """`fn(*args, **kwargs)` on every worker.
 
-    environment: variables of the training process, set before anything slow is imported. dumps: pickles the call.
-    durable: where commits are made durable, and when; None: nowhere.
+    environment: variables of the training process, set before the slow imports. dumps: pickles the call.
+    durable: store and policy of durable commits; None: there are none.
     """
 
     def __init__(
@@ -53,22 +53,24 @@ class FunctionProgram:
         return self._call
 
     def prepare(self) -> None:
-        """Everything that the function's loading imports."""
+        """Import what loading the function imports."""
         cloudpickle.loads(self._call)
 
     def position(self) -> Position | None:
-        """Told through the handle, if the function is elastic."""
+        """None: an elastic function reports its position through the handle."""
         return None
 
     def sync(self, world: World, group: Group) -> Position | None:
-        """The function hands its state on itself."""
+        """None: an elastic function synchronizes its state itself."""
         return None
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         worker = get_context()
         assert worker is not None
         handle.persistent.pop(ENTERED, None)
-        if self._ran:  # before the first call, what its modules asked for when they were imported
+        if (
+            self._ran
+        ):  # not before the first call, which may use what its modules created when they were imported
             start_call()
             destroy_process_group()
         self._ran = True
@@ -81,10 +83,12 @@ class FunctionProgram:
             fn, args, kwargs = cloudpickle.loads(self._call)
             with exit_forks():
                 value = fn(*args, **kwargs)
-            last = (get_context() or worker).group or group  # an elastic function has gone on to later worlds
+            last = (
+                get_context() or worker
+            ).group or group  # an elastic function may have gone on to later worlds
             return Completed(program.encode_result(value, last.rank))
         except MismatchError as error:
-            # Not a loss that another world could mend.
+            # Another world would not help.
             raise InvalidInput(
                 f"the workers did not call the same collectives in the same order: {error}"
             ) from error

@@ -260,7 +260,7 @@ class WorkerLoop:
         except WorkerExit:
             raise
         except BaseException as error:
-            # Reported to the driver whatever its class; the driver decides (R13, user errors).
+            # Reported to the driver whatever its class; the driver decides (R13, poison).
             return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:

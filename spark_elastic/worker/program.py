@@ -1,4 +1,4 @@
-"""What a worker runs, seen from its loop: a program that can be interrupted and carried on in another world."""
+"""What a worker runs: a program that can be interrupted and continued in another world, its results and its errors."""
 
 from __future__ import annotations
 
@@ -23,19 +23,27 @@ from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 
 CHANGE = "the membership changes"
+LINE_AT_MOST = 2000  # characters of a line of a traceback; longer lines are cut in the middle
+TRACEBACK_AT_MOST = 64 << 10  # characters of a traceback, likewise
+# Files whose frames call user code: this package's, and those of `runpy`.
+CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
+# Bytes of a pickled result, which travels in one message as text that is a third longer.
+RESULT_AT_MOST = 5 << 20
+ENVELOPE = 4096  # bytes that the rest of that message needs at most
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The program stopped at a boundary because a planned change was announced (R6)."""
+    """The program stopped at a step boundary because a planned change was announced (R6, trailer)."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Completed:
-    """The program reached its end; `result` is JSON text for the driver."""
+    """The program reached its end."""
 
+    # JSON text for the driver.
     result: str
 
 
@@ -44,27 +52,26 @@ Outcome: TypeAlias = Stopped | Completed
 
 @dataclass(frozen=True)
 class WorkerHandle:
-    """What a running program may use of its worker.
+    """What a running program may use of its worker."""
 
-    membership_version: newest version of the membership that this worker heard of; goes into the trailer.
-    tell: called with the position after each change of it; cheap, no I/O.
-    report: ships a few numbers to the driver for the progress line; may drop some, never blocks.
-    next_world: for a program that keeps control over worlds: leaves this one (None: at a boundary that all ranks agreed
-    on; an error: because it broke) and returns the next and its group. Raises `WorkerExit` when there is none.
-    kept: what outlives one call of a user's function, by name.
-    wrote_checkpoint: tells the driver, which decides whether it counts (R18); any thread, one short request.
-    """
-
+    # The newest membership version that this worker knows; part of each step's trailer.
     membership_version: Callable[[], int]
+    # To be called after each change of the position; cheap, without I/O.
     report_position: Callable[[Position], None]
+    # Sends numbers to the driver for its progress line; never blocks, and may drop numbers that newer ones replace.
     report_metrics: Callable[[Mapping[str, Any]], None]
+    # For a program that stays in `run` from world to world: leaves this world and returns the next with its group. The
+    # argument is the error that broke the world, or None at a boundary that all ranks agreed on. Raises `WorkerExit` if
+    # there is no next world.
     next_world: Callable[[CollectiveError | None], tuple[World, Group]]
+    # Objects by name that outlive one call of a user's function.
     persistent: dict[str, Any] = field(default_factory=dict)
+    # Tells the driver, which decides whether the checkpoint counts (R18, publication). One short request; any thread.
     report_checkpoint: Callable[[Checkpoint], object] = lambda checkpoint: None
 
 
 class WorkerExit(BaseException):
-    """The job has no more use for this worker. Raised through user code, which must let it pass."""
+    """The job does not need this worker any more. Raised through user code, which must let it pass."""
 
     def __init__(self, code: int) -> None:
         super().__init__("this worker is to end; let this exception pass")
@@ -74,30 +81,30 @@ class WorkerExit(BaseException):
 class Program(Protocol):
     """User code made elastic. All methods are called from the worker's main thread.
 
-    A broken exchange is raised as `elastic_collectives.CollectiveError` after the program has put itself back to its
-    position: the loop then joins the next world and calls `sync` and `run` again.
+    When a collective fails, the program restores the state of its position and raises the `CollectiveError`. The loop
+    then joins the next world and calls `sync` and `run` again.
 
-    A program may have an attribute `environment`: variables that its process gets before anything slow is imported.
+    A program may have an attribute `environment`: variables that are set before the slow imports.
     """
 
     def prepare(self) -> None:
-        """Load and import whatever takes long, before the worker is called warm."""
+        """Load and import everything slow. The process is warm afterwards."""
         ...
 
     def position(self) -> Position | None:
-        """Where the program's state stands; None before it took part in any world."""
+        """The position of the program's state; None before its first world."""
         ...
 
     def sync(self, world: World, group: Group) -> Position | None:
-        """R5: hand over or take the state of `world.source`, into staging, verified, then swapped.
+        """Send or receive the state of `world.source`: into staging, verified, then swapped (R5, sync into staging).
 
-        Returns the position of the state that it then holds; None: the program hands its state on in `run`, and tells
-        it there.
+        Returns the position of the state that the program then has. None: it synchronizes inside `run` and reports its
+        position there.
         """
         ...
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
-        """Go on from `position()` until the end, or until a boundary at which a change is wanted."""
+        """Continue from `position()` to the end, or to a boundary at which all ranks stop for a planned change."""
         ...
 
     def close(self) -> None:
@@ -106,38 +113,29 @@ class Program(Protocol):
 
 
 def get_environment(program: object) -> Mapping[str, str]:
-    """The variables that it wants, if any."""
-    found: Mapping[str, str] = getattr(program, "environment", {})
-    return found
-
-
-# What a worker tells the driver of an exception, whatever its class does and however long its text is.
-
-
-# Characters of a line and of a whole traceback. Longer ones are cut in the middle: beginnings and ends say most.
-LINE_AT_MOST = 2000
-TRACEBACK_AT_MOST = 64 << 10
-CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
+    """The variables that the program wants to be set."""
+    environment: Mapping[str, str] = getattr(program, "environment", {})
+    return environment
 
 
 def compute_fingerprint(error: BaseException) -> str:
-    """The same defect gives the same text on every host: type, message and the innermost frame's function and line."""
+    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
-    told = f"{type(error).__qualname__}|{_message(error)}|{where}"
-    return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    text = f"{type(error).__qualname__}|{_message(error)}|{where}"
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def format_traceback(error: BaseException) -> str:
-    """As Python prints it, in a size that a message takes and a person reads; it begins where the user's code does."""
-    told = traceback.format_exception(type(error), error, _skip_callers(error.__traceback__))
-    lines = "".join(told).split("\n")
+    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry."""
+    formatted = traceback.format_exception(type(error), error, _skip_callers(error.__traceback__))
+    lines = "".join(formatted).split("\n")
     text = _cut("\n".join(_cut(line, LINE_AT_MOST) for line in lines), TRACEBACK_AT_MOST)
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _skip_callers(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames that called it: ours, and those that run a script. All of them where none is the user's."""
+    """The trace without the frames that call user code; the whole trace if no frame is the user's."""
     frame = trace
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(CALLERS):
         frame = frame.tb_next
@@ -147,7 +145,7 @@ def _skip_callers(trace: TracebackType | None) -> TracebackType | None:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a class of the user's
+    except Exception:  # raised by the user's class
         return ""
 
 
@@ -158,26 +156,17 @@ def _cut(text: str, most: int) -> str:
     return f"{text[:half]} ({len(text) - 2 * half} characters are left out here) {text[-half:]}"
 
 
-# What a function returned, on its way from a worker to the caller: any object that cloudpickle takes.
-#
-# The text travels in messages that prove the job's key; nothing else is ever decoded.
-
-
-ENVELOPE = 4096  # bytes that a message may need besides the result, generously
-RESULT_AT_MOST = (
-    5 << 20
-)  # bytes of a pickled result: it travels in one message, as text that is a third longer
-
-
 def encode_result(value: object, rank: int) -> str:
-    """JSON text. rank: whose result it is, for the error.
+    """A function's return value as JSON text. rank: of the worker, for the error message.
+
+    Any object that cloudpickle can pickle. Only text from messages that prove the job's key is decoded again.
 
     Raises:
         InvalidInput: the value cannot be pickled, or is too large.
     """
     try:
         pickled = cloudpickle.dumps(value)
-    except Exception as error:  # objects raise anything when they are asked for their state
+    except Exception as error:  # objects may raise anything while they are pickled
         raise InvalidInput(
             f"the function on rank {rank} returned a {type(value).__name__} that cannot be pickled ({error}): "
             "return plain data."
@@ -191,10 +180,9 @@ def encode_result(value: object, rank: int) -> str:
 
 
 def check_result_size(text: str) -> None:
-    """For a program's result, as JSON text.
-
+    """
     Raises:
-        InvalidInput: it is too large.
+        InvalidInput: a program's result, as JSON text, is too large for a message.
     """
     size = len(codec.dumps({"result": text}))
     if size > MAX_BODY_BYTES - ENVELOPE:
@@ -205,7 +193,7 @@ def check_result_size(text: str) -> None:
 
 
 def decode_result(text: str, rank: int) -> Any:
-    """The value; None for `null`, which stands for a worker that ended without a result. rank: as in `encode`.
+    """The value; None for `null`, which stands for a worker that ended without a result.
 
     Raises:
         InvalidInput: the value cannot be made here again.
@@ -215,9 +203,7 @@ def decode_result(text: str, rank: int) -> Any:
         return None
     try:
         return cloudpickle.loads(base64.b64decode(encoded))
-    except (
-        Exception
-    ) as error:  # a module that is not here, or a class whose objects pickle and do not come back
+    except Exception as error:  # a module that is missing here, or a class whose objects cannot be unpickled
         raise InvalidInput(
             f"what the function returned on rank {rank} was pickled there and cannot be read here "
             f"({type(error).__name__}: {error}): return plain data."

@@ -1,4 +1,4 @@
-"""A Python program as a function to run: as `__main__`, with arguments of its own, as `python train.py` would."""
+"""A user's script or module as a function that runs it as `__main__`, and the variables that tell it its rank."""
 
 from __future__ import annotations
 
@@ -20,18 +20,27 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
 from spark_elastic.worker.entry import exit_forks
 
+# Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
+PORTS = (20_000, 32_767)
+TRIES = 1_000  # ports that are tried
+
 
 @dataclass(frozen=True)
 class Script:
-    """path: where it lies at the caller. source: its bytes, for hosts that do not have it there."""
+    """A Python file to run as `python train.py` does."""
 
+    # Absolute, on the caller's host.
     path: str
+    # The file's bytes, for hosts without that file.
     source: bytes
     arguments: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: str, *arguments: str) -> Script:
-        """Raises InvalidInput where there is no such file."""
+        """
+        Raises:
+            InvalidInput: there is no such file.
+        """
         whole = os.path.abspath(path)
         try:
             return cls(whole, Path(whole).read_bytes(), arguments)
@@ -41,21 +50,21 @@ class Script:
             ) from error
 
     def __call__(self) -> None:
-        """Run it. An exit code other than 0 is an error, as for the shell."""
+        """Run the script. An exit code other than 0 raises `SystemExit`."""
         with scratch_folder() as folder:
             path = self._locate(folder)
-            # What it imports lies beside the file itself, as for Python, not beside a link to it.
+            # Modules are imported from the folder of the file itself, not of a link to it, as Python does.
             with _as_program(str(path), self.arguments, str(path.resolve().parent)):
                 runpy.run_path(str(path), run_name="__main__")
 
     def _locate(self, folder: Path) -> Path:
-        """The script's path on this host: its own place, beside the modules that it imports, or a copy."""
+        """The script's path on this host: the original beside the modules that it imports, or a copy in `folder`."""
         own = Path(self.path)
         try:
             if own.read_bytes() == self.source:
                 return own
         except OSError:
-            pass  # it is not here
+            pass  # this host does not have the file
         copy = folder / own.name
         copy.write_bytes(self.source)
         return copy
@@ -63,17 +72,21 @@ class Script:
 
 @dataclass(frozen=True)
 class Module:
-    """A module to run as `python -m` does. folder: where the caller stands; it is looked for there first. source: its
-    bytes."""
+    """A module to run as `python -m` does."""
 
     name: str
+    # The caller's current folder, in which the module is searched first.
     folder: str
+    # The file's bytes.
     source: bytes
     arguments: tuple[str, ...] = ()
 
     @classmethod
     def find(cls, name: str, *arguments: str) -> Module:
-        """Raises InvalidInput where there is no such module."""
+        """
+        Raises:
+            InvalidInput: there is no such module.
+        """
         folder = os.getcwd()
         with _search_first(folder):
             spec = _find_spec(name)
@@ -90,7 +103,7 @@ class Module:
         return self.name
 
     def __call__(self) -> None:
-        """See `Script`."""
+        """Run the module, as `Script` does."""
         with _as_program(self.name, self.arguments, self.folder):
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
 
@@ -98,7 +111,7 @@ class Module:
 def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except ImportError:  # of the package that it would be in
+    except ImportError:  # of the package that should contain it
         return None
 
 
@@ -116,7 +129,7 @@ def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[
 
 @contextmanager
 def _search_first(folder: str) -> Iterator[None]:
-    """Inside the block modules are looked for in `folder` first."""
+    """Inside the block, `folder` comes first in the module path."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -124,19 +137,11 @@ def _search_first(folder: str) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-# The variables by which scripts learn their place: set anew in each world. Main thread only; writes `os.environ`.
-
-
-# Not of those that a system gives to outgoing connections: one of them could take the port before the function does.
-PORTS = (20_000, 32_767)
-TRIES = 1_000
-
-
 def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int] | None = None) -> None:
-    """Set MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and their kin, and Horovod's names for ranks and sizes.
+    """Set MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes.
 
-    address: of this worker. ports: first and last of those that it may listen on; None: any. The master is rank 0, the
-    port one that was free there. Collective.
+    Collective, in each new world; main thread only, since it writes `os.environ`. The master is rank 0; the port was
+    free there. address: of this worker. ports: first and last port that the worker may listen on; None: any.
 
     Raises:
         CollectiveError: the group broke.
@@ -165,18 +170,20 @@ def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int
 
 
 def destroy_process_group() -> None:
-    """The one of torch.distributed that an earlier call of the function was done with, or could not go on with: there
-    is one in a process, and the next call asks for its own."""
+    """Destroy the process group that an earlier call of the function left in torch.distributed.
+
+    A process has only one, and the next call of the function creates its own.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def find_free_port(address: str, ports: tuple[int, int]) -> int:
-    """One of these ports, both ends included, that nobody listens on at any address; 0 if none was found."""
+    """A port in this range, both ends included, on which no process listens at any address; 0 if none was found."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first, last = ports
-    dice = random.SystemRandom()  # the user's function may have set the seed of the other
+    dice = random.SystemRandom()  # user code may have seeded the global generator, alike on all workers
     for port in dice.sample(range(first, last + 1), min(TRIES, last - first + 1)):
         with socket.socket(family) as probe:
             try:

@@ -1,7 +1,7 @@
-"""The agent of a slot: registers it, keeps one worker and one warm spare alive, beats, ships logs, obeys the driver.
+"""The agent of a slot: registers the slot, keeps one worker and one warm spare alive, sends heartbeats and log lines.
 
-Runs in the main thread of the slot's task; knows no Spark. Its helper threads (watch, beat, logs) only post to its
-queue or talk to the driver. It never raises for what a worker does: it reports and goes on.
+Runs in the main thread of the slot's task; knows no Spark. Its helper threads only post to its queue or talk to the
+driver: one polls for commands, one sends heartbeats, one sends lines. A failure of a worker is reported, never raised.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from spark_elastic.rendezvous.messages import (
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.forking import fork_server_cache
 
-MEMORY_CHECK_EVERY = 30.0  # seconds between two looks at the memory of a slot's processes
-STACK_AFTER = 1.0  # seconds of work without a word to others, after which beats tell the stack
-SHIP_EVERY = 0.2  # seconds between two shipments of log lines
-LINES_AT_ONCE = 500
-CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message takes twice as many, whatever becomes of them on the way
+MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
+STACK_AFTER = 1.0  # seconds of work without waiting for others, after which heartbeats carry the stack
+SEND_LINES_EVERY = 0.2  # seconds between two messages of log lines
+LINES_AT_ONCE = 500  # in one message
+CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message can hold twice as many, whatever their encoding
 STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
-JOIN_GRACE = 1.0  # seconds that a worker made of a warm spare gets to join before the next spare is started
-LAST_LINES_WAIT = 2.0  # seconds for the last log lines on their way to the driver
-THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cut off
+JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
+LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
+THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
 
 
 class SlotAgent:
@@ -69,13 +69,13 @@ class SlotAgent:
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
-        self._stopping: Child | None = None  # the worker that was told to end by itself
+        self._stopping: Child | None = None  # the worker that was told to end
         self._started = 0
         self._memory_kills = OomKillCounter()
         self._heartbeat_every = 1.0
         self._closing = threading.Event()
-        self._no_more_lines = threading.Event()
-        self._shipper = threading.Thread(target=self._ship_lines, name="spark-elastic-logs", daemon=True)
+        self._lines_complete = threading.Event()
+        self._line_sender = threading.Thread(target=self._send_lines, name="spark-elastic-logs", daemon=True)
         self._threads = [
             threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
             for name, target in (("watch", self._watch), ("beat", self._send_heartbeats))
@@ -91,12 +91,14 @@ class SlotAgent:
         node = str(self._facts.get("host", ""))
         answer = self._client.ask(RegisterSlot(me.slot, me.host, me.launch, node, facts=self._facts))
         self._heartbeat_every = answer.heartbeat_interval
-        for thread in (self._shipper, *self._threads):
+        for thread in (self._line_sender, *self._threads):
             thread.start()
         try:
             if answer.accepted:
                 self._promote()
-            while True:  # one that is not wanted waits as well: what returns first ends the task's other attempts (R14)
+            while (
+                True
+            ):  # a refused slot waits as well: a return would end the task's other attempts (R14, duplicates)
                 reason = self._events.get()()
                 if reason is not None:
                     return reason
@@ -111,12 +113,13 @@ class SlotAgent:
         )
 
     def _promote(self) -> None:
-        """The spare becomes the worker."""
+        """Make the spare the slot's worker, or start a worker if there is no spare."""
         self._started += 1
         worker = f"{self._identity.slot}.{self._started}"
         child = self._spare if self._spare is not None else self._spawn()
         self._active, self._spare = child, None
-        child.worker = worker  # its lines are the worker's from here on, whatever the driver's answer takes
+        # From here on its lines are the worker's, however long the driver takes to answer.
+        child.worker = worker
         self._client.ask(WorkerStarted(self._identity.slot, worker))
         child.activate(worker)
         if child.warm:
@@ -124,15 +127,15 @@ class SlotAgent:
 
     def _handle_exit(self, child: Child, code: int) -> str | None:
         if child is self._spare:
-            self._spare = None  # none before the worker's next crash: no loop of crashing spares
+            self._spare = None  # no other one before the worker's next crash, or spares could crash in a loop
         elif child is self._active:
             assert child.worker is not None
             try:
-                starved = self._memory_kills.is_oom_kill(code)
+                out_of_memory = self._memory_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
-                reason = _describe_exit(code, starved)
+                reason = _describe_exit(code, out_of_memory)
                 self._client.ask(
-                    WorkerExited(self._identity.slot, child.worker, code, reason, starved, crashed_at)
+                    WorkerExited(self._identity.slot, child.worker, code, reason, out_of_memory, crashed_at)
                 )
                 self._promote()
             finally:
@@ -142,8 +145,10 @@ class SlotAgent:
         return None
 
     def _handle_warm(self, child: Child) -> str | None:
-        """Only once the worker is warm does its spare get to take the processor from it: the first one after a while,
-        so that a short job does without; at once where a worker has died."""
+        """Have a spare started, now that starting it no longer slows the worker's own start down.
+
+        The first spare comes after `spare_after`, so that a short job does without; a replacement comes at once.
+        """
         child.warm = True
         if child is self._active and self._started > 1:
             return self._prepare_spare(child)
@@ -153,36 +158,37 @@ class SlotAgent:
         return None
 
     def _check_memory(self, child: Child) -> str | None:
-        """Look at the memory now and again until a shortage was reported: training takes more than being warm."""
+        """Check the memory, and again later until a shortage was reported: training needs more than a warm process."""
         if child is not self._active:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
-        if said := self._find_shortage(child.pid, spare, fork_server_cache.pid):
-            self._on_line(child, f"{SLOT_LINE_PREFIX}{said}")
+        if shortage := self._find_shortage(child.pid, spare, fork_server_cache.pid):
+            self._on_line(child, f"{SLOT_LINE_PREFIX}{shortage}")
         else:
             self._later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
-        """Start a spare for the worker `child`, if that is still the slot's worker."""
+        """Start a spare if `child` is still the slot's worker."""
         if child is self._active and self._spare is None:
             self._spare = self._spawn()
         return None
 
-    def _execute(self, orders: SlotCommands) -> str | None:
-        for stop in orders.stop_worker:
+    def _execute(self, commands: SlotCommands) -> str | None:
+        """Stop the worker, or return the reason for which the slot ends."""
+        for stop in commands.stop_worker:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
                     self._active.kill()
                 else:
                     self._stopping = self._active
                     self._later(STOP_GRACE, self._active.kill)
-        if orders.release is not None and self._active is not None and self._stopping is self._active:
+        if commands.release is not None and self._active is not None and self._stopping is self._active:
             self._active.wait(STOP_GRACE)
-        return orders.release
+        return commands.release
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call it after some seconds in a thread of its own; not at all once the slot closes."""
+        """Call it after some seconds in another thread, unless the slot has closed by then."""
 
         def wait() -> None:
             if not self._closing.wait(seconds):
@@ -195,10 +201,10 @@ class SlotAgent:
         for child in (self._active, self._spare):
             if child is not None:
                 child.close()
-        self._no_more_lines.set()
-        self._shipper.join(LAST_LINES_WAIT)
+        self._lines_complete.set()
+        self._line_sender.join(LAST_LINES_WAIT)
         self._client.close()
-        for thread in (self._shipper, *self._threads):
+        for thread in (self._line_sender, *self._threads):
             thread.join(THREAD_END_WAIT)
 
     # ---- other threads
@@ -213,27 +219,27 @@ class SlotAgent:
         self._events.put(lambda: self._handle_exit(child, code))
 
     def _watch(self) -> None:
+        """Poll for commands. The slot ends when the driver was silent for `driver_timeout` (R12, driver silence)."""
         seen = 0
         began = self._clock.now()
         while not self._closing.is_set():
-            heard = max(
-                began, self._client.last_answered_at()
-            )  # by beats, too: this poll may be held for long
-            left = heard + self._spec.driver_timeout - self._clock.now()
+            # Answers to heartbeats count, since this poll may be held for long.
+            last_seen = max(began, self._client.last_answered_at())
+            left = last_seen + self._spec.driver_timeout - self._clock.now()
             try:
                 request = WatchSlot(self._identity.slot, seen)
-                orders = self._client.ask(request, MAX_POLL_SECONDS, max(0.0, left))
+                commands = self._client.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except ElasticError as error:
                 if self._closing.is_set():
                     return
-                silence = self._clock.now() - max(heard, self._client.last_answered_at())
+                silence = self._clock.now() - max(last_seen, self._client.last_answered_at())
                 if silence > self._spec.driver_timeout or not isinstance(error, DriverUnreachable):
                     self._events.put(lambda text=str(error): text)  # type: ignore[misc]
                     return
                 self._closing.wait(0.2)
                 continue
-            seen = orders.seen
-            self._events.put(lambda orders=orders: self._execute(orders))  # type: ignore[misc]
+            seen = commands.seen
+            self._events.put(lambda commands=commands: self._execute(commands))  # type: ignore[misc]
 
     def _send_heartbeats(self) -> None:
         while not self._closing.wait(self._heartbeat_every):
@@ -244,30 +250,33 @@ class SlotAgent:
                 if child is not None:
                     child.record_driver_seen(self._client.last_answered_at())
             except ElasticError:
-                continue  # the watch thread minds the driver's absence
+                continue  # the watch thread handles a silent driver
 
     def _create_heartbeat(self, child: Child) -> Heartbeat:
         state = child.state()
         stopped = state in NOT_RUNNING
-        seen = child.read_sample(self._clock.now(), stopped)
-        told = seen.stack if stopped or (not seen.is_waiting and seen.seconds > STACK_AFTER) else ""
-        return Heartbeat(self._identity.slot, child.worker or "", state, seen.is_waiting, seen.seconds, told)
+        sample = child.read_sample(self._clock.now(), stopped)
+        is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
+        stack = sample.stack if is_stalled else ""
+        return Heartbeat(
+            self._identity.slot, child.worker or "", state, sample.is_waiting, sample.seconds, stack
+        )
 
-    def _ship_lines(self) -> None:
-        while not self._no_more_lines.wait(SHIP_EVERY):
-            self._ship_waiting_lines()
-        self._ship_waiting_lines()
+    def _send_lines(self) -> None:
+        while not self._lines_complete.wait(SEND_LINES_EVERY):
+            self._send_waiting_lines()
+        self._send_waiting_lines()
 
-    def _ship_waiting_lines(self) -> None:
+    def _send_waiting_lines(self) -> None:
         while batch := self._next_lines():
             for worker, lines in batch.items():
                 try:
                     self._client.ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
                 except ElasticError:
-                    continue  # lines are for people; losing some must not hurt training
+                    continue  # losing lines, which are for people, must not hurt training
 
     def _next_lines(self) -> dict[str, list[str]]:
-        """By worker, as many as go in one message."""
+        """Waiting lines by worker, as many as one message holds."""
         batch: dict[str, list[str]] = {}
         count = characters = 0
         while count < LINES_AT_ONCE and characters < CHARACTERS_AT_ONCE and not self._lines.empty():
@@ -277,7 +286,7 @@ class SlotAgent:
         return batch
 
 
-def _describe_exit(code: int, starved: bool) -> str:
-    if starved:
+def _describe_exit(code: int, out_of_memory: bool) -> str:
+    if out_of_memory:
         return "out of memory: killed by the kernel"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

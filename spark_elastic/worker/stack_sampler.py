@@ -1,11 +1,10 @@
-"""What a training process is doing, kept where its slot can read it although the process is stopped or holds the GIL.
+"""Shows a slot what its training process does, even while that process is stopped or holds the GIL.
 
-Two anonymous files that slot and child share. One holds numbers: since when the child waits for others, or works, when
-the newest sample was taken, and, which the slot writes, when the driver last heard the slot. The other holds its main
-thread's newest stack: a Python thread of the child writes it twice a second, and where that thread no longer gets the
-GIL, the slot sends a signal, upon which the main thread itself writes it (`faulthandler`). Not the interpreter's
-watchdog: that reads the stacks of others without the GIL, which ends the process if those run meanwhile, as in one that
-was stopped for long and is continued. Owned: both files, the signal.
+Slot and child share two anonymous files. One holds numbers: since when the child waits for others or works, when the
+newest sample was taken, and when the driver last answered the slot. The other holds the newest stack of the child's
+main thread. A Python thread of the child writes it twice a second. If that thread no longer gets the GIL, the slot
+sends a signal, upon which the main thread itself writes its stack (`faulthandler`). `faulthandler`'s watchdog is not
+used: it reads the stacks of other threads without the GIL and can crash if they run meanwhile.
 """
 
 from __future__ import annotations
@@ -32,57 +31,55 @@ from spark_elastic.protocol.messages import JoinWorld, Request, WorkerDone
 from spark_elastic.rendezvous.messages import DriverClient, Exchange
 from spark_elastic.worker.context import WaitRecorder
 
-# Moments without a collection of garbage. Any thread.
-#
-# What it frees may let another thread go on, as the end of a tensor or a file does. Where that happens while this
-# thread holds a lock that Python code does not see, and the other one wants it with the interpreter in hand, both wait
-# for ever.
+R = TypeVar("R")
+
+SAMPLE_EVERY = 0.5  # seconds
+STALE_AFTER = 1.0  # seconds after which a sample is stale if no other followed
+FRAMES_AT_MOST = 10  # innermost frames that a sample shows
+READ_AT_MOST = 1 << 16  # bytes
+# Asks a child whose sample is stale for its stack. A child that cannot answer ignores the signal.
+DUMP_SIGNAL = signal.SIGRTMAX - 5
+
+_NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
+_SAMPLED = _NUMBER.size  # offset of the time of the newest sample
+_DRIVER_SEEN = 2 * _NUMBER.size  # offset of the time of the driver's last answer
+_DUMP_HEAD = "Stack (most recent call first):\n"
+_NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 
 class _GcPause:
-    """`with gc_paused:` for a few calls that do not wait; a signal's handler may come to it again inside."""
+    """`with gc_paused:` around a few calls that do not wait. Any thread; a signal handler may enter it again inside.
+
+    Prevents a deadlock of CPython: a collection may free an object that releases the GIL, such as a tensor or a file.
+    If this thread then holds an internal lock of the interpreter, another thread may take the GIL and wait for that
+    lock, while this thread waits for the GIL.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # owns what follows, and whether garbage is collected
+        self._lock = threading.RLock()  # owns the fields below and whether the collector is enabled
         self._depth = 0
-        self._collects = False
+        self._was_enabled = False
 
     def __enter__(self) -> None:
         self._lock.acquire()
         if not self._depth:
-            self._collects = gc.isenabled()
+            self._was_enabled = gc.isenabled()
         self._depth += 1
         gc.disable()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
-        if self._collects and not self._depth:
+        if self._was_enabled and not self._depth:
             gc.enable()
         self._lock.release()
 
 
+# Module state, since the garbage collector is one per process.
 gc_paused = _GcPause()
 
 
-R = TypeVar("R")
-
-SAMPLE_EVERY = 0.5  # seconds
-STALE_AFTER = 1.0  # seconds: a sample that no other followed
-FRAMES_AT_MOST = 10  # innermost ones that are told
-READ_AT_MOST = 1 << 16  # bytes
-DUMP_SIGNAL = (
-    signal.SIGRTMAX - 5
-)  # to a child whose sample is old; it ignores the signal where it cannot answer
-
-_NUMBER = struct.Struct("d")  # native: stored by one copy of eight bytes, never half written
-_SAMPLED = _NUMBER.size  # where the second number begins
-_DRIVER_SEEN = 2 * _NUMBER.size  # and the third
-_DUMP_HEAD = "Stack (most recent call first):\n"
-_NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
-
-
 class StackSampler(WaitRecorder):
-    """The child's side. activity, stacks: the descriptors that its slot made. Construct in the main thread."""
+    """The child's side. Construct it in the main thread. activity, stacks: descriptors of the slot's two files."""
 
     def __init__(self, activity: int, stacks: int, clock: Clock) -> None:
         self._clock = clock
@@ -92,14 +89,14 @@ class StackSampler(WaitRecorder):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-stacks", daemon=True)
         self._set(-clock.now())
-        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # what holds again once faulthandler is done
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # in force again after faulthandler.unregister
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Once nothing is waited for any more."""
+        """Call it when no more waits are recorded."""
         self._closing.set()
         self._thread.join()
         faulthandler.unregister(DUMP_SIGNAL)
@@ -107,7 +104,6 @@ class StackSampler(WaitRecorder):
 
     @contextmanager
     def record_wait(self) -> Iterator[None]:
-        """A context around anything that waits for other processes; any thread."""
         self.begin_waiting()
         try:
             yield
@@ -121,12 +117,11 @@ class StackSampler(WaitRecorder):
         self._set(-self._clock.now())
 
     def driver_seen_at(self) -> float:
-        """When the driver last heard the slot; 0 while it has not."""
-        heard: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
-        return heard
+        """When the driver last answered the slot, on this machine's monotonic clock; 0: never."""
+        seen_at: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
+        return seen_at
 
     def watch_group(self, group: Group) -> Group:
-        """`group`, its collectives told to the slot."""
         return cast("Group", _WatchedGroup(group, self))
 
     def _set(self, number: float) -> None:
@@ -139,14 +134,14 @@ class StackSampler(WaitRecorder):
                 return
 
     def _sample(self) -> None:
-        with gc_paused:  # it makes frames with the interpreter's list of threads locked
+        with gc_paused:  # the call creates frames while the interpreter's list of threads is locked
             frame = sys._current_frames().get(self._main)
         text = _format_stack(frame) + "\n"
         try:
             os.ftruncate(self._stacks, 0)
             os.write(self._stacks, text.encode("utf-8", "replace"))
         except OSError:
-            pass  # no memory left for it: the slot keeps what it read last
+            pass  # no memory left: the slot keeps the sample that it read last
         _NUMBER.pack_into(self._number, _SAMPLED, self._clock.now())
 
 
@@ -187,18 +182,18 @@ class WaitRecordingClient:
 
 
 class _WatchedGroup:
-    """A group whose every collective is marked as waiting."""
+    """A group whose collectives are recorded as waits."""
 
-    _SILENT = frozenset({"rank", "size", "fence", "abort", "close", "subgroup", "limit", "watch"})
+    _NOT_COLLECTIVE = frozenset({"rank", "size", "fence", "abort", "close", "subgroup", "limit", "watch"})
 
     def __init__(self, group: Group, sampler: StackSampler) -> None:
         self._group = group
         self._sampler = sampler
 
     def __getattr__(self, name: str) -> Any:
-        """Asked for once: what a group has stays the same, and a step asks for its rank and size again and again."""
+        """Looked up once per attribute: a group's attributes never change, and each step reads its rank and size."""
         found = getattr(self._group, name)
-        if callable(found) and name not in self._SILENT:
+        if callable(found) and name not in self._NOT_COLLECTIVE:
             found = self._collective(found)
         setattr(self, name, found)
         return found
@@ -224,33 +219,34 @@ class _WatchedGroup:
 
 @dataclass(frozen=True)
 class StackSample:
-    """waits: the child waits for others; it has done so, or worked, for `seconds`. stack: "" while there is none.
+    """What a training process does at one point in time."""
 
-    due: its main thread is to write its stack now.
-    """
-
+    # Whether it waits for other workers; otherwise it works.
     is_waiting: bool
+    # For how long it has waited or worked.
     seconds: float
+    # Of its main thread, in one line; "" while there is none.
     stack: str
+    # Whether the slot must now ask the main thread for its stack.
     wants_dump: bool = False
 
 
 class StackReader:
-    """The slot's side; makes the files. Any thread; `close` frees the descriptors."""
+    """The slot's side, which creates the files. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.activity = os.memfd_create("elastic-activity")
         self.stacks = os.memfd_create("elastic-stacks")
         os.ftruncate(self.activity, mmap.PAGESIZE)
-        fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # samples cut, dumps append
+        fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)  # samples truncate the file, dumps append to it
         self._newest = ""
-        self._stale_sample = 0.0  # the sample that was old when last looked at
-        self._dumped_sample = 0.0  # the sample after which the main thread was asked
+        self._stale_sample = 0.0  # time of the sample that was stale at the last reading
+        self._dumped_sample = 0.0  # time of the sample after which the main thread was asked for its stack
         self._closed = False
 
     def read(self, now: float, stopped: bool = False) -> StackSample:
-        """now: of the same machine's monotonic clock as the child's. stopped: the child does not run now."""
+        """The newest sample. now: of this machine's monotonic clock. stopped: whether the child is stopped."""
         with self._lock:
             if self._closed:
                 return StackSample(is_waiting=False, seconds=0.0, stack=self._newest)
@@ -262,18 +258,21 @@ class StackReader:
         return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
 
     def record_driver_seen(self, at: float) -> None:
-        """The driver heard the slot then."""
+        """at: of this machine's monotonic clock."""
         with self._lock:
             if not self._closed:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """Once for each sample that was old at two looks in a row: one that was just continued takes a new one."""
+        """True once for each sample that was stale at two readings in a row.
+
+        At the first of them the child may just have been continued and about to take a sample.
+        """
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False
-        was_old, self._stale_sample = sampled == self._stale_sample, sampled
-        if not was_old or sampled == self._dumped_sample:
+        was_stale, self._stale_sample = sampled == self._stale_sample, sampled
+        if not was_stale or sampled == self._dumped_sample:
             return False
         self._dumped_sample = sampled
         return True
@@ -287,14 +286,14 @@ class StackReader:
 
 
 def parse_newest_stack(text: str) -> str:
-    """The main thread's newest stack in one line, "" where there is none.
+    """The main thread's newest stack in one line; "" if there is none.
 
-    text: a line with the newest sample, then what the main thread wrote since upon a signal, as `faulthandler` does.
+    text: a line with the newest sample, then the stacks that `faulthandler` has written since upon signals.
     """
     sample, _, dumps = text.partition("\n")
     for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
-        whole = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be written just now
-        found = [match.groups() for line in whole if (match := _NATIVE_FRAME.match(line))]
+        lines = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be incomplete
+        found = [match.groups() for line in lines if (match := _NATIVE_FRAME.match(line))]
         if found:
             return " < ".join(_format_frame(*place) for place in found[:FRAMES_AT_MOST])
     return sample
