@@ -13,14 +13,14 @@
 namespace elastic {
 namespace {
 
-constexpr uint8_t kOwnSlotPrefix = 0x40;  // beyond those that Gloo's algorithms use
+constexpr uint8_t kOwnSlotPrefix = 0x40;  // not used by Gloo's algorithms
 
-// Up to this many bytes bcube sums at least as fast as the ring, measured over sockets on one machine: with two or three
-// processes the ring wins from 1 MB on; with four or more bcube wins up to 4 MB, by 1.0 to 2.2 times. Trying both in
-// each world and keeping the faster one gained less than 5 %, and made two runs differ by rounding.
+// Up to this many bytes bcube sums at least as fast as the ring, measured over sockets on one machine: with two or
+// three processes the ring wins from 1 MB on; with four or more bcube wins up to 4 MB, by 1.0 to 2.2 times. Trying both
+// in each world and keeping the faster one gained less than 5 %, and made two runs differ by rounding.
 size_t bcubeLimit(int processes) { return processes < 4 ? size_t{512} << 10 : size_t{4} << 20; }
 
-// As even as can be; the first parts are the longer ones.
+// Divides evenly; the first parts are longer if it does not divide.
 std::vector<size_t> evenParts(size_t count, int size) {
   const auto parts = static_cast<size_t>(size);
   std::vector<size_t> counts(parts, count / parts);
@@ -38,7 +38,7 @@ Call callOf(CallKind kind, size_t bytes, const Reduction& reduction) {
   Call call;
   call.kind = kind;
   call.bytes = bytes;
-  // What each rank brings may be weighed by itself; what becomes of the result is the same for all.
+  // The factor on the operand may differ between ranks, the factor on the result may not.
   call.signature = reduction.shape ^ hashOf(reduction.after);
   call.type = reduction.type;
   call.op = reduction.op;
@@ -88,7 +88,7 @@ uint32_t Group::start(Call call) {
   return call.number;
 }
 
-// Who shares memory; the same on all ranks, as it takes collectives to find out.
+// Finds out which ranks share memory, by collectives of all ranks.
 void Group::negotiateHosts() {
   negotiated_ = true;
   if (size_ == 1) return;
@@ -167,7 +167,7 @@ void Group::reduceDirectly(void* data, size_t count, const Reduction& reduction,
   reduceParts(route(tag), reduction, data, evenParts(count, size_), nullptr);
 }
 
-// What is handed on as 16-bit floats. The factor `before` was applied to float32.
+// Converts to 16-bit floats for sending. `before` has been applied in float32.
 Reduction Group::pack(const float* data, size_t count, const Reduction& reduction) {
   if (count > packedRoom_) {
     packedRoom_ = 0;
@@ -188,8 +188,8 @@ void Group::reducePacked(float* data, size_t count, const Reduction& reduction, 
   widen(packed.type, packed_.get(), data, count);
 }
 
-// Packed is what travels between hosts; within one, float32 is summed as it is. What scales a sum scales each host's
-// part before it is packed: the sum over many ranks may leave the range of 16 bits where the average does not.
+// Data is packed between hosts only; inside a host float32 is summed. Each host's part is scaled before it is packed:
+// the sum over many ranks may exceed the range of 16 bits although the average does not.
 void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Reduction& reduction, uint32_t tag) {
   const bool sums = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage;
   Reduction whole = reduction;
@@ -198,7 +198,7 @@ void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Re
   hosts.allreduce(data, count, whole, call_, [&](const World& leaders) {
     if (sums) finish(reduction, data, count, DataType::kFloat32, size_);
     Reduction packed = pack(data, count, whole);
-    packed.after = 1.0;  // of a product, for example, it follows, from float32
+    packed.after = 1.0;  // for other operations it is applied later, in float32
     Route way = route(tag);
     way.ranks = hosts.leaders();
     reduceParts(way, packed, packed_.get(), evenParts(count, leaders->size), nullptr);
@@ -217,7 +217,7 @@ void Group::reduceByAdasum(void* data, size_t count, const Reduction& reduction,
     adasum(route(tag), wide.data(), count);
     narrow(reduction.type, wide.data(), static_cast<uint16_t*>(data), count);
   } else {
-    throw std::invalid_argument("adasum is for floats alone");
+    throw std::invalid_argument("adasum supports floating-point types only");
   }
   finish(reduction, data, count, reduction.type, 1);
 }
@@ -256,14 +256,14 @@ void Group::allgather(const void* in, void* out, const std::vector<size_t>& size
 
 void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
                      uint32_t signature) {
-  // How much each rank sends is its own affair.
+  // Ranks may send different amounts.
   const uint32_t tag = start(callOf(CallKind::kAlltoall, 0, signature));
   elastic::alltoall(route(tag), in, inSizes, out, outSizes);
 }
 
 void Group::barrier() { waitForAll(start(callOf(CallKind::kBarrier, 0, 0u))); }
 
-// Returns once all ranks have come to the call `tag`.
+// Returns once all ranks have started the call `tag`.
 void Group::waitForAll(uint32_t tag) {
   if (size_ == 1) return;
   const auto across = [&](const World& world) { barrierByGloo(world, tag); };
@@ -280,7 +280,7 @@ void Group::close() {
     std::lock_guard<std::mutex> lock(mutex_);
     hosts.swap(hosts_);
   }
-  if (hosts) hosts->close();  // a collective that still runs holds the memory until it has noticed
+  if (hosts) hosts->close();  // a running collective keeps the memory until it has noticed
 }
 
 void Group::check() { mesh_->check(); }

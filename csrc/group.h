@@ -1,4 +1,4 @@
-// The ranks of one generation and the collectives among them. One collective at a time per group; abort from anywhere.
+// The ranks of one generation and the collectives among them. One collective at a time per group; any thread may abort.
 #pragma once
 
 #include <gloo/context.h>
@@ -22,16 +22,16 @@ namespace elastic {
 
 struct GroupOptions {
   std::chrono::milliseconds timeout{60000};
-  // Peers that take nothing of the last words for so long are stopped.
+  // Close frames to peers that accept no byte for this long are given up.
   std::chrono::milliseconds closeTimeout{250};
   Mesh::OnWait onWait = [](std::chrono::milliseconds, const std::vector<int>&) {};
-  // The ranks on this one's host, in order, itself among them: they will share memory if they can. Empty (on all ranks
-  // alike): none does.
+  // The ranks on this rank's host, ascending, including itself; they share memory if they can. Empty on all ranks: no
+  // shared memory.
   std::vector<int> local;
-  std::function<void(const std::string&)> warn = [](const std::string&) {};  // what the user should know, one sentence
+  std::function<void(const std::string&)> warn = [](const std::string&) {};  // a warning for the user, one sentence
 };
 
-// All collectives also take nothing at all: ranks that bring nothing while others do are told of the mismatch.
+// All collectives accept empty arrays; if only some ranks pass one, all get a mismatch error.
 class Group {
  public:
   Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
@@ -43,26 +43,25 @@ class Group {
 
   // In place; identical bits on every rank.
   void allreduce(void* data, size_t count, const Reduction& reduction);
-  // Part r of the result, counts[r] elements, is for rank r, in `out`. `data` is written to if there is a factor
-  // `before`.
+  // Rank r gets part r of the result, counts[r] elements, in `out`. Writes to `data` if `before` is not 1.
   void reducescatter(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction);
-  // signature: of whatever else must be equal on all ranks.
+  // signature: hash of everything else that must be equal on all ranks.
   void broadcast(void* data, size_t bytes, int root, uint32_t signature);
-  // out holds everyone's part in rank order; sizes[r] bytes each.
+  // out: the parts of all ranks in rank order, sizes[r] bytes each.
   void allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature);
   void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
                 uint32_t signature);
   void barrier();
 
-  // Memory that lies in the host's shared memory where that is possible: what lies in it on all ranks of the host is
-  // reduced without a copy. It lives as long as it is held. The first call is a collective unless there was one before.
+  // Allocates memory in the host's shared memory if possible: operands in it on all ranks of the host are reduced
+  // without a copy. The first call is a collective unless one ran before.
   std::shared_ptr<Memory> memory(size_t bytes);
 
-  // How long a wait may last from now on, one that is under way as if it began now; zero: without end. Any thread.
+  // Sets how long a wait may last; a wait in progress counts as if it began now. Zero: no limit. Any thread.
   void limit(std::chrono::milliseconds timeout) { mesh_->limit(timeout); }
   void abort(const std::string& reason);
   void close();
-  void check();  // throws the failure, if there is one
+  void check();  // throws the failure if the group has failed
 
  private:
   struct AllRanks;
@@ -70,7 +69,7 @@ class Group {
   uint32_t start(Call call);
   void waitForAll(uint32_t tag);
   void negotiateHosts();
-  std::shared_ptr<Hosts> hosts();  // null: everything goes through the mesh
+  std::shared_ptr<Hosts> hosts();  // null: all traffic uses the mesh
   Route route(uint32_t tag);
   void reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
@@ -88,11 +87,11 @@ class Group {
   std::shared_ptr<Mesh> mesh_;
   World world_;
   bool negotiated_ = false;
-  Call call_;  // the collective that this rank is in; kept for hosts_ alone
+  Call call_;  // the current collective; only set for hosts_
   std::mutex mutex_;
-  std::shared_ptr<Hosts> hosts_;  // guarded by the mutex: the group may be closed at any time
-  std::atomic<uint32_t> tag_{0};  // equal on all ranks as long as they call the same collectives in the same order
-  // What float32 is packed into; kept, since touching new memory costs as much as packing does.
+  std::shared_ptr<Hosts> hosts_;  // guarded by mutex_: any thread may close the group
+  std::atomic<uint32_t> tag_{0};  // equal on all ranks that call the same collectives in the same order
+  // Buffer for packed float32; reused, since touching new memory costs as much as packing.
   std::unique_ptr<uint16_t[]> packed_;
   size_t packedRoom_ = 0;
 };

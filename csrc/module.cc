@@ -15,13 +15,13 @@ using namespace elastic;
 
 namespace {
 
-// Set once by the Python half: called as (cause, ranks, reason), it raises the matching class of the error tree.
+// Set once by the Python side; called as (cause, ranks, reason), raises the matching error class.
 py::object& errorRaiser() {
-  static py::object* instance = new py::object();  // never destroyed: the interpreter may be gone by then
+  static py::object* instance = new py::object();  // never destroyed: the interpreter may be gone
   return *instance;
 }
 
-// Set once by the Python half: called with a warning for the user, one sentence.
+// Set once by the Python side; called with a warning for the user, one sentence.
 py::object& warningHandler() {
   static py::object* instance = new py::object();
   return *instance;
@@ -32,7 +32,7 @@ void warn(const std::string& text) {
   warningHandler()(text);
 }
 
-// A callable of Python's that may be set, called and let go of by any thread.
+// A Python callable that any thread may set, call and release.
 class WaitObserver {
  public:
   ~WaitObserver() {
@@ -43,7 +43,7 @@ class WaitObserver {
   void onWait(std::chrono::milliseconds waited, const std::vector<int>& ranks) const {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    const py::object callback = callback_;  // it may be replaced meanwhile
+    const py::object callback = callback_;  // a copy: another thread may replace it
     if (!callback.is_none() && !ranks.empty()) callback(std::chrono::duration<double>(waited).count(), ranks);
   }
 
@@ -51,10 +51,10 @@ class WaitObserver {
   py::object callback_ = py::none();  // guarded by the interpreter's lock
 };
 
-// The group that Python has, and who watches its waits.
+// The group exposed to Python, with the callback for its waits.
 struct ObservedGroup : Group {
   ObservedGroup(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-               const GroupOptions& options, std::shared_ptr<WaitObserver> observer)
+                const GroupOptions& options, std::shared_ptr<WaitObserver> observer)
       : Group(std::move(endpoint), rank, peers, fence, options), observer(std::move(observer)) {}
 
   const std::shared_ptr<WaitObserver> observer;
@@ -101,8 +101,8 @@ void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, b
 }
 
 std::unique_ptr<ObservedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank,
-                                        const std::vector<std::string>& peers, std::array<uint64_t, 3> fence,
-                                        double timeout, const std::vector<int>& local) {
+                                         const std::vector<std::string>& peers, std::array<uint64_t, 3> fence,
+                                         double timeout, const std::vector<int>& local) {
   auto observer = std::make_shared<WaitObserver>();
   GroupOptions options;
   options.timeout = millisecondsOf(timeout);
@@ -111,7 +111,7 @@ std::unique_ptr<ObservedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int
   options.local = local;
   py::gil_scoped_release released;
   return std::make_unique<ObservedGroup>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options,
-                                        std::move(observer));
+                                         std::move(observer));
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ int indexOf(const Ranks& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-// Numbers its peers as the leaders do, and the buffer within as the mesh does.
+// Translates ranks among leaders to ranks of the mesh.
 class LeadersBuffer : public gloo::transport::UnboundBuffer {
  public:
   LeadersBuffer(Mesh& mesh, const Ranks& ranks, void* ptr, size_t size)
@@ -88,7 +88,7 @@ World buildLeadersWorld(const std::shared_ptr<Mesh>& mesh, const std::vector<int
 }
 struct HostDescriptor {
   int32_t leader = 0;
-  uint32_t offersMemory = 0;  // whether it has memory to hand out
+  uint32_t offersMemory = 0;  // whether it offers shared memory
   Nonce name{};
   Nonce probe{};
 };
@@ -103,14 +103,15 @@ std::vector<HostDescriptor> exchangeDescriptors(const HostDescriptor& own, const
   std::vector<HostDescriptor> descriptors;
   for (const auto& bytes : gather(bytesOf(own))) {
     HostDescriptor descriptor;
-    if (bytes.size() != sizeof descriptor) throw std::runtime_error("a rank's descriptor has another size than ours");
+    if (bytes.size() != sizeof descriptor)
+      throw std::runtime_error("a rank's host descriptor has another size than ours");
     std::memcpy(&descriptor, bytes.data(), sizeof descriptor);
     descriptors.push_back(descriptor);
   }
   return descriptors;
 }
 
-// By the leaders that the ranks name; one whose leader names another is isSingleHost. The same on all ranks.
+// Groups ranks by the leader that they name; a rank whose leader names another one is alone. Equal on all ranks.
 Topology buildTopology(const std::vector<int>& leaders, int self) {
   std::map<int, std::vector<int>> byLeader;
   for (int rank = 0; rank < static_cast<int>(leaders.size()); rank++) {
@@ -136,14 +137,15 @@ std::vector<int> leadersOf(const std::vector<HostDescriptor>& descriptors) {
   return leaders;
 }
 
-// What this rank holds of its host's memory; nothing where that is refused.
+// What this rank has of its host's shared memory; empty if that failed.
 struct HostMemory {
   std::shared_ptr<Segment> segment;
-  std::unique_ptr<SegmentServer> server;  // of the first member
-  LivenessSockets liveness;           // of the others
+  std::unique_ptr<SegmentServer> server;  // on the first member
+  LivenessSockets liveness;               // on the other members
 };
 
-HostMemory offerMemory(Mesh& mesh, const std::string& key, Fence fence, int members, HostDescriptor& descriptor, std::string& why) {
+HostMemory offerMemory(Mesh& mesh, const std::string& key, Fence fence, int members, HostDescriptor& descriptor,
+                       std::string& why) {
   HostMemory memory;
   if (members < 2) return memory;
   if (members > kMaxMembers) {
@@ -158,12 +160,13 @@ HostMemory offerMemory(Mesh& mesh, const std::string& key, Fence fence, int memb
     descriptor.offersMemory = 1;
   } catch (const std::runtime_error& error) {
     why = error.what();
-    memory = HostMemory();  // the host does without: the others learn it from the descriptor
+    memory = HostMemory();  // the host uses sockets: the others read that from the descriptor
   }
   return memory;
 }
 
-HostMemory joinMemory(Mesh& mesh, const std::string& key, Fence fence, const Topology& topology, const HostDescriptor& descriptor, std::string& why) {
+HostMemory joinMemory(Mesh& mesh, const std::string& key, Fence fence, const Topology& topology,
+                      const HostDescriptor& descriptor, std::string& why) {
   HostMemory memory;
   const int members = static_cast<int>(topology.hosts[topology.mine].size());
   if (descriptor.offersMemory == 0 || members > kMaxMembers) return memory;
@@ -176,13 +179,14 @@ HostMemory joinMemory(Mesh& mesh, const std::string& key, Fence fence, const Top
     throw;
   } catch (const std::runtime_error& error) {
     why = error.what();
-    memory = HostMemory();  // not fatal: all ranks of the host will hear of it
+    memory = HostMemory();  // not fatal: all ranks of the host will learn it
   }
   return memory;
 }
 
-// The hosts that remain once each rank has answers whether it shares its host's memory.
-std::vector<int> agreeOnHosts(bool succeeded, const std::vector<int>& leaders, const Topology& topology, const Gather& gather) {
+// Returns the leaders once each rank has reported whether it shares its host's memory.
+std::vector<int> agreeOnHosts(bool succeeded, const std::vector<int>& leaders, const Topology& topology,
+                              const Gather& gather) {
   const auto answers = gather(bytesOf(static_cast<uint8_t>(succeeded)));
   std::vector<int> agreed = leaders;
   for (const auto& ranks : topology.hosts) {
@@ -212,7 +216,7 @@ void Hosts::close() {
   if (local_) local_->close();
 }
 
-// A leader's turn with the other hosts.
+// Runs a leader's exchange with the other hosts.
 void Hosts::runAmongLeaders(CrossHost phase, const std::function<void()>& run) {
   if (!leaders_) return;
   struct PhaseGuard {
@@ -284,7 +288,7 @@ void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes,
   }
   if (isSingleHost()) return;
   runAmongLeaders(CrossHost::kAwaited, [&] {
-    // A host's parts need not be side by side: leaders exchange them packed.
+    // A host's parts need not be contiguous: leaders exchange them packed.
     std::vector<size_t> packed;
     for (const auto& ranks : topology_.hosts) {
       packed.push_back(std::accumulate(ranks.begin(), ranks.end(), size_t{0},
@@ -312,12 +316,13 @@ void Hosts::barrier(const Call& call, const Step& across) {
 }
 
 std::unique_ptr<Hosts> Hosts::negotiate(const std::shared_ptr<Mesh>& mesh, const std::string& key, Fence fence,
-                                     const std::vector<int>& local, const Gather& gather, std::string& why) {
+                                        const std::vector<int>& local, const Gather& gather, std::string& why) {
   const int self = mesh->rank;
   HostDescriptor descriptor;
   descriptor.leader = local.front();
   HostMemory memory;
-  if (descriptor.leader == self) memory = offerMemory(*mesh, key, fence, static_cast<int>(local.size()), descriptor, why);
+  if (descriptor.leader == self)
+    memory = offerMemory(*mesh, key, fence, static_cast<int>(local.size()), descriptor, why);
   const std::vector<HostDescriptor> descriptors = exchangeDescriptors(descriptor, gather);
   const std::vector<int> leaders = leadersOf(descriptors);
   const Topology proposed = buildTopology(leaders, self);
@@ -327,7 +332,7 @@ std::unique_ptr<Hosts> Hosts::negotiate(const std::shared_ptr<Mesh>& mesh, const
   if (asExpected && proposed.member > 0) {
     memory = joinMemory(*mesh, key, fence, proposed, descriptors[static_cast<size_t>(host.front())], why);
   }
-  if (!asExpected) why = "its ranks were told of different neighbours";
+  if (!asExpected) why = "its ranks have different lists of local ranks";
   const bool succeeded = host.size() == 1 || (asExpected && memory.segment != nullptr);
   Topology topology = buildTopology(agreeOnHosts(succeeded, leaders, proposed, gather), self);
   if (topology.hosts.size() == descriptors.size()) return nullptr;

@@ -12,7 +12,7 @@
 
 namespace elastic {
 
-// Each rank's bytes to all, in rank order.
+// Gathers each rank's bytes on all ranks, in rank order.
 using Gather = std::function<std::vector<std::vector<char>>(const std::vector<char>& own)>;
 
 struct Topology {
@@ -23,19 +23,19 @@ struct Topology {
 
 class Hosts {
  public:
-  // A collective of all ranks. `local`: those on this rank's host by the driver's answer, in order, this rank among them.
-  // Every host whose ranks find out that they do not memory memory counts as so many hosts; null if all do.
-  // why: one sentence, where this rank is the one that could not.
+  // A collective of all ranks. local: the ranks on this rank's host according to the driver, ascending, including
+  // itself. A host whose ranks do not all share memory counts as one host per rank; null if no host is left. why: set
+  // to one sentence if this rank is the one that cannot share memory.
   static std::unique_ptr<Hosts> negotiate(const std::shared_ptr<Mesh>& mesh, const std::string& key, Fence fence,
-                                       const std::vector<int>& local, const Gather& gather, std::string& why);
+                                          const std::vector<int>& local, const Gather& gather, std::string& why);
 
-  bool isSingleHost() const { return topology_.hosts.size() == 1; }  // all ranks are on one host
+  bool isSingleHost() const { return topology_.hosts.size() == 1; }  // all ranks share one host
   std::vector<int> leaders() const;
 
-  // What leaders do among themselves: in the world that they are given, in place.
+  // The in-place operation among leaders, in the world of the leaders.
   using Step = std::function<void(const World& leaders)>;
   void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, const Step& across);
-  // across: with the root's host, as a rank among leaders.
+  // across: also gets the root's host, as a rank among leaders.
   void broadcast(void* data, size_t bytes, int root, const Call& call,
                  const std::function<void(const World&, int root)>& across);
   // across: gathers the hosts' parts, given in bytes, from the first into the second memory.
@@ -43,7 +43,7 @@ class Hosts {
   void gather(const void* own, void* out, const std::vector<size_t>& sizes, const Call& call, const GatherStep& across);
   void barrier(const Call& call, const Step& across);
 
-  // Null where there is no room in shared memory.
+  // Null if shared memory has no room.
   std::shared_ptr<Memory> memory(size_t bytes) { return local_ ? local_->memory(bytes) : nullptr; }
   void close();
 
@@ -52,7 +52,7 @@ class Hosts {
   void runAmongLeaders(CrossHost phase, const std::function<void()>& run);
 
   const Topology topology_;
-  const std::unique_ptr<LocalGroup> local_;  // null: isSingleHost on its host
+  const std::unique_ptr<LocalGroup> local_;  // null: the only rank on its host
   World leaders_;                            // null: one host, or not a leader
 };
 

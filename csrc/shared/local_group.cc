@@ -8,10 +8,11 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kSmallReduction = size_t{32} << 10;  // bytes up to which every member reduces everything: one meeting
+constexpr size_t kSmallReduction = size_t{32}
+                                   << 10;  // bytes up to which every member reduces everything, with one barrier
 constexpr size_t kLine = 64;
 
-// Where the members' parts of `count` elements begin; full cache lines each, so that nobody writes into another's.
+// Start of a member's part of `count` elements; whole cache lines, so that members do not share lines when writing.
 size_t startOf(int member, int members, size_t count, size_t width) {
   const size_t line = kLine / width, each = (count + static_cast<size_t>(members) - 1) / static_cast<size_t>(members);
   return std::min(count, (each + line - 1) / line * line * static_cast<size_t>(member));
@@ -39,7 +40,7 @@ LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets livenes
   }
   const auto tell = [this](const Failure& failure) {
     barrier_.publish(failure);
-    // For members that wait in their mesh; whether anybody is left to hear it is all the same.
+    // Wakes members that wait in their mesh; a failed send does not matter.
     if (liveness_.own.get() >= 0) send(liveness_.own.get(), "", 1, MSG_NOSIGNAL);
   };
   mesh_.observeFailure(tell, &segment_->line(self_).heartbeat);
@@ -61,11 +62,11 @@ void LocalGroup::close() {
 std::unique_ptr<Failure> LocalGroup::onLivenessEvent(int member) {
   const int fd = liveness_.others[static_cast<size_t>(member)].get();
   char byte;
-  const bool told = recv(fd, &byte, 1, MSG_PEEK) == 1;  // left there: all members share this end
+  const bool told = recv(fd, &byte, 1, MSG_PEEK) == 1;  // not consumed: all members share this end
   mesh_.removeFd(fd);
   if (told || barrier_.failed()) return std::make_unique<Failure>(barrier_.failure());
   barrier_.lost(member);
-  // While all wait for this one, none can have left in good order.
+  // While all members wait for this one, a closed socket cannot be an orderly exit.
   return barrier_.isAwaited() ? std::make_unique<Failure>(barrier_.makeLossFailure(member)) : nullptr;
 }
 
@@ -85,14 +86,14 @@ void LocalGroup::check(uint32_t bank, const Call& call) {
   }
 }
 
-// How many members' operands lie in shared memory.
+// Number of members whose operand lies in shared memory.
 int LocalGroup::countSharedOperands(uint32_t bank) {
   int count = 0;
   for (int m = 0; m < members_; m++) count += segment_->descriptor(bank, m).extent != 0;
   return count;
 }
 
-// A member's operand, as this process sees it.
+// Maps a member's operand into this process.
 char* LocalGroup::operandOf(int member, uint32_t bank, size_t bytes) {
   char* const operand = pool_.view(segment_->descriptor(bank, member), bytes);
   if (operand == nullptr) {
@@ -111,10 +112,11 @@ void LocalGroup::barrier(const Call& call) {
   check(bank, call);
 }
 
-// One reduction that goes through the slots. All chunks are cut into parts at the same places: a staging holds the result
-// for one chunk beside what is copied in of the next.
+// One reduction through the staging buffers. All chunks are divided into parts at the same offsets, since a staging
+// buffer holds the result of one chunk beside the input of the next.
 struct LocalGroup::StagedReduction {
-  StagedReduction(void* operand, size_t count, const Reduction& reduction, const Call& call, size_t staging, int members)
+  StagedReduction(void* operand, size_t count, const Reduction& reduction, const Call& call, size_t staging,
+                  int members)
       : data(static_cast<char*>(operand)),
         count(count),
         width(widthOf(reduction.type)),
@@ -129,7 +131,7 @@ struct LocalGroup::StagedReduction {
   size_t chunks() const { return (count + chunk - 1) / chunk; }
   size_t lengthOf(size_t c) const { return std::min(chunk, count - c * chunk); }
   char* at(size_t c) const { return data + c * chunk * width; }
-  // Where a member's part of chunk c begins.
+  // Start of a member's part of chunk c.
   size_t startOf(int member, size_t c) const { return std::min(lengthOf(c), part * static_cast<size_t>(member)); }
 
   char* const data;
@@ -168,7 +170,7 @@ void LocalGroup::reduceSmall(void* data, size_t count, const Reduction& reductio
 }
 
 // Phase p copies chunk p in, reduces this member's part of chunk p - 1 and copies chunk p - 2 out. `mayRestart`: this
-// is also the first meeting, at which it shows whether others wait to see that not all operands lie in shared memory.
+// is also the first barrier, which shows whether all operands lie in shared memory.
 void LocalGroup::reduceChunks(StagedReduction& work, bool mayRestart) {
   const size_t chunks = work.chunks();
   for (size_t p = 0; p < chunks + 2; p++) {
@@ -184,7 +186,7 @@ void LocalGroup::reduceChunks(StagedReduction& work, bool mayRestart) {
   }
 }
 
-// What others reduce; one's own part is read where it lies.
+// Copies the parts that other members reduce; this member reads its own part from the operand.
 void LocalGroup::copyIn(const StagedReduction& work, size_t c, uint32_t bank) {
   const size_t count = work.lengthOf(c), width = work.width;
   const size_t first = work.startOf(self_, c), last = work.startOf(self_ + 1, c);
@@ -193,7 +195,7 @@ void LocalGroup::copyIn(const StagedReduction& work, size_t c, uint32_t bank) {
   std::memcpy(staging + last * width, work.at(c) + last * width, (count - last) * width);
 }
 
-// The result goes to its place in the staging, which held nothing, and into the operand.
+// Writes the result to its place in the staging buffer, which is unused, and into the operand.
 void LocalGroup::reducePart(const StagedReduction& work, size_t c, uint32_t from, uint32_t to) {
   const size_t width = work.width;
   const size_t last = work.startOf(self_ + 1, c);
@@ -218,7 +220,7 @@ void LocalGroup::copyOut(const StagedReduction& work, size_t c, uint32_t bank) {
   }
 }
 
-// All operands lie in shared memory: each member reduces its part of them and writes it to all.
+// All operands lie in shared memory: each member reduces its part and writes the result to all operands.
 void LocalGroup::reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAllMembers) {
   const size_t width = widthOf(reduction.type);
   std::vector<char*> operands;
@@ -256,7 +258,7 @@ void LocalGroup::broadcast(void* data, size_t bytes, int root, const Call& call)
   }
 }
 
-// The root's operand lies in shared memory: all copy it from there.
+// The root's operand lies in shared memory: all members copy it from there.
 void LocalGroup::broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank) {
   if (self_ != root) std::memcpy(operand, operandOf(root, bank, bytes), bytes);
   barrier_.arriveAndWait();

@@ -1,8 +1,8 @@
 // Collectives among the ranks of one host, through shared memory.
 //
-// Members are numbered from 0 in the order of their ranks. Operands go through slots, chunk by chunk, with one meeting
-// a chunk: while a chunk is copied in, the one before is reduced, each member its part, and the one before that copied
-// out. Operands that all lie in shared memory are reduced where they are. Parts are reduced in rank order.
+// Members are numbered from 0 in rank order. Operands pass through staging buffers chunk by chunk, with one barrier per
+// chunk: while chunk p is copied in, each member reduces its part of chunk p - 1, and chunk p - 2 is copied out.
+// Operands that all lie in shared memory are reduced in place. Parts are reduced in rank order.
 #pragma once
 
 #include <memory>
@@ -21,18 +21,18 @@ class LocalGroup {
   LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets liveness, std::vector<int> ranks, int self, Mesh& mesh);
   ~LocalGroup();
 
-  // `call` is what all members must have called. toAllMembers: every member has the result, else the first one alone; the
-  // others' operands are void then.
+  // call: must be equal on all members. toAllMembers: every member gets the result; otherwise only the first one, and
+  // the other operands are undefined.
   void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, bool toAllMembers);
   void broadcast(void* data, size_t bytes, int root, const Call& call);
-  // out: where each member's part goes; own: this member's, which is copied too unless it is there already.
+  // out: destination of each member's part; own: this member's part, copied unless it is already in place.
   void gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
   void barrier(const Call& call);
 
-  // Null where there is no room.
+  // Null if there is no room.
   std::shared_ptr<Memory> memory(size_t bytes) { return pool_.allocate(bytes); }
   void setCrossHost(CrossHost crossHost) { barrier_.setCrossHost(crossHost); }
-  // Gives up what tells the others that this member lives. From any thread.
+  // Closes the sockets that show the others that this member is alive. Any thread.
   void close();
 
  private:
@@ -51,7 +51,7 @@ class LocalGroup {
 
   void broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank);
 
-  static constexpr size_t kScratchBytes = size_t{32} << 10;  // bytes that stay in the first-level cache while they are reduced
+  static constexpr size_t kScratchBytes = size_t{32} << 10;  // stays in the first-level cache during a reduction
 
   const std::shared_ptr<Segment> segment_;
   const std::vector<int> ranks_;

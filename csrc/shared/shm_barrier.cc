@@ -20,18 +20,19 @@ namespace {
 using Clock = Mesh::Clock;
 
 constexpr uint32_t kFailed = 1;
-// Then sleep: a yield may cost a time slice where others compute. A sleeper is back some 50 microseconds after it was
-// woken, so that it comes late to the next meeting as well; how long a pause takes depends on the processor.
+// Spin, then sleep: a yield may cost a time slice if other processes compute. A sleeper resumes some 50 microseconds
+// after it was woken, and is then late for the next barrier as well.
 constexpr std::chrono::microseconds kSpin{100}, kSpinWhenCrowded{1};
 constexpr int kPausesPerClockRead = 16;
-constexpr std::chrono::milliseconds kSleepSlice{3};   // how late the death of a member is seen, at most
-constexpr std::chrono::milliseconds kReportInterval{200};  // how often a waiter looks for Ctrl-C
-constexpr std::chrono::seconds kSilenceLimit{1};       // somebody who is crossHost and lives shows it more often than this
-constexpr std::chrono::seconds kGrace{3};        // more than what others take to tell who is to blame
+constexpr std::chrono::milliseconds kSleepSlice{3};        // a member's death is seen within this time
+constexpr std::chrono::milliseconds kReportInterval{200};  // interval of checks for Ctrl-C and of reports
+constexpr std::chrono::seconds kSilenceLimit{
+    1};  // a live member that waits for other hosts increments its heartbeat more often
+constexpr std::chrono::seconds kGrace{3};  // longer than other ranks need to report the cause
 constexpr std::chrono::milliseconds kFailureWriteTimeout{50};
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-  // Whatever comes of it, the client looks at the word again. Not a private futex: the word is shared by processes.
+  // The caller rechecks the word, so errors do not matter. Not a private futex: processes share the word.
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
@@ -45,7 +46,7 @@ void relax() {
 #endif
 }
 
-// With fewer processors than members, whoever spins keeps the one from running that it waits for.
+// With fewer processors than members, a spinning member would keep the one that it waits for from running.
 std::chrono::microseconds spinFor(size_t members) {
   cpu_set_t processors;
   CPU_ZERO(&processors);
@@ -55,11 +56,11 @@ std::chrono::microseconds spinFor(size_t members) {
 
 }  // namespace
 
-// One wait: since when, when to see to what, and what was last seen of those who are crossHost.
+// State of one wait.
 struct SharedBarrier::WaitState {
   Clock::time_point begin = Clock::now();
   Clock::time_point idle = begin + kReportInterval, again = begin;
-  Clock::time_point late = Clock::time_point::max();  // since when nobody but those who are crossHost is missing
+  Clock::time_point late = Clock::time_point::max();  // since when only members that wait for other hosts are missing
   std::vector<uint32_t> heartbeats;
 };
 
@@ -75,12 +76,12 @@ void SharedBarrier::arriveAndWait() {
   SegmentHeader& header = segment_->header();
   turn_++;
   if (header.arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks_.size()) {
-    header.arrivals.store(0, std::memory_order_relaxed);  // nobody comes again before the phase has changed
-    // Sequentially consistent, as is what a sleeper does: it sees the new phase, or we see the sleeper.
+    header.arrivals.store(0, std::memory_order_relaxed);  // no member arrives again before the phase changes
+    // Sequentially consistent, like the sleeper's side: either it sees the new phase or we see the sleeper.
     header.phase.fetch_add(2, std::memory_order_seq_cst);
     if (header.sleepers.load(std::memory_order_seq_cst) > 0) wakeAll(header.phase);
   }
-  // After the count: whoever lacks this mark when it is gone has not come.
+  // After the counter: a lost member without this mark has not arrived.
   segment_->line(self_).arrived.store(turn_, std::memory_order_release);
   if (!open()) spin();
   if (!open()) sleep();
@@ -118,7 +119,7 @@ void SharedBarrier::sleep() {
     futex(header.phase, FUTEX_WAIT, phase, &slice);
     if (open()) return;
     const auto now = Clock::now();
-    if (now - before > kReportInterval) watch.begin += now - before;  // this process was stopped, or the machine with all members
+    if (now - before > kReportInterval) watch.begin += now - before;  // this process or the whole machine was stopped
     mesh_.pollOnce();
     if (now >= watch.idle) {
       mesh_.onWaitInterval(watch.begin, ranksToReport());
@@ -137,7 +138,7 @@ std::vector<int> SharedBarrier::missing() const {
   return members;
 }
 
-// Ranks that are missing and not crossHost: known to all who have come, told by the first of them.
+// Missing ranks that do not wait for other hosts. Only the first member that has arrived reports them.
 std::vector<int> SharedBarrier::ranksToReport() const {
   std::vector<int> ranks;
   const std::vector<int> members = missing();
@@ -153,7 +154,7 @@ std::vector<int> SharedBarrier::ranksToReport() const {
 
 void SharedBarrier::failOnLostMember() {
   for (size_t m = 0; m < ranks_.size(); m++) {
-    // In this order: what it did before it went counts.
+    // In this order: an arrival before the member ended counts.
     if (!lost_[m] || segment_->line(static_cast<int>(m)).arrived.load(std::memory_order_acquire) == turn_) continue;
     if (open()) return;
     const Failure loss = makeLossFailure(static_cast<int>(m));
@@ -169,8 +170,7 @@ Failure SharedBarrier::makeLossFailure(int member) const {
                      ", on the same host: its process has ended, or it has closed the group");
 }
 
-// One who is crossHost waits for other hosts, and will tell who is to blame: as long as it lives, and unless it has no
-// deadline itself.
+// A member that waits for other hosts will report the cause itself, as long as it is alive and has a deadline.
 void SharedBarrier::failOnTimeout(WaitState& watch) {
   const auto now = Clock::now();
   std::vector<int> ranks;
@@ -218,7 +218,7 @@ Failure SharedBarrier::failure() const {
   const SegmentHeader& header = segment_->header();
   const auto until = Clock::now() + kFailureWriteTimeout;
   while (header.failureState.load(std::memory_order_acquire) != 2) {
-    // Whoever began to publish it has died.
+    // The member that began to write it has died.
     if (Clock::now() > until) return Failure(Cause::kAborted, {}, "a member of this host ended the group");
     std::this_thread::yield();
   }

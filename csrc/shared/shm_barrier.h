@@ -1,7 +1,7 @@
-// Where the members of one host meet: nobody goes on before all have come, or the group has failed.
+// The barrier between the members of one host: it releases them once all have arrived or the group has failed.
 //
-// A waiter spins for a moment, then sleeps on a futex in slices; between slices it gives the mesh a turn, which is how
-// it learns of dead members, of other hosts' failures and of Ctrl-C. A failure that any member publishes wakes all.
+// A waiter spins for a moment, then sleeps on a futex in slices. Between slices it polls the mesh, which reports dead
+// members, failures of other hosts and Ctrl-C. A failure that any member publishes wakes all.
 #pragma once
 
 #include <atomic>
@@ -17,23 +17,27 @@ namespace elastic {
 
 class SharedBarrier {
  public:
-  // ranks: of the members, in their order; `self` is the index of this one.
+  // ranks: rank of each member; self: index of this member.
   SharedBarrier(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh);
 
-  // Returns once all members have come as often as this one; what they wrote before can be read from then on. Throws
-  // the failure that ends the group.
+  // Waits until all members have arrived as often as this one; their earlier writes are visible then. Throws the
+  // failure that ended the group.
   void arriveAndWait();
-  // What is written before the next arriveAndWait() into this bank stays until the second arriveAndWait() after that.
+  // Data written to this bank before the next arriveAndWait() stays valid until the second one after that.
   uint32_t bank() const { return turn_ % 2; }
 
-  // From any thread. The first failure stays.
+  // The first failure wins. Any thread.
   void publish(const Failure& failure);
   bool failed() const { return segment_->header().phase.load(std::memory_order_acquire) & 1; }
-  Failure failure() const;  // waits a moment for the one who publishes it
-  // A member's process is gone or has closed the group: fatal only to those who need it.
+  Failure failure() const;  // waits briefly while another member writes it
+  // The member's process has ended or closed the group; fatal only if this member still needs it.
   void lost(int member) { lost_[static_cast<size_t>(member)] = true; }
-  void setCrossHost(CrossHost crossHost) { segment_->line(self_).crossHost.store(crossHost, std::memory_order_relaxed); }
-  bool isAwaited() const { return segment_->line(self_).crossHost.load(std::memory_order_relaxed) == CrossHost::kAwaited; }
+  void setCrossHost(CrossHost crossHost) {
+    segment_->line(self_).crossHost.store(crossHost, std::memory_order_relaxed);
+  }
+  bool isAwaited() const {
+    return segment_->line(self_).crossHost.load(std::memory_order_relaxed) == CrossHost::kAwaited;
+  }
   Failure makeLossFailure(int member) const;
 
  private:
@@ -52,7 +56,7 @@ class SharedBarrier {
   const int self_;
   Mesh& mesh_;
   const std::chrono::microseconds spin_;
-  uint32_t turn_ = 0;  // passes begun
+  uint32_t turn_ = 0;  // number of arrivals of this member
   std::vector<std::atomic<bool>> lost_;
 };
 

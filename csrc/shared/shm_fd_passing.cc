@@ -13,7 +13,7 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMaxClients = 2 * kMaxMembers;  // strangers among them
+constexpr size_t kMaxClients = 2 * kMaxMembers;  // including unauthenticated ones
 
 struct Request {
   uint32_t member;
@@ -49,7 +49,7 @@ UniqueFd packetSocket() {
   return made;
 }
 
-// A message of one byte with room for descriptors beside it.
+// A message of one byte with room for descriptors.
 struct FdMessage {
   explicit FdMessage(size_t descriptors) : control(CMSG_SPACE(descriptors * sizeof(int))) {
     message.msg_iov = &body;
@@ -150,7 +150,7 @@ void SegmentServer::sendSegment(int fd, int member) {
   for (size_t m = 0; m < peerEnds_.size(); m++) {
     if (m != static_cast<size_t>(member)) descriptors.push_back(peerEnds_[m].get());
   }
-  // From here on the member alone holds its end. A member that does not get it says so.
+  // From here on the member alone holds its end.
   if (sendDescriptors(fd, descriptors)) ownEnds_[static_cast<size_t>(member)].reset(-1);
 }
 
@@ -162,7 +162,7 @@ LivenessSockets SegmentServer::takeOwnSockets() {
 }
 
 ReceivedSegment fetchSegment(Mesh& mesh, const std::string& key, const Nonce& name, int member, int members,
-             Mesh::Clock::time_point until) {
+                             Mesh::Clock::time_point until) {
   const UniqueFd asking = packetSocket();
   const UnixAddress address(name);
   if (connect(asking.get(), address.get(), address.length) != 0) fail("the first rank of this host is out of reach");
@@ -188,7 +188,8 @@ ReceivedSegment fetchSegment(Mesh& mesh, const std::string& key, const Nonce& na
     }
   } leave{mesh, asking.get()};
   mesh.runUntil([&] { return answered; }, until);
-  if (received.size() != static_cast<size_t>(members) + 1) throw std::runtime_error("no shared memory was segment over");
+  if (received.size() != static_cast<size_t>(members) + 1)
+    throw std::runtime_error("the first rank of this host passed no shared memory");
   ReceivedSegment segment{std::move(received[0]), {std::move(received[1]), {}}};
   size_t next = 2;
   for (int m = 0; m < members; m++)

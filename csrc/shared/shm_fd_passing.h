@@ -1,8 +1,8 @@
-// How the members of one host get the shared memory: its first member gives them the descriptors over a Unix socket.
+// Distributes the shared memory of a host: its first member passes the descriptors to the others over a Unix socket.
 //
-// A socket because it needs no name in a file system, no common process namespace and no rights over other processes,
-// and because nothing can stay behind: an abstract name goes with its socket. Members in containers of their own do not
-// find it, and all of that host then do without. The client proves the job's key.
+// An abstract Unix socket needs no file system, no common process namespace and no rights over other processes, and
+// leaves nothing behind. Members in different network namespaces cannot reach it; their host then uses no shared
+// memory. Clients prove the job's key.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace elastic {
 
-constexpr int kMaxMembers = 128;  // as many descriptors have room in one message
+constexpr int kMaxMembers = 128;  // limit of descriptors in one message
 
 class UniqueFd {
  public:
@@ -39,12 +39,11 @@ class UniqueFd {
   int fd_;
 };
 
-// A pair of sockets per member, of which it alone holds one end: the others see it close with the member's process, and
-// become readable when the member says that the group has failed. (Pipes would raise SIGPIPE where nobody reads any
-// more.)
+// A socket pair per member, of which the member holds one end alone. The others see it close when the member's process
+// ends, and see it readable when the member has published a failure. (A pipe would raise SIGPIPE without readers.)
 struct LivenessSockets {
   UniqueFd own;
-  std::vector<UniqueFd> others;  // by member; none for oneself
+  std::vector<UniqueFd> others;  // by member; none for this member
 };
 
 struct ReceivedSegment {
@@ -52,14 +51,14 @@ struct ReceivedSegment {
   LivenessSockets liveness;
 };
 
-// Gives as long as it lives, out of the mesh's event loop.
+// Serves requests from the mesh's event loop for as long as it exists.
 class SegmentServer {
  public:
-  // Throws std::runtime_error where sockets or descriptors are refused.
+  // Throws std::runtime_error if sockets or descriptors are refused.
   SegmentServer(Mesh& mesh, const std::string& key, const Nonce& name, int memory, int members);
   ~SegmentServer();
 
-  // The first member's own; to be called once, when nobody else asks any more.
+  // The first member's own sockets; call once, after all requests.
   LivenessSockets takeOwnSockets();
 
  private:
@@ -76,9 +75,9 @@ class SegmentServer {
   std::vector<UniqueFd> clients_;
 };
 
-// Asks the server of that name, until the deadline. Throws std::runtime_error if nothing comes of it, or the mesh's
-// failure.
+// Requests the descriptors from the server of that name until the deadline. Throws std::runtime_error if it gets none,
+// or the mesh's failure.
 ReceivedSegment fetchSegment(Mesh& mesh, const std::string& key, const Nonce& name, int member, int members,
-             Mesh::Clock::time_point until);
+                             Mesh::Clock::time_point until);
 
 }  // namespace elastic

@@ -10,7 +10,8 @@ namespace elastic {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr uint64_t kRegion = uint64_t{1} << 40;  // offsets of one member: the file is sparse, and they are used once
+constexpr uint64_t kRegion =
+    uint64_t{1} << 40;  // range of offsets per member: the file is sparse, offsets are not reused
 constexpr size_t kMaxViews = 256;
 
 size_t roundUp(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -24,14 +25,14 @@ struct Memory::Registry {
   };
 
   std::shared_ptr<Segment> segment;
-  std::mutex mutex;                       // guards what follows
+  std::mutex mutex;                                   // guards the members below
   std::map<const char*, Extent> countSharedOperands;  // by address
   uint64_t next = 0;
 
   void drop(const char* data) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = countSharedOperands.find(data);
-    // Others may still map it; they find it empty, and nobody looks.
+    // Other members may still map it; they read zeros, which no collective uses.
     fallocate(segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(found->second.offset),
               static_cast<off_t>(found->second.bytes));
     countSharedOperands.erase(found);
@@ -92,7 +93,8 @@ void MemoryPool::describeOperand(const void* data, size_t bytes, CallDescriptor&
 }
 
 char* MemoryPool::view(const CallDescriptor& descriptor, size_t bytes) {
-  if (descriptor.extent == 0 || descriptor.at > descriptor.room || bytes > descriptor.room - descriptor.at) return nullptr;
+  if (descriptor.extent == 0 || descriptor.at > descriptor.room || bytes > descriptor.room - descriptor.at)
+    return nullptr;
   auto found = views_.find(descriptor.extent);
   if (found == views_.end()) {
     void* memory = mmap(nullptr, descriptor.room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(),

@@ -1,8 +1,7 @@
-// Memory that a member hands out to its program: it lies in the segment's file, so that a reduction of it needs no
-// copy.
+// Memory for operands in the segment's file, so that their reduction needs no copy.
 //
-// It outlives the group: the mapping stays until the last owner drops it, and a member that comes to life again after
-// the group's end writes into pages of a generation that nobody reads any more.
+// It outlives the group: the mapping stays until its last owner releases it. A stopped member that resumes after the
+// group's end writes to pages of a generation that no process reads any more.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +16,7 @@ namespace elastic {
 
 class Memory {
  public:
-  // Memory of this process alone.
+  // Private memory of this process.
   explicit Memory(size_t bytes);
   ~Memory();
   Memory(const Memory&) = delete;
@@ -36,19 +35,19 @@ class Memory {
   std::weak_ptr<Registry> registry_;
 };
 
-// What one member has segment out, and its view of what others have.
+// The memory that this member has allocated, and its mappings of the other members' memory.
 class MemoryPool {
  public:
   MemoryPool(std::shared_ptr<Segment> segment, int member);
   ~MemoryPool();
 
-  // Null where the host has no room. From any thread.
+  // Null if the host has no room. Any thread.
   std::shared_ptr<Memory> allocate(size_t bytes);
-  // Says in the descriptor where an operand of this member lies.
+  // Writes into the descriptor where an operand of this member lies.
   void describeOperand(const void* data, size_t bytes, CallDescriptor& descriptor) const;
-  // The operand of another member (or one's own) in this process; null where it cannot be mapped. Until releaseViews().
+  // Maps the operand of a member into this process; null if that fails. Valid until releaseViews().
   char* view(const CallDescriptor& descriptor, size_t bytes);
-  // Between collectives: gives up views when there are many.
+  // Unmaps views if there are many; call between collectives.
   void releaseViews();
 
  private:
@@ -60,7 +59,7 @@ class MemoryPool {
 
   const std::shared_ptr<Segment> segment_;
   const std::shared_ptr<Memory::Registry> registry_;
-  std::unordered_map<uint64_t, View> views_;  // by the offset of the extent, which is never used twice
+  std::unordered_map<uint64_t, View> views_;  // by the extent's offset, which is never reused
 };
 
 }  // namespace elastic

@@ -1,7 +1,7 @@
-// The memory that the ranks of one host share for one generation, and how it is laid out.
+// The memory that the ranks of one host share for one generation, and its layout.
 //
-// It is a file without a name (memfd), segment from process to process: nothing can stay behind, whoever dies when. All
-// of it is allocated before it is used, and it never shrinks, so that a host without memory is an error and no SIGBUS.
+// It is an anonymous file (memfd) passed between processes, so that nothing is left behind. It is allocated before use
+// and never shrinks, so that a host without memory fails at set-up and not with SIGBUS.
 #pragma once
 
 #include <atomic>
@@ -14,41 +14,41 @@
 
 namespace elastic {
 
-constexpr size_t kMaxFailureBytes = 8192;  // bytes of a failure
+constexpr size_t kMaxFailureBytes = 8192;  // bytes of an encoded failure
 
 struct SegmentPlan {
   Fence fence;
-  Nonce nonce{};  // what the first member drew; a member that finds it in the memory does share it
+  Nonce nonce{};  // drawn by the first member; a member that reads it in the memory shares it
   int members = 0;
 };
 
-// A member that is busy with other hosts: the rest of its own may wait for it, or have done their part and leave.
+// Whether a member communicates with other hosts, and whether the other members of its host wait for the result.
 enum class CrossHost : uint32_t { kNot, kNotAwaited, kAwaited };
 
-// What one member tells of itself; a cache line of its own.
+// State of one member, on its own cache line.
 struct alignas(64) MemberState {
-  std::atomic<uint32_t> arrived;  // how often it has come to a meeting
+  std::atomic<uint32_t> arrived;  // number of barriers it has arrived at
   std::atomic<CrossHost> crossHost;
-  std::atomic<uint32_t> heartbeat;  // grows while it waits for other hosts
+  std::atomic<uint32_t> heartbeat;  // incremented while it waits for other hosts
 };
 
-// Which collective a member is in, and where its operand lies.
+// The collective that a member has called, and where its operand lies.
 struct alignas(64) CallDescriptor {
   Call call;
-  uint64_t extent = 0;  // offset of the shared memory that the operand lies in; 0: in private memory
-  uint64_t room = 0;    // bytes of that
-  uint64_t at = 0;      // of the operand within it
+  uint64_t extent = 0;  // offset of the extent with the operand; 0: private memory
+  uint64_t room = 0;    // bytes of the extent
+  uint64_t at = 0;      // offset of the operand within the extent
 };
 
 struct SegmentHeader {
   uint64_t magic;
   Fence fence;
   Nonce nonce;
-  // Words of the meeting, each on a line of its own.
-  alignas(64) std::atomic<uint32_t> arrivals;  // members that have come
-  alignas(64) std::atomic<uint32_t> phase;     // twice the meetings held; the lowest bit: the group has failed
-  std::atomic<uint32_t> sleepers;              // members that have to be woken
-  alignas(64) std::atomic<uint32_t> failureState;   // 0: none, 1: being written, 2: body and bodySize hold the failure
+  // Words of the barrier, each on its own cache line.
+  alignas(64) std::atomic<uint32_t> arrivals;  // members that have arrived
+  alignas(64) std::atomic<uint32_t> phase;  // twice the number of completed barriers; lowest bit: the group has failed
+  std::atomic<uint32_t> sleepers;           // members that must be woken
+  alignas(64) std::atomic<uint32_t> failureState;  // 0: none, 1: being written, 2: body and bodySize hold the failure
   uint32_t bodySize;
   char body[kMaxFailureBytes];
 };
@@ -57,9 +57,9 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared between proces
 
 class Segment {
  public:
-  // Throws std::runtime_error with the reason: no memory, or forbidden here.
+  // Throws std::runtime_error with the reason: no memory, or not permitted.
   static std::shared_ptr<Segment> create(const SegmentPlan& plan);
-  // Takes the descriptor. Throws std::runtime_error when it cannot be mapped or is not what the plan says.
+  // Takes ownership of the descriptor. Throws std::runtime_error if it cannot be mapped or does not match the plan.
   static std::shared_ptr<Segment> open(int fd, const SegmentPlan& plan);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -67,7 +67,7 @@ class Segment {
 
   int fd() const { return fd_; }
   int members() const { return members_; }
-  size_t chunk() const { return chunk_; }  // bytes of a staging
+  size_t chunk() const { return chunk_; }  // bytes of a staging buffer
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
   MemberState& line(int member) { return reinterpret_cast<MemberState*>(memory_ + membersAt_)[member]; }
   CallDescriptor& descriptor(uint32_t bank, int member) {

@@ -9,14 +9,14 @@ namespace elastic {
 Buffer::~Buffer() {
   Mesh::Lock lock(mesh_.mu_);
   if (pending_ == 0) return;
-  // Happens when an algorithm throws: from here on nobody may touch this memory, so the group cannot go on.
-  mesh_.abortLocked(Cause::kAborted, {}, mesh_.name() + ": an operation was given up half way");
+  // An algorithm threw. This memory must not be touched any more, so the group cannot continue.
+  mesh_.abortLocked(Cause::kAborted, {}, mesh_.name() + ": an operation was cancelled half way");
   for (int r = 0; r < mesh_.size; r++) {
     if (r != mesh_.rank) mesh_.pair(r).discardOperations();
   }
 }
 
-// Gloo hands on the timeout that the group was made with; the mesh has the one that holds now.
+// Gloo passes the timeout that the group was created with; the mesh knows the current one.
 bool Buffer::waitRecv(int* rank, std::chrono::milliseconds) { return wait(received_, recvAborted_, rank, "receive"); }
 
 bool Buffer::waitSend(int* rank, std::chrono::milliseconds) { return wait(sent_, sendAborted_, rank, "send"); }
@@ -62,7 +62,7 @@ void Buffer::recv(std::vector<int> ranks, uint64_t slot, size_t offset, size_t n
 }
 
 size_t Buffer::checkedSize(size_t offset, size_t nbytes) const {
-  if (nbytes == 0) return 0;  // Gloo's empty segments may lie beyond the end
+  if (nbytes == 0) return 0;  // empty segments of Gloo's algorithms may start beyond the end
   if (nbytes == kUnspecifiedByteCount) nbytes = size - offset;
   if (offset > size || nbytes > size - offset) throw gloo::InvalidOperationException("outside of the buffer");
   return nbytes;

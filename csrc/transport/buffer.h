@@ -1,4 +1,4 @@
-// Memory that collectives send from and receive into; counts completions, cancels what is pending when it dies.
+// Memory that collectives send from and receive into. Counts completions; its destructor cancels pending operations.
 #pragma once
 
 #include <gloo/transport/unbound_buffer.h>
@@ -30,7 +30,7 @@ class Buffer : public gloo::transport::UnboundBuffer {
   bool wait(std::deque<int>& done, bool& aborted, int* rank, const char* what);
   size_t checkedSize(size_t offset, size_t nbytes) const;
 
-  // All under the mesh's mutex.
+  // Guarded by the mesh's mutex.
   Mesh& mesh_;
   std::deque<int> sent_, received_;  // peers, one entry per completed operation
   int pending_ = 0;

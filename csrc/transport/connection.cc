@@ -11,7 +11,7 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kMaxPlaintext = size_t{1} << 17;  // plain bytes that are encrypted before the kernel is asked
+constexpr size_t kMaxPlaintext = size_t{1} << 17;  // bytes encrypted per call of send
 constexpr size_t kChunk = size_t{1} << 16;
 
 }  // namespace
@@ -75,7 +75,7 @@ ssize_t Connection::recv(void* data, size_t size) {
     char bytes[kChunk];
     if (tls_) {
       const ssize_t got = tls_->read(data, size);
-      flush();  // a handshake answers, or says why it ends; a peer that takes nothing more may have said why before
+      flush();  // sends handshake replies and alerts; a peer that accepts none may still have sent its reason
       if (got < 0) errno = EPROTO;
       if (got != 0) return got > 0 ? got : -1;
     }

@@ -1,4 +1,4 @@
-// A connected socket that never waits: in the clear, or inside TLS. Owns the descriptor. One thread at a time.
+// A connected non-blocking socket, with or without TLS. Owns the descriptor. One thread at a time.
 #pragma once
 
 #include <sys/types.h>
@@ -20,23 +20,23 @@ class Connection {
 
   int fd() const { return fd_; }
   bool open() const { return fd_ >= 0; }
-  // From now on inside TLS, where `key` is one; null: in the clear. dials: this side made the connection.
+  // Starts TLS if `key` is not null. dials: this side opened the connection.
   void secure(const std::shared_ptr<const TlsKey>& key, bool dials);
-  // As sendmsg and recv do, -1 with errno (EPROTO where TLS is broken). What was taken may still be here: see flush.
+  // Like sendmsg and recv: -1 with errno on error (EPROTO for TLS). Accepted bytes may still be buffered: see flush.
   ssize_t send(const iovec* parts, size_t count);
   ssize_t recv(void* data, size_t size);
-  // True once the kernel has everything that was taken; else errno, EAGAIN where it takes no more for now.
+  // Hands buffered bytes to the kernel; true once none are left, else errno (EAGAIN: the socket is full).
   bool flush();
-  // All of a few bytes at once, or nothing good: for handshakes.
+  // Sends a few bytes at once, for handshakes; false if the socket does not accept all of them.
   bool sendAll(const void* data, size_t size);
-  // Whether bytes wait here that no poll of the socket tells of.
+  // Whether decrypted input is buffered that polling the socket does not show.
   bool hasBufferedInput() const { return tls_ && tls_->hasInput(); }
   void close();
 
  private:
   int fd_ = -1;
   std::unique_ptr<Tls> tls_;
-  std::unique_ptr<char[]> out_;  // encrypted; from outBegin_ to outEnd_ not taken by the kernel yet
+  std::unique_ptr<char[]> out_;  // encrypted bytes; [outBegin_, outEnd_) is not sent yet
   size_t outEnd_ = 0, outBegin_ = 0;
 };
 

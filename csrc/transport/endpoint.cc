@@ -16,10 +16,10 @@
 namespace elastic {
 namespace {
 
-// How many connections wait at most, or twice as many as there are ranks: of proven peers, and of whoever dialled.
+// Limits for parked connections and for handshakes; twice the number of ranks if that is more.
 constexpr size_t kMaxParked = 256;
 constexpr size_t kMaxPending = 64;
-constexpr std::chrono::hours kParkTimeout{1};  // a rank may compute for long before it makes the group
+constexpr std::chrono::hours kParkTimeout{1};  // a rank may compute for long before it builds the group
 constexpr int kBacklog = 1024;
 
 int portOf(int fd) {
@@ -32,7 +32,8 @@ int portOf(int fd) {
 
 int listenOn(const std::string& host, int port) {
   const SocketAddress address = resolve(host, port);
-  const int fd = openRegistered([&] { return socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  const int fd =
+      openRegistered([&] { return socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (fd < 0) return -1;
   const int one = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
@@ -84,7 +85,7 @@ void Endpoint::park(Connection connection, const Hello& hello) {
 void Endpoint::wakeMeshes() {
   const uint64_t one = 1;
   for (const int event : events_) {
-    if (write(event, &one, sizeof one) < 0) continue;  // full: it is awake already
+    if (write(event, &one, sizeof one) < 0) continue;  // counter full: the mesh is awake already
   }
 }
 

@@ -1,4 +1,4 @@
-// The one listening socket of a process, kept across generations, and connections that came too early for theirs.
+// The listening socket of a process, kept across generations, and connections that arrived before their group existed.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace elastic {
 
-struct PendingConnection {  // accepted, not yet proven
+struct PendingConnection {  // accepted, handshake not complete
   Connection connection;
   Hello hello;
   Nonce nonce{};
@@ -28,7 +28,7 @@ struct PendingConnection {  // accepted, not yet proven
 class Endpoint {
  public:
   // Listens on `host`, on any port (first == 0) or on the first free one of [first, last].
-  // encrypted: its groups' connections are inside TLS, or there is none. Throws std::runtime_error.
+  // encrypted: all connections of its groups use TLS. Throws std::runtime_error.
   Endpoint(std::string key, const std::string& host, int first, int last, const std::string& advertise,
            bool encrypted = false);
   ~Endpoint();
@@ -36,22 +36,22 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   const std::string& key() const { return key_; }
-  const std::string& address() const { return address_; }            // as peers dial it
-  const std::shared_ptr<const TlsKey>& tls() const { return tls_; }  // null: in the clear
+  const std::string& address() const { return address_; }            // that peers dial
+  const std::shared_ptr<const TlsKey>& tls() const { return tls_; }  // null: no TLS
   int fd() const { return fd_; }
 
-  // The eventfds of meshes that are to look for parked connections when one comes. ranks: that the mesh has.
+  // Registers the eventfd of a mesh with so many ranks; it is signalled when a connection is parked.
   void registerMesh(int event, size_t ranks);
   void unregisterMesh(int event);
-  // A proven connection of a newer world, or of another channel, waits for its group; bounded in number and time.
+  // Keeps an authenticated connection of a newer generation or another channel for its group; bounded in number and
+  // time.
   void park(Connection connection, const Hello& hello);
-  // Those that wait for `fence`; older ones are closed.
+  // Returns the connections parked for `fence` and closes older ones.
   std::vector<std::pair<Connection, Hello>> takeParked(const Fence& fence);
-  // A handshake that a mesh which nobody waits in, or which closes, could not end; the next one that is turned goes on
-  // with it.
+  // Takes back a handshake from a mesh that closes or that no caller drives; the next mesh that polls continues it.
   void returnPending(PendingConnection incoming);
   std::vector<PendingConnection> takePending();
-  size_t maxPending();  // handshakes under way at a time; more than all ranks of the largest mesh so far
+  size_t maxPending();  // handshakes in progress at a time: at least twice the ranks of the largest mesh
   void close();
 
  private:

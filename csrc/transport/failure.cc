@@ -25,7 +25,7 @@ Failure decodeFailure(const std::vector<char>& body, int peer) {
   if (!numbers.empty()) std::memcpy(numbers.data(), body.data(), numbers.size() * sizeof(int32_t));
   const bool sound = numbers.size() >= 2 && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(Cause::kMismatch) &&
                      numbers[1] >= 0 && static_cast<size_t>(numbers[1]) <= numbers.size() - 2;
-  if (!sound) return Failure(Cause::kAborted, {peer}, "rank " + std::to_string(peer) + " said goodbye without sense");
+  if (!sound) return Failure(Cause::kAborted, {peer}, "rank " + std::to_string(peer) + " sent a malformed close frame");
   const ptrdiff_t text = 2 + numbers[1];
   return Failure(static_cast<Cause>(numbers[0]), std::vector<int>(numbers.begin() + 2, numbers.begin() + text),
                  std::string(body.begin() + text * static_cast<ptrdiff_t>(sizeof(int32_t)), body.end()));

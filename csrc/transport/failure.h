@@ -1,4 +1,4 @@
-// How a group fails: one cause, kept with the ranks at fault, and thrown to every waiter.
+// The failure of a group: one cause with the ranks at fault, thrown to every waiter, and its form in a close frame.
 #pragma once
 
 #include <stdexcept>
@@ -21,7 +21,7 @@ class Failure : public std::runtime_error {
 
 std::vector<char> encodeFailure(const Failure& failure);
 
-// Whatever the bytes are: those without sense become an abort that names the peer who sent them.
+// Never throws on malformed bytes: they become an abort that names the peer.
 Failure decodeFailure(const std::vector<char>& body, int peer);
 
 }  // namespace elastic

@@ -11,16 +11,16 @@ namespace elastic {
 namespace {
 
 std::mutex& forkMutex() {
-  static std::mutex* instance = new std::mutex();  // never destroyed: groups may outlive what is static
+  static std::mutex* instance = new std::mutex();  // never destroyed: groups may outlive static objects
   return *instance;
 }
 
-std::vector<bool>& registeredFds() {  // by descriptor; guarded by the forkMutex
+std::vector<bool>& registeredFds() {  // indexed by descriptor; guarded by forkMutex
   static std::vector<bool>* instance = new std::vector<bool>();
   return *instance;
 }
 
-// In the child, which has this one thread. Allocates nothing.
+// Runs in the forked child, which has one thread. Allocates nothing.
 void closeInChild() {
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   for (size_t fd = 0; fd < registeredFds().size(); fd++) {

@@ -1,14 +1,14 @@
-// Descriptors that no forked child keeps. Peers know by the end of our connections that we have died: a child, such as
-// a DataLoader's worker, would hold them open for as long as it lives.
+// Descriptors that a forked child must not inherit. Peers detect our death by the end of our connections; a child, such
+// as a DataLoader worker, would keep them open for as long as it lives.
 //
-// In the child their numbers stay taken, by nothing at all, so that whoever still closes one closes nobody else's.
+// In the child each registered descriptor is replaced by /dev/null, so that closing its number later is harmless.
 #pragma once
 
 #include <mutex>
 
 namespace elastic {
 
-// While one lives no thread of this process forks: around what opens a descriptor and owns it. It must not wait.
+// Blocks fork() in this process while it exists. Hold it from opening a descriptor until it is registered, not longer.
 class ForkLock {
  public:
   ForkLock();
@@ -17,16 +17,16 @@ class ForkLock {
   std::lock_guard<std::mutex> lock_;
 };
 
-// Returns what it is given; a negative one is none.
+// Returns its argument; a negative descriptor is ignored.
 int registerFd(int fd);
-// What `open` returns, registeredFds at once.
+// Registers the descriptor that `open` returns.
 template <class Open>
 int openRegistered(Open open) {
   const ForkLock whole;
   return registerFd(open());
 }
 
-// Closes it.
+// Unregisters and closes the descriptor.
 void closeFd(int fd);
 
 }  // namespace elastic

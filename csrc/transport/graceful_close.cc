@@ -19,7 +19,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 
 }  // namespace
 
-// In huge pages where there are some: a waiter stands by while it is filled, and that costs mostly the first touch.
+// Uses huge pages if possible: a caller waits while the memory is filled, and page faults dominate that.
 PendingClose::PendingClose(size_t size) {
   const size_t whole = (size + kHugePage - 1) / kHugePage * kHugePage;
   void* memory = nullptr;
@@ -33,8 +33,8 @@ void PendingClose::add(const char* data, size_t size) {
   size_ += size;
 }
 
-// What the peer says meanwhile is void and thrown away: it may be ending a frame itself, with nobody to read it. One
-// that has ended, or is gone, need not be told.
+// Reads and discards the peer's input, so that a peer that is still sending is not blocked. Stops if the peer has
+// closed.
 bool PendingClose::sendMore() {
   char discarded[1 << 14];
   const ssize_t got = ::recv(connection.fd(), discarded, sizeof discarded, MSG_DONTWAIT);
@@ -52,11 +52,11 @@ void GracefulClose::start(std::vector<PendingClose> closes) {
   closes_ = std::move(closes);
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // Ctrl-C is for the process's own threads
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals such as Ctrl-C go to other threads
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error&) {
-    closes_.clear();  // no thread today: those peers find the stream cut
+    closes_.clear();  // no thread available: these peers see a broken stream
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -67,7 +67,7 @@ void GracefulClose::join() {
   closes_.clear();
 }
 
-// To all at once, so that one that is stopped takes nobody's time.
+// Serves all peers at once, so that a stopped one delays no other.
 void GracefulClose::run() {
   std::vector<pollfd> open;
   const auto until = Clock::now() + 4 * closeTimeout_;
@@ -78,7 +78,7 @@ void GracefulClose::run() {
     }
   } while (!open.empty() && Clock::now() < until &&
            ::poll(open.data(), open.size(), static_cast<int>(closeTimeout_.count())) != 0);
-  // Not SHUT_RD: what the peer still sends would reset the connection, and our closes with it.
+  // Not SHUT_RD: input that arrives later would reset the connection and discard our unsent bytes.
   for (PendingClose& close : closes_) ::shutdown(close.connection.fd(), SHUT_WR);
 }
 

@@ -1,5 +1,5 @@
-// What a group that has ended still has to say to peers that read late: the rest of a half sent frame, and why it
-// ended. In a thread of its own and from memory of its own, so that nobody here waits for a peer that is stopped.
+// Sends what a failed group still owes to peers that read slowly: the rest of a half-sent frame and the close frame.
+// Runs in its own thread with its own copy of the data, so that no caller waits for a stopped peer.
 #pragma once
 
 #include <chrono>
@@ -15,11 +15,11 @@ namespace elastic {
 
 class PendingClose {
  public:
-  // Room for `size` bytes.
+  // Allocates room for `size` bytes.
   explicit PendingClose(size_t size);
 
   void add(const char* data, size_t size);
-  // Whether there is more to say, once the peer takes it.
+  // Sends what the socket accepts; true if bytes are left.
   bool sendMore();
 
   Connection connection;
@@ -34,20 +34,20 @@ class PendingClose {
 
 class GracefulClose {
  public:
-  // closeTimeout: peers that take nothing for so long are stopped. All of it takes four times as long at most.
+  // closeTimeout: gives up once no peer has accepted a byte for this long, and after four times as long in any case.
   explicit GracefulClose(std::chrono::milliseconds closeTimeout) : closeTimeout_(closeTimeout) {}
   ~GracefulClose() { join(); }
-  // Once at most, and not at the same time as `end`.
+  // At most once, and not concurrently with join().
   void start(std::vector<PendingClose> closes);
-  // Returns when all is said, or nobody hears. From any thread.
+  // Waits until everything is sent or given up. Any thread.
   void join();
 
  private:
   void run();
 
   const std::chrono::milliseconds closeTimeout_;
-  std::vector<PendingClose> closes_;  // their connections stay open: what peers still send would reset closed ones
-  std::mutex mutex_;              // guards the joining
+  std::vector<PendingClose> closes_;  // kept open: unread input would reset a closed connection
+  std::mutex mutex_;                  // guards thread_.join()
   std::thread thread_;
 };
 

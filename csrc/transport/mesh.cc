@@ -11,20 +11,20 @@
 #include <utility>
 
 #include "transport/buffer.h"
-#include "transport/fork.h"
 #include "transport/failure.h"
+#include "transport/fork.h"
 #include "transport/pair.h"
 
 namespace elastic {
 namespace {
 
 constexpr std::chrono::seconds kHelloTimeout{10};
-constexpr std::chrono::minutes kProofTimeout{10};  // who is computing does not answer a challenge
-constexpr std::chrono::milliseconds kSlice{200};  // how often one who closes looks whether the last waiter has gone
+constexpr std::chrono::minutes kProofTimeout{10};  // a rank that computes does not answer a challenge
+constexpr std::chrono::milliseconds kSlice{200};   // interval of periodic work: Ctrl-C, expired handshakes, keepalives
 constexpr std::chrono::milliseconds kAcceptPause{100};
-constexpr std::chrono::seconds kLate{1};          // after which peers ought to know that we wait ourselves
-constexpr std::chrono::seconds kSilenceLimit{1};        // a peer that is late says so far more often than this
-constexpr std::chrono::seconds kGrace{2};         // for whoever knows the culprit of a timeout to tell
+constexpr std::chrono::seconds kLate{1};          // waits longer than this send keepalives
+constexpr std::chrono::seconds kSilenceLimit{1};  // a peer that waits itself sends keepalives far more often
+constexpr std::chrono::seconds kGrace{2};         // time for another rank to report who caused a timeout
 
 }  // namespace
 
@@ -52,19 +52,19 @@ Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::
   watch(event_, EPOLLIN, true);
   watch(endpoint_->fd(), EPOLLIN, true);
   endpoint_->registerMesh(event_, static_cast<size_t>(size));
-  wake();  // the first pollEvents looks for what others left: until then nobody would advanceHandshake what is taken from them
+  wake();  // makes the first pollEvents take over connections that earlier meshes left in the endpoint
 }
 
 Mesh::~Mesh() { close(); }
 
 void Mesh::close() {
   closeSockets();
-  closing_.join();  // without the mutex
+  closing_.join();  // must not hold the mutex
 }
 
 void Mesh::closeSockets() {
   Lock lock(mu_);
-  // An orderly end is no failure of the peers: they may still be busy with one another, so nobody is told.
+  // Closing is not a failure: peers may still be busy with one another, so no close frame is sent.
   if (!failure_) {
     failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, name() + ": the group is closed");
   }
@@ -73,7 +73,7 @@ void Mesh::closeSockets() {
   for (auto& pair : pairs_) {
     if (pair) static_cast<Pair*>(pair.get())->closeSocket();
   }
-  // Those in the midst of a handshake may be of the next generation already.
+  // Handshakes in progress may belong to the next generation.
   for (auto& entry : pending_) endpoint_->returnPending(std::move(entry.second));
   pending_.clear();
   externalFds_.clear();
@@ -117,7 +117,8 @@ void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& r
   sendCloseFrames();
 }
 
-// What peers do not take at once goes on without us: the caller, and whoever waits for the mutex, have their own work.
+// GracefulClose sends in the background what peers do not accept at once, so that neither the caller nor waiters for
+// the mutex are delayed.
 void Mesh::sendCloseFrames() {
   const std::vector<char> body = encodeFailure(*failure_);
   std::vector<Pair*> all, late;
@@ -136,10 +137,10 @@ void Mesh::sendCloseFrames() {
 void Mesh::wake() {
   wakeup_.notify_all();
   const uint64_t one = 1;
-  if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // full: the leader wakes all the same
+  if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // counter full: the leader wakes anyway
 }
 
-// Waits for events and deals with them; returns how many there were.
+// Waits for events and handles them; returns their number.
 int Mesh::pollEvents(Lock& lock, std::chrono::milliseconds timeout) {
   epoll_event events[64];
   hasLeader_ = true;
@@ -157,7 +158,7 @@ int Mesh::pollEvents(Lock& lock, std::chrono::milliseconds timeout) {
 void Mesh::dispatch(int fd, uint32_t events) {
   if (fd == event_) {
     uint64_t count;
-    if (read(event_, &count, sizeof count) < 0) return;  // somebody else has taken it
+    if (read(event_, &count, sizeof count) < 0) return;  // another mesh of this process took it
     takeFromEndpoint();
   } else if (fd == endpoint_->fd()) {
     acceptConnections();
@@ -166,7 +167,7 @@ void Mesh::dispatch(int fd, uint32_t events) {
   } else if (auto known = byFd_.find(fd); known != byFd_.end()) {
     known->second->onEvents(events);
   } else if (auto guest = externalFds_.find(fd); guest != externalFds_.end()) {
-    const OnEvents onEvents = guest->second;  // it may removeFd itself
+    const OnEvents onEvents = guest->second;  // a copy: the callback may remove itself
     if (const auto failure = onEvents(events)) abortLocked(failure->cause, failure->ranks, failure->what());
   }
 }
@@ -174,19 +175,21 @@ void Mesh::dispatch(int fd, uint32_t events) {
 void Mesh::acceptConnections() {
   dropExpired();
   for (;;) {
-    const int fd = openRegistered([&] { return accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    const int fd =
+        openRegistered([&] { return accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return pauseAccepting();
     if (fd < 0) return;
     Connection connection(fd);
     connection.secure(endpoint_->tls(), false);
-    // Who has said something already is heard at once: only those who keep silent are in danger of the next ones.
-    continueHandshake(addPending(PendingConnection{std::move(connection), {}, {}, false, false, {}, Clock::now() + kHelloTimeout}));
+    // Reads at once: a connection that has sent its hello is not dropped in favour of later ones.
+    continueHandshake(
+        addPending(PendingConnection{std::move(connection), {}, {}, false, false, {}, Clock::now() + kHelloTimeout}));
     if (failure_) return;
   }
 }
 
-// A newcomer. Where there are too many, strangers who say nothing must not take all descriptors: one goes for it, of
-// those who have said nothing if there are any, and the one who came first.
+// Adds a handshake. If there are too many, closes one, so that unauthenticated connections cannot exhaust descriptors:
+// preferably one without a hello, and of those the oldest.
 PendingConnection& Mesh::addPending(PendingConnection incoming) {
   if (pending_.size() >= endpoint_->maxPending()) {
     const auto order = [](const PendingConnection& one) { return std::make_pair(one.challengeSent, one.deadline); };
@@ -200,7 +203,7 @@ PendingConnection& Mesh::addPending(PendingConnection incoming) {
   return pending_.emplace(fd, std::move(incoming)).first->second;
 }
 
-// Out of descriptors or memory: the listening socket stays readable, and would wake the leader without end.
+// Out of descriptors or memory: the listening socket would stay readable and wake the leader in a loop.
 void Mesh::pauseAccepting() {
   unwatch(endpoint_->fd());
   resumeAcceptingAt_ = Clock::now() + kAcceptPause;
@@ -212,13 +215,13 @@ void Mesh::resumeAccepting() {
   watch(endpoint_->fd(), EPOLLIN, true);
 }
 
-// Deals with what a newcomer said; a stranger that says anything else than a handshake loses its connection, no more.
+// Continues a handshake as far as the input allows. Malformed input closes that connection and has no other effect.
 void Mesh::continueHandshake(PendingConnection& incoming) {
   while (advanceHandshake(incoming)) {
   }
 }
 
-// One stage of a handshake. False: more has to come first, or `incoming` is gone.
+// One step of a handshake. False: more input is needed, or `incoming` was closed.
 bool Mesh::advanceHandshake(PendingConnection& incoming) {
   const size_t need = incoming.challengeSent ? sizeof(Proof) : sizeof(Hello);
   char bytes[sizeof(Hello)];
@@ -264,16 +267,16 @@ void Mesh::acceptPeer(Connection connection, const Hello& hello) {
   pair(static_cast<int>(hello.from)).accept(std::move(connection));
 }
 
-// What meshes before this one accepted and could not use.
+// Takes over connections that other meshes of this process accepted and could not use.
 void Mesh::takeFromEndpoint() {
   for (auto& [connection, hello] : endpoint_->takeParked(fence_)) acceptPeer(std::move(connection), hello);
-  // Heard at once, since they may be passed on before the next pollEvents.
+  // Continue at once: they may be returned to the endpoint before the next pollEvents.
   for (auto& incoming : endpoint_->takePending()) continueHandshake(addPending(std::move(incoming)));
   dropExpired();
 }
 
-// A handshake under way may be of another group of this process, one that is yet to be made among them, whose callers
-// wait while nobody turns this event loop.
+// Returns handshakes in progress to the endpoint: they may belong to another group of this process, which would wait
+// for them while no caller drives this mesh.
 void Mesh::returnHandshakes() {
   for (auto& [fd, incoming] : pending_) {
     unwatch(fd);
@@ -287,7 +290,7 @@ void Mesh::closePending(int fd) {
   pending_.erase(fd);
 }
 
-// Those who have been silent for too long. Nobody may have listened meanwhile, so that they are heard once more before.
+// Closes handshakes whose deadline has passed. Each gets one extension, since this mesh may not have polled meanwhile.
 void Mesh::dropExpired() {
   std::vector<int> expired;
   for (auto& [fd, incoming] : pending_) {
@@ -318,7 +321,7 @@ std::shared_ptr<gloo::transport::Context> Device::createContext(int, int) {
 }
 
 void Mesh::limit(std::chrono::milliseconds timeout) {
-  // In this order: who sees the new limit also sees from when it counts.
+  // In this order: a reader of the new limit also sees its start time.
   limitSetAt_.store(Clock::now().time_since_epoch().count());
   limit_.store(timeout.count());
 }
@@ -347,13 +350,13 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
   returnHandshakes();
 }
 
-// Time in which this process was stopped, or its machine: peers had none of it either, or could not be heard.
+// Returns how long this process or its machine was stopped; that time does not count against peers.
 Mesh::Clock::duration Mesh::stoppedTime(Clock::time_point since, std::chrono::milliseconds slice) {
   const auto over = Clock::now() - since - slice;
   return over > kSlice ? over : Clock::duration::zero();
 }
 
-// Peers that keep us waiting. One that waits itself, for somebody else, says so now and then.
+// Peers that this rank waits for. silentOnes: only those that sent no keepalive, which waiting peers do.
 std::vector<int> Mesh::ranksAwaited(bool silentOnes) {
   const auto since = Clock::now() - kSilenceLimit;
   std::vector<int> ranks;
@@ -363,8 +366,8 @@ std::vector<int> Mesh::ranksAwaited(bool silentOnes) {
   return ranks;
 }
 
-// Ends the group naming the peers that keep us waiting and are silent. Where there are none, the culprit is known to
-// others, who are given a moment to tell.
+// Ends the group and blames the silent peers that this rank waits for. If there are none, another rank knows the cause
+// and gets a moment to report it.
 void Mesh::failByTimeout(const char* what, bool suspectAll) {
   const std::vector<int> ranks = ranksAwaited(!suspectAll);
   if (ranks.empty() && !suspectAll) return;
@@ -376,13 +379,13 @@ void Mesh::failByTimeout(const char* what, bool suspectAll) {
   checkLocked();
 }
 
-// One pollEvents of the event loop in a wait that has lasted since `begin`; returns how much of it does not count.
+// Runs the event loop once during a wait that began at `begin`; returns the time in which the process was stopped.
 Mesh::Clock::duration Mesh::pollAsLeader(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
   const auto before = Clock::now();
   const int ready = pollEvents(lock, slice);
   const auto now = Clock::now();
   const auto lost = stoppedTime(before, slice);
-  // By time: peers that wait say so as often as we look, and would keep us from ever being idle.
+  // Decided by time, not by readiness: keepalives of waiting peers arrive all the time.
   if (failure_ || (ready > 0 && now - std::max(begin, lastPeriodicWork_) < kSlice)) return lost;
   lastPeriodicWork_ = now;
   doPeriodicWork(begin);
@@ -410,7 +413,7 @@ void Mesh::doPeriodicWork(Clock::time_point begin) {
     if (r != rank) pair(r).readPastUnexpected();
     if (r < rank && !failure_) pair(r).probeListener();
   }
-  // Not from the start: bytes that a peer leaves unread when it closes reset the connection, and what it sent with it.
+  // Not from the start: a keepalive that a peer leaves unread when it closes resets the connection and loses its data.
   const auto late = limit().count() == 0 ? kLate : std::min<Clock::duration>(limit() / 2, kLate);
   if (failure_ || Clock::now() < begin + late) return;
   for (int r = 0; r < size; r++) {
@@ -437,7 +440,7 @@ void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::at
 void Mesh::pollOnce() {
   Lock lock(mu_);
   checkLocked();
-  if (!hasLeader_) pollEvents(lock, std::chrono::milliseconds(0));  // else somebody else is at it
+  if (!hasLeader_) pollEvents(lock, std::chrono::milliseconds(0));  // else another caller polls
   checkLocked();
   returnHandshakes();
 }

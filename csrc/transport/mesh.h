@@ -1,7 +1,7 @@
-// The transport under Gloo's algorithms: one generation's connections to its peers, driven by whoever waits.
+// The transport under Gloo's algorithms: the connections of one generation to its peers.
 //
-// No thread of its own: a waiting caller runs the event loop, further waiters sleep until it has news (leader and
-// followers). One mutex guards everything; sockets are opened on first use. Any failure ends the whole mesh at once.
+// The mesh has no thread. The first caller that waits becomes the leader and runs the event loop; other waiters sleep
+// until the leader wakes them. One mutex guards everything; sockets open on first use; any failure ends the whole mesh.
 #pragma once
 
 #include <gloo/transport/context.h>
@@ -33,8 +33,8 @@ class Mesh : public gloo::transport::Context {
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
 
-  // Called now and then while waiting: for how long so far and, after two seconds, for which ranks, as far as it is
-  // known here. What it throws ends the wait and the group.
+  // Called a few times a second during a wait with the time waited and, after two seconds, the ranks that are known to
+  // be missing. An exception ends the wait and the group.
   using OnWait = std::function<void(std::chrono::milliseconds waited, const std::vector<int>& ranks)>;
 
   // peers[r] is the address that rank r listens on. closeTimeout: see GracefulClose.
@@ -46,31 +46,32 @@ class Mesh : public gloo::transport::Context {
   std::unique_ptr<gloo::transport::Pair>& createPair(int rank) override { return pairs_.at(rank); }
   std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* ptr, size_t size) override;
 
-  // From any thread; the first cause stays. Wakes every waiter and tells the peers.
+  // Ends the group: wakes every waiter and informs the peers. The first cause wins. Any thread.
   void abort(Cause cause, std::vector<int> ranks, const std::string& reason);
   void close();
-  // Throws the failure, if there is one.
+  // Throws the failure if the group has failed.
   void check();
-  // What the frames that follow belong to.
+  // Sets the collective that the following frames belong to.
   void enter(const Call& call);
-  // How long a wait may last from now on, one that is under way as if it began now; zero: without end. From any thread.
+  // Sets how long a wait may last; a wait in progress counts as if it began now. Zero: no limit. Any thread.
   void limit(std::chrono::milliseconds timeout);
   std::chrono::milliseconds limit() const { return std::chrono::milliseconds(limit_.load()); }
-  Clock::time_point deadlineOf(Clock::time_point begin) const;  // of a wait that began then
+  Clock::time_point deadlineOf(Clock::time_point begin) const;  // of a wait that began at `begin`
 
-  // For those who wait elsewhere too, in shared memory (mesh_guests.cc). Guests are descriptors in the same event loop;
-  // onEvents runs with the mutex held, and a failure that it returns ends the mesh.
+  // For code that also waits in shared memory: other descriptors in the same event loop. onEvents runs with the mutex
+  // held; a failure that it returns ends the mesh.
   using OnEvents = std::function<std::unique_ptr<Failure>(uint32_t events)>;
   Lock lock() { return Lock(mu_); }
-  void addFd(int fd, OnEvents onEvents);  // with the mutex held, as in onEvents
-  void removeFd(int fd);                     // likewise
-  // Called with the failure, the mutex held; at once if there is one already. `pulse` grows while somebody waits here.
-  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse);
-  // One pollEvents of the event loop without waiting. Throws the failure, if there is one.
+  void addFd(int fd, OnEvents onEvents);  // needs the mutex
+  void removeFd(int fd);                  // needs the mutex
+  // Registers a callback for the failure, called with the mutex held, at once if the group has failed. `heartbeat` is
+  // incremented each time the event loop runs.
+  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat);
+  // Runs the event loop once without waiting. Throws the failure if the group has failed.
   void pollOnce();
-  // What is to be done now and then besides, in a wait for `ranks` that has lasted since `begin`.
+  // Does the periodic work of a wait for `ranks` that began at `begin`.
   void onWaitInterval(Clock::time_point begin, const std::vector<int>& ranks);
-  // Runs the event loop until done(), or until the time is up: whether it was done.
+  // Runs the event loop until done() or `until`; returns done().
   bool runUntil(const std::function<bool()>& done, Clock::time_point until);
 
  private:
@@ -82,7 +83,7 @@ class Mesh : public gloo::transport::Context {
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
   void sendCloseFrames();
   void closeSockets();
-  // Runs or follows the event loop until done() or the deadline; `what` names the wait in the error (mesh_waits.cc).
+  // Runs the event loop, or sleeps while another caller does, until done() or the deadline; `what` is for the error.
   void wait(Lock& lock, const std::function<bool()>& done, const char* what);
   std::vector<int> ranksAwaited(bool silentOnes);
   void failByTimeout(const char* what, bool suspectAll);
@@ -115,11 +116,11 @@ class Mesh : public gloo::transport::Context {
   const OnWait onWait_;
   std::atomic<std::chrono::milliseconds::rep> limit_;
   std::atomic<Clock::rep> limitSetAt_{0};
-  Clock::time_point lastPeriodicWork_{};  // when a waiter last did what is done now and then; under the mutex
+  Clock::time_point lastPeriodicWork_{};  // guarded by mu_
   std::vector<SocketAddress> addresses_;
   std::mutex mu_;
   std::condition_variable wakeup_;
-  bool hasLeader_ = false;  // somebody is the leader
+  bool hasLeader_ = false;  // a caller runs the event loop
   int epoll_ = -1, event_ = -1;
   std::unique_ptr<Failure> failure_;
   GracefulClose closing_;
@@ -128,9 +129,9 @@ class Mesh : public gloo::transport::Context {
   std::unordered_map<int, OnEvents> externalFds_;
   std::function<void(const Failure&)> onFailure_;
   std::atomic<uint32_t>* heartbeat_ = nullptr;
-  Call call_;                                                 // the collective that this rank is in, or was in last
-  Clock::time_point resumeAcceptingAt_ = Clock::time_point::max();  // the listening socket is not watched until then
-  size_t unexpectedBytes_ = 0;                                        // bytes that arrived before anybody asked for them
+  Call call_;                                                       // the current or last collective of this rank
+  Clock::time_point resumeAcceptingAt_ = Clock::time_point::max();  // until then the listening socket is not polled
+  size_t unexpectedBytes_ = 0;                                      // buffered bytes without a posted receive
 };
 
 class Device : public gloo::transport::Device {

@@ -10,8 +10,8 @@
 #include <cstring>
 
 #include "transport/buffer.h"
-#include "transport/fork.h"
 #include "transport/failure.h"
+#include "transport/fork.h"
 
 namespace elastic {
 namespace {
@@ -19,7 +19,8 @@ namespace {
 constexpr std::chrono::milliseconds kKeepaliveInterval{150};
 constexpr std::chrono::seconds kProbeInterval{1};
 constexpr int kSocket = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
-constexpr size_t kMaxUnexpectedBytes = size_t{1} << 28;  // bytes stored for collectives that have not begun here
+constexpr size_t kMaxUnexpectedBytes = size_t{1}
+                                       << 28;  // bytes buffered for collectives that this rank has not started
 constexpr size_t kMaxControlBody = size_t{1} << 16;
 
 bool isControlSlot(uint64_t slot) { return slot == kCloseSlot || slot == kKeepaliveSlot; }
@@ -89,12 +90,12 @@ void Pair::dial() {
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
   connection_ = Connection(openRegistered([&] { return socket(to.family(), kSocket, 0); }));
   if (!connection_.open()) {
-    // Our own trouble: nothing is known against the peer.
+    // A local failure: the peer is not to blame.
     return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.name() + ": no socket: " + strerror(errno));
   }
   mesh_.byFd_[connection_.fd()] = this;
   state_ = State::kDialing;
-  // Before it is watched: a socket that nobody connects looks as if it were.
+  // Before epoll: an unconnected socket reports as ready.
   const bool refused = ::connect(connection_.fd(), to.get(), to.length) != 0 && errno != EINPROGRESS;
   if (refused) return fail(std::string("connect: ") + strerror(errno));
   mesh_.watch(connection_.fd(), epollEvents_ = EPOLLOUT, true);
@@ -105,7 +106,7 @@ void Pair::accept(Connection connection) {
   mesh_.byFd_[connection_.fd()] = this;
   mesh_.watch(connection_.fd(), epollEvents_ = EPOLLIN, true);
   onConnected();
-  if (connection_.hasBufferedInput()) read();  // what came with the end of the handshake
+  if (connection_.hasBufferedInput()) read();  // input that followed the handshake in the same record
 }
 
 void Pair::onConnected() {
@@ -132,7 +133,8 @@ void Pair::onEvents(uint32_t events) {
   }
   if (state_ == State::kHandshaking) return onChallenge();
   if (state_ == State::kConnected && (events & EPOLLOUT)) flush();
-  if (state_ == State::kConnected && paused_ && (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return readPastUnexpected();
+  if (state_ == State::kConnected && paused_ && (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)))
+    return readPastUnexpected();
   if (state_ == State::kConnected && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) read();
 }
 
@@ -154,8 +156,8 @@ void Pair::flush() {
   updateEpollEvents();
 }
 
-// Hands the kernel what it takes of the first frame; false with errno when it takes nothing. A frame is sent once the
-// kernel has all of it: nobody need turn the event loop for what is under way.
+// Sends as much of the first frame as the kernel accepts; false with errno if it accepts nothing. A frame counts as
+// sent once the kernel has all of it.
 bool Pair::sendFront() {
   Send& next = sends_.front();
   const size_t whole = sizeof(FrameHeader) + next.header.size;
@@ -183,7 +185,7 @@ bool Pair::sendFront() {
   return true;
 }
 
-// What we say on our own account, such as that we wait, is nobody's loss.
+// Whether frames of collectives are queued; control frames do not count.
 bool Pair::hasUnsentData() const {
   return std::any_of(sends_.begin(), sends_.end(), [](const Send& send) { return send.buffer != nullptr; });
 }
@@ -195,7 +197,7 @@ void Pair::fail(const std::string& why) {
   if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, linkName() + ": " + why);
 }
 
-// Tells the peer that we live and wait; only where nothing else is on its way.
+// Tells the peer that this rank is alive and waits, unless other frames are queued.
 void Pair::sendKeepalive() {
   const auto now = Mesh::Clock::now();
   if (state_ != State::kConnected || !sends_.empty() || now - lastKeepalive_ < kKeepaliveInterval) return;
@@ -204,8 +206,8 @@ void Pair::sendKeepalive() {
   flush();
 }
 
-// A frame that is half sent is ended first: a peer that found the stream cut would have to take us for dead. Whether
-// there is more than the kernel took; its memory lives for as long as we hold the mutex. So must `body`.
+// Finishes a half-sent frame first, since a peer that sees a broken stream takes this rank for dead. Returns whether
+// bytes are left; their memory, and `body`, must stay valid while the caller holds the mutex.
 bool Pair::beginClose(const std::vector<char>& body) {
   if (state_ != State::kConnected) return false;
   while (!sends_.empty() && sends_.back().done == 0) sends_.pop_back();
@@ -216,7 +218,7 @@ bool Pair::beginClose(const std::vector<char>& body) {
   return false;
 }
 
-// What beginClose left, and the connection to say it on.
+// Moves the unsent bytes and the connection into a PendingClose.
 PendingClose Pair::takePendingClose() {
   size_t size = 0;
   for (const Send& send : sends_) size += sizeof(FrameHeader) + send.header.size - send.done;
@@ -236,14 +238,14 @@ void Pair::finishClose(const Failure& failure) {
   if (state_ == State::kConnected) sends_.clear();
   if (connection_.open()) {
     mesh_.unwatch(connection_.fd());
-    // Not SHUT_RD: what the peer still sends would reset the connection, and our words with it.
+    // Not SHUT_RD: input that arrives later would reset the connection and discard our unsent bytes.
     ::shutdown(connection_.fd(), SHUT_WR);
   }
   if (closeReason_.empty()) closeReason_ = failure.what();
   state_ = State::kClosed;
 }
 
-// A buffer has died with operations pending; the group has failed, so everything on this pair is void.
+// A buffer was destroyed with operations pending. The group has failed, so this pair's operations are void.
 void Pair::discardOperations() {
   sends_.clear();
   receives_.clear();
@@ -257,8 +259,9 @@ void Pair::close() {
   closeSocket();
 }
 
-// A lower rank that died before it dialled us shows in that nobody listens there any more. Looked at twice, since what
-// it sent before an orderly end may have come in between. To the living we are a stranger who says nothing.
+// Detects a lower rank that died before it dialled us: its listening socket refuses connections. Probes twice, since
+// data of an orderly close may arrive in between. Peers that are alive treat the probe as an unauthenticated
+// connection.
 void Pair::probeListener() {
   if (probeFd_ >= 0) {
     int error = 0;
@@ -271,7 +274,7 @@ void Pair::probeListener() {
   lastProbe_ = now;
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
   probeFd_ = openRegistered([&] { return socket(to.family(), kSocket, 0); });
-  if (probeFd_ < 0) return;  // no descriptor today
+  if (probeFd_ < 0) return;  // out of descriptors: try again later
   if (::connect(probeFd_, to.get(), to.length) != 0 && errno != EINPROGRESS) onProbeResult(errno);
 }
 
@@ -295,8 +298,8 @@ void Pair::closeSocket() {
   state_ = State::kClosed;
 }
 
-// Of a paused pair only the peer's end is of interest, which may have sent a goodbye after the frame that waits; and
-// not even that if the frame is too large to look past: it would wake the leader without end.
+// A paused pair only watches for the peer's end, since a close frame may follow the frame that waits; and not even for
+// that if the waiting frame is too large to buffer, because the event would fire in a loop.
 void Pair::updateEpollEvents() {
   if (!connection_.open() || state_ != State::kConnected) return;
   uint32_t wanted = sends_.empty() ? 0u : uint32_t{EPOLLOUT};
@@ -313,7 +316,7 @@ void Pair::updateEpollEvents() {
 
 std::string Pair::linkName() const { return mesh_.name() + ": connection to rank " + std::to_string(peer_); }
 
-// The peer takes nothing more. It may have said goodbye before it went, which tells more than our errno: read it all.
+// The peer accepts no more bytes. Reads its input to the end: a close frame explains more than our errno.
 void Pair::readToEnd() {
   readingToEnd_ = true;
   if (paused_) {
@@ -336,17 +339,17 @@ void Pair::read() {
   }
 }
 
-// True once all `size` bytes are there.
+// True once `size` bytes are read.
 bool Pair::readExactly(char* data, size_t& have, size_t size) {
   while (have < size) {
     const ssize_t got = connection_.recv(data + have, size - have);
     if (got < 0 && errno == EAGAIN) return false;
     if (got <= 0) {
       const bool cipher = got < 0 && errno == EPROTO;
-      fail(got == 0               ? "closed by peer"
-           : !cipher              ? strerror(errno)
+      fail(got == 0                      ? "closed by peer"
+           : !cipher                     ? strerror(errno)
            : state_ == State::kConnected ? "what it sent was changed on the way, or was not its own"
-                                  : "it does not hold the job's key, by TLS");
+                                         : "it does not hold the job's key, by TLS");
       return false;
     }
     have += static_cast<size_t>(got);
@@ -355,7 +358,7 @@ bool Pair::readExactly(char* data, size_t& have, size_t size) {
   return true;
 }
 
-// A header is there: find where its body goes. False: it has to wait, or the group has failed.
+// Decides where the body of the frame goes. False: the frame has to wait, or the group has failed.
 bool Pair::beginBody() {
   if (!checkSameCall(header_.call)) return false;
   unexpected_ = !takePosted(target_);
@@ -372,7 +375,7 @@ bool Pair::fitsUnexpectedLimit() const {
   return header_.size <= (isControlSlot(header_.slot) ? kMaxControlBody : kMaxUnexpectedBytes - mesh_.unexpectedBytes_);
 }
 
-// Takes aside the frame that a paused pair holds, since what matters may come after it.
+// Buffers the frame that a paused pair holds, since a close frame may follow it.
 void Pair::readPastUnexpected() {
   if (state_ != State::kConnected || !paused_ || !fitsUnexpectedLimit()) return;
   paused_ = false;
@@ -386,12 +389,12 @@ void Pair::readPastUnexpected() {
 bool Pair::bufferUnexpected() {
   const bool ours = isControlSlot(header_.slot);
   if (!ours && posted_ == 0 && !readingToEnd_) {
-    paused_ = true;  // back-pressure: nothing is read until somebody asks
+    paused_ = true;  // back-pressure: stop reading until a receive is posted
     updateEpollEvents();
     return false;
   }
   if (!fitsUnexpectedLimit()) {
-    fail("it sent more than anybody here asked for");
+    fail("it sent more unexpected data than this rank buffers");
     return false;
   }
   if (!ours) mesh_.unexpectedBytes_ += header_.size;
@@ -400,7 +403,7 @@ bool Pair::bufferUnexpected() {
   return true;
 }
 
-// The first receive that is posted for the frame's slot, if there is one.
+// Takes the first receive posted for the frame's slot, if any.
 bool Pair::takePosted(Receive& receive) {
   auto posted = receives_.find(header_.slot);
   if (posted == receives_.end()) return false;
@@ -426,8 +429,8 @@ bool Pair::checkSameCall(const Call& theirs) {
 
 void Pair::failSizeMismatch(size_t expected, size_t got) {
   mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
-                    mesh_.name() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(got) + " bytes where " +
-                        std::to_string(expected) +
+                    mesh_.name() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(got) +
+                        " bytes where " + std::to_string(expected) +
                         " were expected: the ranks do not call the same collective with the same sizes");
 }
 
@@ -441,7 +444,7 @@ void Pair::finishFrame() {
   }
   std::vector<char> body = std::move(unexpectedBody_);
   unexpectedBody_ = {};
-  Receive late;  // posted while the body was on its way
+  Receive late;  // posted while the body was being read
   if (!takePosted(late)) {
     unexpectedFrames_[header_.slot].push_back({header_.call, std::move(body)});
     return;

@@ -1,7 +1,7 @@
 // One peer: a lazily opened socket, a queue of frames to send, and receives posted by slot. All under the mesh's mutex.
 //
-// Frames are sent without asking first. One that nobody posted a receive for is kept back (the socket is not read) or,
-// where other receives are posted on the pair, stored aside, so that concurrent collectives cannot lock each other onConnected.
+// Frames are sent eagerly. A frame without a posted receive stays in the socket (the pair is paused) or, if other
+// receives are posted on this pair, is buffered as unexpected, so that concurrent collectives cannot deadlock.
 #pragma once
 
 #include <gloo/transport/pair.h>
@@ -22,16 +22,16 @@ struct FrameHeader {
   Call call;
 };
 
-// Slots that Gloo never uses.
-constexpr uint64_t kCloseSlot = ~uint64_t{0};   // the sender's group has failed; the body says why
-constexpr uint64_t kKeepaliveSlot = ~uint64_t{0} - 1;  // the sender lives and waits for somebody; no body
+// Control frames use slots that Gloo never uses.
+constexpr uint64_t kCloseSlot = ~uint64_t{0};  // close frame: the sender's group has failed; the body is the failure
+constexpr uint64_t kKeepaliveSlot = ~uint64_t{0} - 1;  // the sender is alive and waits for another rank; no body
 
 class Pair : public gloo::transport::Pair {
  public:
   Pair(Mesh& mesh, int peer);
   ~Pair() override;
 
-  // What Gloo's algorithms call.
+  // Called by Gloo's algorithms.
   const gloo::transport::Address& address() const override;
   void connect(const std::vector<char>&) override {}
   void close() override;
@@ -41,7 +41,7 @@ class Pair : public gloo::transport::Pair {
   void send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t nbytes) override;
   void recv(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t nbytes) override;
 
-  // What the mesh calls, with its mutex held.
+  // Called by the mesh with its mutex held.
   int fd() const { return connection_.fd(); }
   bool isOpen() const { return connection_.open() || state_ == State::kClosed; }
   bool isBusy() const { return posted_ > 0 || inBody_ || hasUnsentData(); }
@@ -60,7 +60,7 @@ class Pair : public gloo::transport::Pair {
  private:
   enum class State { kIdle, kDialing, kHandshaking, kConnected, kClosed };
   struct Send {
-    Buffer* buffer;  // null: nobody counts it
+    Buffer* buffer;  // null for control frames
     FrameHeader header;
     const char* data;
     size_t done = 0;
@@ -103,7 +103,7 @@ class Pair : public gloo::transport::Pair {
   Connection connection_;
   State state_ = State::kIdle;
   uint32_t epollEvents_ = 0;
-  std::string closeReason_;  // it is closed
+  std::string closeReason_;
   Hello hello_;
   Challenge challenge_;
   std::deque<Send> sends_;
@@ -116,10 +116,10 @@ class Pair : public gloo::transport::Pair {
   bool inBody_ = false, paused_ = false, unexpected_ = false, readingToEnd_ = false;
   Receive target_{};
   std::vector<char> unexpectedBody_;
-  int probeFd_ = -1;      // a connection that is made only to see whether the peer listens
-  bool lastProbeRefused_ = false;  // it did not, the last time
+  int probeFd_ = -1;  // connects only to see whether the peer still listens; -1: none
+  bool lastProbeRefused_ = false;
   Mesh::Clock::time_point lastProbe_{};
-  Mesh::Clock::time_point lastReceived_{}, lastKeepalive_{};  // when its last byte was read; when we last told it that we wait
+  Mesh::Clock::time_point lastReceived_{}, lastKeepalive_{};
 };
 
 }  // namespace elastic

@@ -1,5 +1,5 @@
-// TLS 1.3 between two holders of the job's key (RFC 8446, external pre-shared key with an ephemeral exchange): no
-// certificates; who has not the key can neither listen nor stand between, and who gets it later reads no recording.
+// TLS 1.3 between two holders of the job's key (RFC 8446: external pre-shared key with ephemeral key exchange). No
+// certificates. Without the key nobody can read or intercept; a key leaked later does not decrypt recorded traffic.
 #pragma once
 
 #include <sys/types.h>
@@ -12,10 +12,10 @@
 
 namespace elastic {
 
-// The key as both sides' TLS holds it; of an endpoint, for all its connections. Any thread.
+// The job's key for all TLS connections of an endpoint. Any thread.
 class TlsKey {
  public:
-  // Throws std::runtime_error where there is no OpenSSL.
+  // Throws std::runtime_error without OpenSSL.
   explicit TlsKey(const std::string& key);
   ~TlsKey();
   TlsKey(const TlsKey&) = delete;
@@ -32,22 +32,22 @@ class TlsKey {
   OpenSsl::Context* context_;
 };
 
-// One connection's cipher, in memory alone: whoever owns the socket carries the bytes. One thread at a time.
+// The TLS state of one connection, in memory: the owner of the socket moves the bytes. One thread at a time.
 class Tls {
  public:
-  static constexpr uint64_t kRekeyAfter = uint64_t{1} << 36;  // bytes; AES-GCM bears 2^38 under one key
+  static constexpr uint64_t kRekeyAfter = uint64_t{1} << 36;  // bytes; AES-GCM allows 2^38 under one key
 
-  // dials: the side that speaks first.
+  // dials: the side that starts the handshake.
   Tls(std::shared_ptr<const TlsKey> key, bool dials, uint64_t rekeyAfter = kRekeyAfter);
   ~Tls();
   Tls(const Tls&) = delete;
   Tls& operator=(const Tls&) = delete;
 
-  // Encrypts; what comes before the handshake is over is kept until then. False: the connection is broken.
+  // Encrypts; buffers data until the handshake is complete. False: the connection is broken.
   bool write(const void* data, size_t size);
-  // Bytes that were decrypted; 0: more must be fed first; -1: the connection is broken.
+  // Returns decrypted bytes; 0: needs more input; -1: the connection is broken.
   ssize_t read(void* data, size_t size);
-  // What came from the peer, and what is to go there.
+  // Bytes received from the peer, and bytes to send to it.
   bool feed(const void* data, size_t size);
   size_t takeEncrypted(void* data, size_t size);
   bool hasOutput() const { return lib_.BIO_ctrl_pending(out_) > 0; }

@@ -106,7 +106,7 @@ TEST(bytes, addresses) {
   }
 }
 
-TEST(bytes, a_goodbye_comes_back_as_it_was_and_nonsense_is_survived) {
+TEST(bytes, a_close_frame_round_trips_and_malformed_ones_do_not_throw) {
   const Failure failure(Cause::kTimeout, {3, 1}, "too late");
   const std::vector<char> body = encodeFailure(failure);
   const Failure back = decodeFailure(body, 7);

@@ -180,7 +180,7 @@ TEST(group, an_abort_is_heard_from_behind_a_frame_that_nobody_asked_for) {
       group.allreduce(data.data(), count, reduction);
     });
     other.join();
-    // A frame that was only half sent is cut off, and the goodbye with it.
+    // A frame that was only half sent is cut off, and the close frame with it.
     const bool heard = thrown[0] == "enough";
     CHECK(count == 1000 ? heard : heard || thrown[0].find("connection to rank 1") != std::string::npos);
   }

@@ -85,7 +85,7 @@ TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) 
     const FrameHeader header{12345, size, {}};
     peer.sendAll(&header, sizeof header);
     waiting.thread.join();
-    CHECK(waiting.thrown.find("more than anybody here asked for") != std::string::npos);
+    CHECK(waiting.thrown.find("more unexpected data than this rank buffers") != std::string::npos);
   }
 }
 
@@ -110,7 +110,7 @@ TEST(strangers, a_peer_that_reads_nothing_keeps_no_waiter_after_an_abort) {
   CHECK(late.hear(frame.data(), frame.size()) && late.hear(&header, sizeof header) && header.slot == kCloseSlot);
 }
 
-TEST(strangers, a_goodbye_without_sense_is_an_abort_that_names_the_sender) {
+TEST(strangers, a_malformed_close_frame_is_an_abort_that_names_the_sender) {
   Waiting waiting;
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
@@ -119,7 +119,7 @@ TEST(strangers, a_goodbye_without_sense_is_an_abort_that_names_the_sender) {
   peer.sendAll(&header, sizeof header);
   peer.sendAll(body, sizeof body);
   waiting.thread.join();
-  CHECK(waiting.thrown == "rank 0 said goodbye without sense");
+  CHECK(waiting.thrown == "rank 0 sent a malformed close frame");
 }
 
 TEST(strangers, r10_a_newer_world_is_parked_until_its_group_is_there) {

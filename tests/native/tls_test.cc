@@ -142,7 +142,7 @@ TEST(tls, sums_of_all_sizes_and_many_generations) {
   }
 }
 
-TEST(tls, a_frame_that_nobody_asked_for_waits_and_a_goodbye_behind_it_is_heard) {
+TEST(tls, an_unexpected_frame_waits_and_a_close_frame_behind_it_is_read) {
   Ranks ranks(2, 1, 20000, {}, true);
   const auto thrown = ranks.each([](Group& group) {
     group.barrier();
@@ -160,7 +160,7 @@ TEST(tls, a_frame_that_nobody_asked_for_waits_and_a_goodbye_behind_it_is_heard) 
 }
 
 // It closes with words unread, so that the kernel takes the whole connection down.
-TEST(tls, a_goodbye_is_heard_by_one_whose_own_words_go_nowhere) {
+TEST(tls, a_close_frame_is_read_although_sending_fails) {
   Ranks ranks(2, 1, 20000, {}, true);
   std::atomic<bool> unread{false}, gone{false};
   const auto thrown = ranks.each([&](Group& group) {
